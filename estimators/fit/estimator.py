@@ -39,7 +39,7 @@ from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
 from spark_hvd.estimators.training.head import head_of, heads_of
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.readers import reader_spec
+from spark_hvd.estimators.training.rows import reader_spec
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta

@@ -13,8 +13,8 @@ from typing import Any
 
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend, max_num_proc_of
-from spark_hvd.estimators.training.elastic import COMMIT_EVERY
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import COMMIT_EVERY
 from spark_hvd.runner.config import Reporting
 from spark_hvd.runner.spark.session import active_session, is_local
 from spark_hvd.scratch import Scratch

@@ -12,11 +12,10 @@ import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
 from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
-from spark_hvd.estimators.torch.share import Shares
+from spark_hvd.estimators.torch.weighted import Shares
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
-from spark_hvd.estimators.training.losses import calling, losses_of
+from spark_hvd.estimators.training.inputs import calling, losses_of, outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 

@@ -17,10 +17,8 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of
-from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.readers import reader_spec
-from spark_hvd.estimators.training.rows import Rows, check_batches, rows_of
+from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -30,6 +28,45 @@ from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
+
+COMMIT_EVERY = 16
+"""Steps of the optimizer from commit to commit, where the parameters of a fit say nothing."""
+
+
+class FitState(hvd.elastic.TorchState):
+    """The state of a fit. Whoever goes on from it does what whoever goes on from that checkpoint does.
+
+    Attributes:
+        content: Of a checkpoint; None where none was committed yet.
+        optimizer: A torch optimizer before whose steps tensors are still those of the last commit, if there is one.
+            They are copied meanwhile.
+    """
+
+    content: dict[str, Any] | None
+    optimizer: Any
+
+    def __init__(self) -> None:
+        super().__init__(content=None)
+
+    def put(self, content: Mapping[str, Any], last: bool) -> None:
+        """Commit a content; collective. The ``last`` one of a fit is kept, and lets no ranks join or leave any more.
+
+        Raises:
+            HostsUpdatedInterrupt: the members are to change.
+            CollectiveError: a peer or the network failed.
+        """
+        self.content = dict(content)
+        if last:
+            self.save()
+        else:
+            self.commit()
+
+    def _content(self) -> dict[str, Any]:
+        return {"content": self.content}
+
+    def _renew(self) -> None:
+        super()._renew()
+        self.optimizer = None  # the next generation makes its own
 
 
 NAN_CHECK_EVERY = 16

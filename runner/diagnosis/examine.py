@@ -24,7 +24,7 @@ from spark_hvd.runner.diagnosis.host_checks import (
     check_store,
 )
 from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, NetworkTrial, gather, spark_facts, try_network
-from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
+from spark_hvd.runner.diagnosis.network import check_driver, check_ranks, clocks_ahead
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report, error, ok
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
 from spark_hvd.runner.launch.arguments import launcher

@@ -17,7 +17,7 @@ from spark_hvd.data.readers.files import arrow_filesystem, check_columns, told
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
-from spark_hvd.data.schemas.plain import plain_schema
+from spark_hvd.data.schemas.table import plain_schema
 from spark_hvd.data.tables import files_of_paths, files_of_table
 from spark_hvd.store import Store
 
