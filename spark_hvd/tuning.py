@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.tuning.optimize import TrialFailedError, optimize
-    from spark_hvd.runner.tuning.tracker import TrialTracker
+    from spark_hvd.runner.tuning.optimize import TrialFailedError, TrialTracker, optimize
 
 __all__ = ["TrialFailedError", "TrialTracker", "optimize"]
 

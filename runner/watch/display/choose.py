@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from spark_hvd.runner.terminal import is_terminal
-from spark_hvd.runner.watch.display.lines import Display, LineWriter
+from spark_hvd.runner.watch.display.lines import Display, JsonDisplay, LinesDisplay, LineWriter, PlainDisplay
 from spark_hvd.runner.watch.display.notebook import NotebookDisplay
-from spark_hvd.runner.watch.display.plain import JsonDisplay, LinesDisplay, PlainDisplay
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 

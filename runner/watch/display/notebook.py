@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.display.lines import LineWriter
-from spark_hvd.runner.watch.display.plain import LinesDisplay
+from spark_hvd.runner.watch.display.lines import LinesDisplay, LineWriter
 from spark_hvd.runner.watch.display.text import columns_of, head, table
 from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot, shown_rows
 from spark_hvd.runner.watch.summary import Summary
