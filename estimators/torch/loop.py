@@ -15,8 +15,8 @@ from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.torch.weighted import Shares
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.inputs import calling, losses_of, outputs_of, tensors_of, weights_of
-from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
+from spark_hvd.estimators.training.spec import TrainSpec, calling, losses_of
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 
 _BEGINNING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}

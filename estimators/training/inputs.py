@@ -1,11 +1,9 @@
-"""Which tensors a model takes and is compared with, in the dtype and shape that were asked for; and its losses."""
+"""Which tensors a model takes and is compared with, in the dtype and shape that were asked for."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,7 +11,6 @@ from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import no_weights
 from spark_hvd.data.readers.tensors import check_stack, converted
-from spark_hvd.estimators.training.spec import Objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +116,3 @@ def outputs_of(result: object) -> list[torch.Tensor]:
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"the model returned a {type(output).__name__} among its outputs: expected tensors")
     return outputs
-
-
-def losses_of(objects: Objects, device: torch.device | str = "cpu") -> list[Any]:
-    """The losses; those that constructors make get the model and the device they ask for."""
-    made = [calling(make)(model=objects.model, device=torch.device(device)) for make in objects.loss_constructors]
-    return made or list(objects.loss)
-
-
-def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, given only those keyword arguments that it has names for."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return function
-    return lambda **kwargs: function(**{name: value for name, value in kwargs.items() if name in parameters})

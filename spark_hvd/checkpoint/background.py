@@ -114,7 +114,7 @@ def finish() -> None:
 leave.at_end.append(finish)
 
 
-_latest: SaveHandle | None = None
+_handle: SaveHandle | None = None
 
 
 class SaveHandle:
@@ -164,9 +164,9 @@ def start_saving(write: background.Write | None) -> SaveHandle:
     Args:
         write: What is written by this rank.
     """
-    global _latest
-    _latest = SaveHandle(write)
-    return _latest
+    global _handle
+    _handle = SaveHandle(write)
+    return _handle
 
 
 def settle() -> None:
@@ -176,14 +176,14 @@ def settle() -> None:
         StoreError: It is not, and that was not raised yet. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
-    global _latest
+    global _handle
     if not in_world():
         background.finish()
         return
     failure = _exchanged(None)
-    if _latest is not None and not _latest._settled:
-        _latest._settle(failure)
-    _latest = None
+    if _handle is not None and not _handle._settled:
+        _handle._settle(failure)
+    _handle = None
     if failure is not None:
         raise StoreError(failure)
 

@@ -209,9 +209,6 @@ def too_few(name: str, rows: int, size: int) -> str:
     )
 
 
-T_co = TypeVar("T_co", covariant=True)
-
-
 class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
     """Whole batches, for ``for`` loops, Lightning, and ``DataLoader(loader, batch_size=None)``.
 
