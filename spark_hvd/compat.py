@@ -18,7 +18,7 @@ __all__ = ["HorovodRunner", "TorchDistributor", "get_spark_partition_data_loader
 _HOMES = {
     "HorovodRunner": "horovod_runner",
     "TorchDistributor": "torch_distributor",
-    "get_spark_partition_data_loader": "partition",
+    "get_spark_partition_data_loader": "in_rank",
 }
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrialFailedError", "TrialTracker", "optimize"]
 
-_HOMES = {"TrialFailedError": "optimize", "TrialTracker": "tracker", "optimize": "optimize"}
+_HOMES = {"TrialFailedError": "optimize", "TrialTracker": "optimize", "optimize": "optimize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ _HOMES = {
     "ImageAugmentation": "images",
     "ImageDecoder": "images",
     "ShardLoader": "loader",
-    "TorchLoader": "torch_loader",
+    "TorchLoader": "loader",
     "Windows": "series.windows",
     "get_dataset_shard": "handed",
     "padded": "columns",
