@@ -21,8 +21,8 @@ from spark_hvd.data.readers.measure import Uses
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
-from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
+from spark_hvd.estimators.data.reuse import in_use
 from spark_hvd.estimators.fit.backend import SparkBackend
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks

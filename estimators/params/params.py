@@ -69,7 +69,8 @@ class TableParams(Params):
         rows = {row.name: row for row in self._table}
         for name, value in values.items():
             if name not in rows:
-                raise TypeError(self._unknown(name, rows))
+                instead = f": {self._gone[name]}" if name in self._gone else f".{nearest(name, rows)}"
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}{instead}")
             # None, where it is not a value of the parameter, means the default, as in Horovod.
             if value is not None or rows[name].default is None:
                 self._set(**{name: rows[name].check(name, value) if value is not None else None})
@@ -80,11 +81,6 @@ class TableParams(Params):
         row = next(row for row in self._table if row.name == name)
         value = self.getOrDefault(name)
         return None if value is None else row.check(name, value)
-
-    def _unknown(self, name: str, rows: Mapping[str, Parameter]) -> str:
-        if name in self._gone:
-            return f"{type(self).__name__} has no parameter {name!r}: {self._gone[name]}"
-        return f"{type(self).__name__} has no parameter {name!r}.{nearest(name, rows)}"
 
 
 def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Parameter, ...]:

@@ -102,7 +102,7 @@ def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
         single = (
             isinstance(result, list | tuple)
             and len(result) == 1
-            and getattr(result[0], "ndim", 0)
+            and bool(getattr(result[0], "ndim", False))
             and len(result[0]) == rows
         )
         return [result[0] if single else result]
