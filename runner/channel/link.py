@@ -20,7 +20,12 @@ _HUB = 0
 
 
 class Heartbeat:
-    """The thread; it ends with :meth:`close`.
+    """A task's signs of life: a thread that tells the hub every second that the task is there, and hears its answers.
+
+    A thread, since the supervisor waits in one place for the fork server and in another for output to drain. It has
+    a connection of its own, so no output stands before it in a queue. ZeroMQ's own heartbeats would close a
+    connection whose other end is only suspended, and lose what is queued on it; TCP keeps both for as long as it
+    takes. It ends with :meth:`close`.
 
     Args:
         socket: Connected to the hub; owned by the thread from now on.

@@ -34,7 +34,11 @@ _LOOK_EVERY = 0.1
 
 
 class SlotShares:
-    """Which run has which share of the slots. Who asks first is served first: no large run is passed over."""
+    """Runs of one program share the slots of its Spark application: one that finds too few free waits for others.
+
+    Spark makes such a run wait too, but by then its ``start_timeout`` counts, and its processes are there already.
+    Who asks first is served first: no large run is passed over.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
