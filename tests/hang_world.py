@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from spark_hvd.runner.channel.messages import Examination
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
 from spark_hvd.world.vitals import Underway, Vitals

@@ -18,8 +18,9 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
-from spark_hvd.runner.channel.messages import ASIDE, Examination, decode, decode_vitals
+from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
 from spark_hvd.runner.channel.newcomers import Newcomers, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
 from spark_hvd.world.ports import PortRange, bound

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from spark_hvd.runner.channel.state import Kinds, Message
@@ -108,27 +108,3 @@ def _is_underway(value: object) -> bool:
 
 def _shown(body: bytes) -> str:
     return f"{body[:100]!r}{'...' if len(body) > 100 else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """What was found.
-
-    Attributes:
-        cpu: Processors used by the rank and all that it has started, over a second: 1.0 is one core.
-        status: Of its process, in psutil's words: "running", "sleeping", "stopped", "disk-sleep" ...
-        stacks: The Python stacks of its threads; empty if it wrote none, as when it is stopped.
-    """
-
-    cpu: float
-    status: str
-    stacks: str
-
-    def to_message(self) -> dict[str, Any]:
-        """Plain data that JSON can carry."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Examination:
-        """What :meth:`to_message` made."""
-        return cls(message["cpu"], message["status"], message["stacks"])

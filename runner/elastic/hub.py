@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, get_type_hints
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.messages import Examination
 from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership.events import (

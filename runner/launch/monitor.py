@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.messages import Examination
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.payload import name_of
 from spark_hvd.runner.terminal import harmless

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import zmq
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.frames import FrameReader, send_frame
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.messages import Examination
 from spark_hvd.runner.outcome.endings import trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
 from spark_hvd.runner.rank.order import RankOrder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from spark_hvd.runner.channel.messages import Examination
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.tracebacks import place
 from spark_hvd.world.vitals import Underway, Vitals
 

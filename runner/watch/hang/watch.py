@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from spark_hvd.runner.channel.messages import Examination
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.silence import BEAT
 from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, RankObservation
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
