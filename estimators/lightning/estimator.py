@@ -36,6 +36,12 @@ _PACKAGES = ("lightning", "pytorch_lightning", "torch")
 _TRIED = frozenset({"gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly"})
 _GLOBAL = frozenset({"benchmark", "deterministic", "precision", "plugins"})
 """Arguments that would change torch in the driver's process, or that ask for the ranks' devices."""
+_LOSSES = {
+    "multiclass": torch.nn.CrossEntropyLoss,
+    "binary": torch.nn.BCEWithLogitsLoss,
+    "regression": torch.nn.MSELoss,
+}
+"""The loss that stands for each task: dtypes of labels and columns of predictions follow from it."""
 
 
 def check_trainer_args(pl: Any, args: dict[str, Any]) -> None:
@@ -149,14 +155,6 @@ def _where(error: BaseException, module: torch.nn.Module) -> str:
         if frame.f_locals.get("self") is module and frame.f_globals.get("__name__", "").split(".")[0] not in _PACKAGES
     ]
     return f"{type(module).__name__}.{methods[0]}" if methods else type(module).__name__
-
-
-_LOSSES = {
-    "multiclass": torch.nn.CrossEntropyLoss,
-    "binary": torch.nn.BCEWithLogitsLoss,
-    "regression": torch.nn.MSELoss,
-}
-"""The loss that stands for each task: dtypes of labels and columns of predictions follow from it."""
 
 
 class LightningModel(TorchModel):
