@@ -29,7 +29,7 @@ import torch
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.rows import open_reader
 from spark_hvd.store import Store
 
 MINUTES = 2

@@ -9,12 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.tuning.optimize import TrialFailedError, optimize
-    from spark_hvd.runner.tuning.tracker import TrialTracker
+    from spark_hvd.runner.tuning.optimize import TrialFailedError, TrialTracker, optimize
 
 __all__ = ["TrialFailedError", "TrialTracker", "optimize"]
 
-_HOMES = {"TrialFailedError": "optimize", "TrialTracker": "tracker", "optimize": "optimize"}
+_HOMES = {"TrialFailedError": "optimize", "TrialTracker": "optimize", "optimize": "optimize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -200,12 +200,3 @@ def _check_fits(model: Any, labels: Labels, tokenizer: PreTrainedTokenizerFast) 
             f"tokenizer has {len(tokenizer)} tokens and model embeddings of {tokens}: give the tokenizer that it was "
             "trained with, or call model.resize_token_embeddings(len(tokenizer))"
         )
-
-
-if __name__ == "__main__":  # writes the table into the documentation
-    from pathlib import Path
-
-    from spark_hvd.estimators.params.params import in_page
-
-    page = Path("docs/transformers.md")
-    page.write_text(in_page(page.read_text(), TextClassifier._table))

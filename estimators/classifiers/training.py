@@ -24,7 +24,6 @@ class Inputs(Protocol):
             values: Of the column, without nulls.
             training: Whether the model is trained on them, which may change them at random.
         """
-        ...
 
 
 @dataclass(frozen=True)

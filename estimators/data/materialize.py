@@ -20,7 +20,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of
-from spark_hvd.estimators.data.leases import delete_unused
+from spark_hvd.estimators.data.reuse import delete_unused
 from spark_hvd.estimators.data.writing import PURPOSES, TRAIN, VALIDATION, WriteReport, WriteTask
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named

@@ -34,11 +34,9 @@ class Backend(Protocol):
 
     def num_processes(self) -> int:
         """Number of ranks that :meth:`run` starts."""
-        ...
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """Run ``fn`` on every rank and return its values in rank order; errors as of :func:`spark_hvd.run`."""
-        ...
 
 
 def max_num_proc_of(backend: Backend) -> int | None:

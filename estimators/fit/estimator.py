@@ -5,8 +5,10 @@ A fit has four stages, each called once: the plan, a trial of one batch, the dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import importlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -19,10 +21,9 @@ from spark_hvd.data.readers.measure import Uses
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
-from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
+from spark_hvd.estimators.data.reuse import in_use
 from spark_hvd.estimators.fit.backend import SparkBackend
-from spark_hvd.estimators.fit.meanwhile import importing
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
@@ -39,7 +40,7 @@ from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
 from spark_hvd.estimators.training.head import head_of, heads_of
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.readers import reader_spec
+from spark_hvd.estimators.training.rows import reader_spec
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta
@@ -286,3 +287,23 @@ def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table
         if hasattr(few, "toArrow"):  # Spark 4
             return few.toArrow()
         return pa.Table.from_pandas(few.toPandas(), preserve_index=False)
+
+
+@contextmanager
+def importing(name: str) -> Iterator[None]:
+    """Import a module in a thread, and have it when this ends; in between this thread is to import nothing of torch's.
+
+    Args:
+        name: Of the module. One that cannot be imported is for its user to report.
+    """
+
+    def load() -> None:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+    thread = threading.Thread(target=load, name="spark_hvd-import", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

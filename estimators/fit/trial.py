@@ -23,9 +23,8 @@ from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.training.head import INTEGER_LABELS, KNOWN, known_as
 from spark_hvd.estimators.training.inputs import TensorSpec
-from spark_hvd.estimators.training.losses import losses_of
-from spark_hvd.estimators.training.readers import open_reader, reader_spec
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.rows import open_reader, reader_spec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec, losses_of
 from spark_hvd.store import Store
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -255,7 +255,8 @@ class _KerasFit:
     def _seed(self, epoch: int, done: int) -> None:
         """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""
         self.job.seed(epoch, done)
-        for number, variable in enumerate(_seeds(self.model)):
+        seeds = (each for each in self.model.variables if each.name == "seed_generator_state")
+        for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator).numpy().astype("uint32"))
 
@@ -276,10 +277,6 @@ def _raised_in_graph(error: Exception) -> Exception | None:
     from spark_hvd.tensorflow.tensors import cause_of
 
     return cause_of(error) if isinstance(error, tf.errors.OpError) else None
-
-
-def _seeds(model: Any) -> Iterator[Any]:
-    return (each for each in model.variables if each.name == "seed_generator_state")
 
 
 def _of_this_rank(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[torch.Tensor], Logs]:

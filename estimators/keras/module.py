@@ -96,7 +96,10 @@ class KerasModule(torch.nn.Module):
 
 def given_to_keras(tensor: Any) -> Any:
     """A tensor as Keras takes it on its backend: numbers of numpy are everybody's, and no copies. Others stay."""
-    return tensor if _on_torch() or not isinstance(tensor, torch.Tensor) else tensor.numpy(force=True)
+    import keras
+
+    keeps = keras.config.backend() == "torch" or not isinstance(tensor, torch.Tensor)
+    return tensor if keeps else tensor.numpy(force=True)
 
 
 def _from_keras(value: Any) -> Any:
@@ -105,12 +108,6 @@ def _from_keras(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_from_keras(each) for each in value]
     return value if isinstance(value, torch.Tensor) else torch.from_numpy(value.numpy())
-
-
-def _on_torch() -> bool:
-    import keras
-
-    return bool(keras.config.backend() == "torch")
 
 
 def restored(data: bytes, backend: str, environment: Mapping[str, str | None], custom_objects: bytes) -> KerasModule:

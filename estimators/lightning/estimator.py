@@ -3,32 +3,158 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
+from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.lightning.loop import LightningFramework
-from spark_hvd.estimators.lightning.parts import package_of
+from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
-from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
 from spark_hvd.estimators.torch.learning_rate import optimizer_facts
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
-from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.world.words import nearest
 
+_STEPS = 100
+"""Batches of an epoch as configure_optimizers sees them, where the data have not been counted yet."""
+_PACKAGES = ("lightning", "pytorch_lightning", "torch")
+_TRIED = frozenset({"gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly"})
+_GLOBAL = frozenset({"benchmark", "deterministic", "precision", "plugins"})
+"""Arguments that would change torch in the driver's process, or that ask for the ranks' devices."""
 _LOSSES = {
     "multiclass": torch.nn.CrossEntropyLoss,
     "binary": torch.nn.BCEWithLogitsLoss,
     "regression": torch.nn.MSELoss,
 }
 """The loss that stands for each task: dtypes of labels and columns of predictions follow from it."""
+
+
+def check_trainer_args(pl: Any, args: dict[str, Any]) -> None:
+    """Find keywords that the Trainer does not know and values that it does not take.
+
+    Raises:
+        TypeError: there is no such keyword.
+        ValueError: Lightning refuses a value.
+    """
+    known = inspect.signature(pl.Trainer).parameters
+    for name in args:
+        if name not in known:
+            raise TypeError(f"trainer_args: lightning.Trainer has no keyword {name!r}.{nearest(name, known)}")
+    try:
+        _make_trainer(pl, {name: value for name, value in args.items() if name not in _GLOBAL})
+    except Exception as error:
+        raise ValueError(f"trainer_args={args!r}: the Trainer does not take them: {error}") from error
+
+
+def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+    """One batch through training_step, backward, the optimizers and validation_step, on a copy of the module.
+
+    Its hooks run as in a training; ``self.trainer`` is a Trainer of one process and ``self.logger`` logs nothing.
+
+    Raises:
+        ModelError: what did not work, with the shapes and dtypes that went in.
+    """
+    pl = package_of(objects.model)
+    module = copy.deepcopy(objects.model)
+    try:
+        tensors = batch_dict(spec, batch)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
+    given = [f"{name}: {describe(tensor)}" for name, tensor in tensors.items()]
+    steps = spec.epoch_steps(1) if spec.train_steps_per_epoch or spec.train.rows else _STEPS
+    probe = _probe(pl)
+    asked = spec.trainer
+    args = {name: value for name, value in asked["args"].items() if name in _TRIED}
+    trainer = _make_trainer(pl, args, max_epochs=spec.epochs, callbacks=[probe])
+    validation = _Same(tensors, 1) if asked["validate"] else None
+    try:
+        # Nothing random in the driver's process is to depend on whether a fit was tried.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(module, _Same(tensors, steps), validation)
+    except Exception as error:
+        raise failed(_where(error, module), error, given) from error
+    check_loss(spec, probe.loss, batch)
+    unused = probe.unused
+    if unused and module.automatic_optimization and not asked["find_unused_parameters"]:
+        raise ModelError(
+            f"the loss does not depend on {len(unused)} parameters that are to be trained: {listed(unused)}. Freeze "
+            "them with requires_grad_(False), or give find_unused_parameters=True"
+        )
+
+
+class _Same:
+    """One batch, again and again."""
+
+    def __init__(self, batch: Batch, steps: int) -> None:
+        self._batch, self._steps = batch, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self._steps):
+            yield dict(self._batch)
+
+
+def _make_trainer(pl: Any, args: dict[str, Any], **more: Any) -> Any:
+    be_quiet()
+    return pl.Trainer(
+        **{"num_sanity_val_steps": 0, "enable_model_summary": False, **args},
+        accelerator="cpu",
+        devices=1,
+        plugins=[pl.plugins.environments.LightningEnvironment()],  # not SLURM's, where the driver is a SLURM job
+        logger=pl.loggers.logger.DummyLogger(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **more,
+    )
+
+
+def _probe(pl: Any) -> Any:
+    class OneBatch(pl.callbacks.Callback):  # type: ignore[misc] # Any
+        """Ends the training after one batch, and notes its loss and which parameters got no gradient."""
+
+        unused: tuple[str, ...] = ()
+        loss = 0.0
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            named = pl_module.named_parameters()
+            self.unused = tuple(name for name, param in named if param.requires_grad and param.grad is None)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self.loss = float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else 0.0
+            trainer.should_stop = True
+
+    return OneBatch()
+
+
+def _where(error: BaseException, module: torch.nn.Module) -> str:
+    """The step or hook of the module in which an error was raised."""
+    methods = [
+        frame.f_code.co_name
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_locals.get("self") is module and frame.f_globals.get("__name__", "").split(".")[0] not in _PACKAGES
+    ]
+    return f"{type(module).__name__}.{methods[0]}" if methods else type(module).__name__
 
 
 class LightningModel(TorchModel):

@@ -8,7 +8,7 @@ in a ParamGridBuilder's grid too (there when ``fit`` starts).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,7 +69,8 @@ class TableParams(Params):
         rows = {row.name: row for row in self._table}
         for name, value in values.items():
             if name not in rows:
-                raise TypeError(self._unknown(name, rows))
+                instead = f": {self._gone[name]}" if name in self._gone else f".{nearest(name, rows)}"
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}{instead}")
             # None, where it is not a value of the parameter, means the default, as in Horovod.
             if value is not None or rows[name].default is None:
                 self._set(**{name: rows[name].check(name, value) if value is not None else None})
@@ -81,31 +82,10 @@ class TableParams(Params):
         value = self.getOrDefault(name)
         return None if value is None else row.check(name, value)
 
-    def _unknown(self, name: str, rows: Mapping[str, Parameter]) -> str:
-        if name in self._gone:
-            return f"{type(self).__name__} has no parameter {name!r}: {self._gone[name]}"
-        return f"{type(self).__name__} has no parameter {name!r}.{nearest(name, rows)}"
-
 
 def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Parameter, ...]:
     """Rows of one group of a table, from (name, default, check, doc)."""
     return tuple(Parameter(name, default, check, doc, group) for name, default, check, doc in entries)
-
-
-def in_page(page: str, table: Sequence[Parameter]) -> str:
-    """The text of a page of documentation, with the table between its two marks."""
-    before, _, rest = page.partition("<!-- parameters")
-    mark, _, rest = rest.partition("-->\n")
-    _, _, after = rest.partition("<!-- end of parameters -->")
-    lines, group = [], None
-    for row in table:
-        if row.group != group:
-            group = row.group
-            lines += ["", f"**{group}**", "", "| parameter | default | meaning |", "|---|---|---|"]
-        default = "" if row.default is None else f"`{row.default!r}`"
-        lines.append(f"| `{row.name}` | {default} | {row.doc} |")
-    table_text = "\n".join(lines).strip()
-    return f"{before}<!-- parameters{mark}-->\n\n{table_text}\n\n<!-- end of parameters -->{after}"
 
 
 def _define(cls: type, name: str, method: Any) -> None:

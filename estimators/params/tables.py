@@ -190,12 +190,3 @@ GONE = {
     "continuous_cols": "it was for NVTabular only",
 }
 """What Horovod had and this has not -> what to do."""
-
-
-if __name__ == "__main__":  # writes the table into the documentation
-    from pathlib import Path
-
-    from spark_hvd.estimators.params.params import in_page
-
-    page = Path("docs/estimators.md")
-    page.write_text(in_page(page.read_text(), TORCH))

@@ -16,7 +16,7 @@ from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.inputs import outputs_of
-from spark_hvd.estimators.training.losses import calling
+from spark_hvd.estimators.training.spec import calling
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, Validates, not_finite, speed
 
 _BEGINNING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}

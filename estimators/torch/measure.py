@@ -9,9 +9,9 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
-from spark_hvd.estimators.torch.share import Shares
+from spark_hvd.estimators.torch.weighted import Shares
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
-from spark_hvd.estimators.training.losses import losses_of
+from spark_hvd.estimators.training.spec import losses_of
 from spark_hvd.estimators.training.train import Job
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -98,14 +98,7 @@ def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
             for spec in planned.specs
         ],
         "outputs": [
-            {
-                "name": each.name,
-                "index": each.index,
-                "role": each.role,
-                "element": each.element,
-                "depth": each.depth,
-                "threshold": each.threshold,
-            }
+            {name: getattr(each, name) for name in ("name", "index", "role", "element", "depth", "threshold")}
             for each in planned.plan
         ],
         "kind": planned.head.kind,

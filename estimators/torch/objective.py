@@ -48,7 +48,7 @@ class Objective:
         self.weights = [1.0 / labels] * labels if weights is None else list(weights)
         self.reshape_labels = reshape_labels
         self.factors = [1.0] * labels
-        """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.share.Shares`."""
+        """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.weighted.Shares`."""
         self._weighted: list[WeightedLoss] = []
 
     def transform_outputs(

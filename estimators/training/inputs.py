@@ -1,4 +1,4 @@
-"""Which tensors a model takes and is compared with: columns, in the dtype and shape that were asked for."""
+"""Which tensors a model takes and is compared with, in the dtype and shape that were asked for."""
 
 from __future__ import annotations
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
+from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
+from spark_hvd.data.readers.blocks import TensorForm
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
@@ -18,9 +22,43 @@ from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.estimators.training.readers import form_of, open_reader
-from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.world.words import count
+
+
+def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
+    """What a reader is asked for in a training, with ``fields`` in place of what is asked for in all of it."""
+    return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
+
+
+def open_reader(spec: ReaderSpec) -> Reader[Batch]:
+    """Open the reader of ``spec.kind``.
+
+    Raises:
+        DataError: a column is missing, or Petastorm's reader is asked for one that is in no file.
+    """
+    for name in spec.columns:
+        if name not in {field[0] for field in spec.edit_fields}:
+            spec.dataset.column(name)
+    if spec.kind == "petastorm" or (spec.kind is None and spec.dataset.unischema):
+        partitions = spec.dataset.partitions
+        if partitions is not None and (outside := [name for name in spec.columns if name in partitions.column_names]):
+            raise DataError(
+                f"column {outside[0]!r} is in no file of {spec.dataset.url}, but in the names of its directories or in "
+                "its log, where Petastorm does not look: use reader='arrow', or leave the column out"
+            )
+        from spark_hvd.estimators.petastorm.reader import PetastormReader
+
+        return PetastormReader(spec)
+    return ArrowReader(spec, form_of(spec))
+
+
+def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
+    """What rows are in until they are a batch."""
+    collate = spec.collate
+    return (
+        TensorForm(spec) if collate is None else CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
+    )
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import without_nan
@@ -13,9 +16,6 @@ from spark_hvd.data.readers.sharding import steps_of
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.store import Store
 from spark_hvd.world.words import count
-
-if TYPE_CHECKING:
-    import torch
 
 PRECISIONS = ("32", "bf16", "fp16")
 
@@ -125,3 +125,17 @@ class Objects:
     train_minibatch_fn: Callable[..., Any] | None = None
     gradient_compression: Any = None
     reader: Mapping[str, Any] = field(default_factory=dict)
+
+
+def losses_of(objects: Objects, device: torch.device | str = "cpu") -> list[Any]:
+    """The losses; those that constructors make get the model and the device they ask for."""
+    made = [calling(make)(model=objects.model, device=torch.device(device)) for make in objects.loss_constructors]
+    return made or list(objects.loss)
+
+
+def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, given only those keyword arguments that it has names for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
+    return lambda **kwargs: function(**{name: value for name, value in kwargs.items() if name in parameters})

@@ -22,8 +22,7 @@ from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
 from spark_hvd.estimators.training.late import LateValidation, MeetingPlace
 from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
-from spark_hvd.estimators.training.readers import reader_spec
-from spark_hvd.estimators.training.rows import Rows, check_batches, rows_of
+from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -32,7 +31,6 @@ from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
-
 
 NAN_CHECK_EVERY = 16
 """Batches between looks at the loss on a GPU, where each look waits for it."""
@@ -50,7 +48,6 @@ class Framework(Protocol):
         ``job.save`` is to be called after each, at the end of all that is to be done for it: ranks may change there.
         ``job.finish`` is to be called at the very end.
         """
-        ...
 
 
 class Validates(Framework, Protocol):

@@ -12,8 +12,7 @@ from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.training.checkpoint import BEST, Checkpoints
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
-from spark_hvd.estimators.training.readers import reader_spec
-from spark_hvd.estimators.training.rows import rows_of
+from spark_hvd.estimators.training.rows import reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Job, Validates, device_of
 from spark_hvd.store.errors import StoreError

@@ -100,17 +100,16 @@ def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
         )
     if len(plan) == 1:
         single = (
-            isinstance(result, list | tuple) and len(result) == 1 and _is_array(result[0]) and len(result[0]) == rows
+            isinstance(result, list | tuple)
+            and len(result) == 1
+            and bool(getattr(result[0], "ndim", False))
+            and len(result[0]) == rows
         )
         return [result[0] if single else result]
     if not isinstance(result, list | tuple) or len(result) != len(plan):
         what = f"{len(result)} outputs" if isinstance(result, list | tuple) else f"one {type(result).__name__}"
         raise ModelError(f"the model returns {what}, and outputs declares {len(plan)}: {listed(names)}")
     return list(result)
-
-
-def _is_array(value: Any) -> bool:
-    return bool(getattr(value, "ndim", 0))
 
 
 def _values(value: Any) -> Values:

@@ -166,7 +166,10 @@ def _shared(source: ModelSource, place: Path) -> Any:
         found = None
         if source.loader is not None:
             found = source.loader()
-            if not _worth_sharing(found):
+            on_cpu = isinstance(found, torch.nn.Module) and any(
+                each.device.type == "cpu" for each in found.parameters()
+            )
+            if not on_cpu:
                 (place / _ALONE).touch()
                 return found
             try:
@@ -191,10 +194,6 @@ def _write(place: Path, structure: bytes, weights: Any) -> None:
         for piece in weights:
             file.write(piece)
     (place / _STRUCTURE).write_bytes(structure)
-
-
-def _worth_sharing(found: Any) -> bool:
-    return isinstance(found, torch.nn.Module) and any(each.device.type == "cpu" for each in found.parameters())
 
 
 def _loaded_alone(source: ModelSource) -> Any:

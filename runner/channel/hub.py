@@ -53,15 +53,12 @@ class Listener(Protocol):
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
-        ...
 
     def vitals(self, record: Vitals) -> None:
         """What a rank tells of itself."""
-        ...
 
     def examined(self, rank: int, found: Examination) -> None:
         """The answer to :meth:`HubServer.examine`."""
-        ...
 
 
 class HubServer:
@@ -280,16 +277,6 @@ class Hub(HubServer):
     """The hub of a static run; see :class:`HubServer`."""
 
     _state: HubState
-
-    def __init__(
-        self,
-        state: HubState,
-        bind_host: str,
-        public_host: str | None = None,
-        listener: Listener | None = None,
-        ports: PortRange | None = None,
-    ) -> None:
-        super().__init__(state, bind_host, public_host, listener, ports)
 
     def snapshot(self) -> tuple[set[int], list[int]]:
         """(ranks that said hello, ranks that failed in the order heard) as known now."""

@@ -45,37 +45,29 @@ class HubLogic(Protocol):
     @property
     def senders(self) -> range:
         """The numbers that tasks can have."""
-        ...
 
     @property
     def most_ranks(self) -> int:
         """How many ranks a world of this run can have."""
-        ...
 
     def handle(self, message: Message, now: float) -> list[Send]:
         """Take one message of a task."""
-        ...
 
     def record_heartbeat(self, rank: int, now: float) -> None:
         """Take anything as a sign of life."""
-        ...
 
     def tick(self, now: float) -> list[Send]:
         """Take note of the time; called several times a second."""
-        ...
 
     def stop(self, reason: str) -> list[Send]:
         """Tell every task to stop, and why."""
-        ...
 
     def examine(self) -> list[Send]:
         """Have every task look at its rank's process."""
-        ...
 
     @property
     def all_gone(self) -> bool:
         """Whether no process of any task is left."""
-        ...
 
 
 @dataclass(slots=True)

@@ -135,7 +135,7 @@ def run_here(
     _refuse(output_filename=(output_filename, "every line has its rank in front: redirect this program's output"))
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
-    more = _common(start_timeout, None, None, None, 1, network_interfaces or network_interface, False)
+    more = _common(start_timeout, nics=network_interfaces or network_interface)
     if least is None and most is None and reset_limit is None:
         return run_local(func, args, kwargs, ranks, backend=_backend(use_mpi, use_gloo), **more)
     from spark_hvd.runner.elastic.local import run_elastic_local
@@ -144,20 +144,9 @@ def run_here(
     return run_elastic_local(func, args, kwargs, ranks, **_without_none(given), **more)
 
 
-def options_of_run(
-    start_timeout: float | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    verbose: int = 1,
-    nics: str | Sequence[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
-) -> dict[str, Any]:
+def options_of_run(use_mpi: bool | None = None, use_gloo: bool | None = None, **more: Any) -> dict[str, Any]:
     """What our run is given for arguments of ``horovod.spark.run``, which Horovod's SparkBackend takes too."""
-    more = _common(start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp)
-    return {"backend": _backend(use_mpi, use_gloo), **more}
+    return {"backend": _backend(use_mpi, use_gloo), **_common(**more)}
 
 
 def check_hosts(hosts: str | None, ranks: int | None) -> int:
@@ -185,15 +174,15 @@ def check_hosts(hosts: str | None, ranks: int | None) -> int:
 
 
 def _common(
-    start_timeout: float | None,
-    env: Mapping[str, str | None] | None,
-    stdout: TextIO | None,
-    stderr: TextIO | None,
-    verbose: int,
-    nics: str | Sequence[str] | None,
-    timestamp: bool,
+    start_timeout: float | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
 ) -> dict[str, Any]:
-    if timestamp:
+    if prefix_output_with_timestamp:
         warnings.warn("prefix_output_with_timestamp: lines have their rank in front and no time", stacklevel=3)
     patience = start_timeout if start_timeout is not None else read_patience("SPARK_START_TIMEOUT", "START_TIMEOUT")
     interfaces = nics.split(",") if isinstance(nics, str) else [*(nics or ())]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.config import Network, RunConfig
 from spark_hvd.runner.diagnosis import probe
-from spark_hvd.runner.diagnosis.facts import PROGRAM, StoreTrial
+from spark_hvd.runner.diagnosis.facts import PROGRAM, HostFacts, StoreTrial
 from spark_hvd.runner.diagnosis.gpu_checks import check_gpus
 from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
@@ -23,8 +23,8 @@ from spark_hvd.runner.diagnosis.host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Gathered, NetworkTrial, gather, spark_facts, try_network
-from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
+from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, NetworkTrial, gather, spark_facts, try_network
+from spark_hvd.runner.diagnosis.network import check_driver, check_ranks, clocks_ahead
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report, error, ok
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
 from spark_hvd.runner.launch.arguments import launcher
@@ -85,7 +85,8 @@ class _Examination:
         self._ports = config.port_range
         self._store = None if store is None else _StoreTrials(store)
         self._findings: list[Finding] = []
-        self._gathered = Gathered()
+        self._driver: HostFacts | None = None
+        self._hosts: list[HostFacts] = []
 
     def report(self) -> Report:
         start = time.monotonic()
@@ -111,9 +112,9 @@ class _Examination:
         self._judge_hosts()
         tasks = min(there, facts.asked or there)
         if self._can_run(facts):
-            interfaces = self._config.interfaces
+            where = self._ports, self._config.interfaces
             network = self._step(
-                "rank to rank", lambda: try_network(self._spark, tasks, self._ports, interfaces, resources)
+                "rank to rank", lambda: try_network(self._spark, tasks, *where, resources, self._findings)
             )
             self._judge_network(facts, tasks, network or NetworkTrial())
             if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
@@ -148,11 +149,10 @@ class _Examination:
     def _look(self, facts: SparkFacts, tasks: int) -> None:
         dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
         trial = None if self._store is None else self._step("store", self._store.begin)
-        self._gathered = gather(self._spark, tasks, dirs, trial)
-        self._findings += self._gathered.problems
+        self._driver, self._hosts = gather(self._spark, tasks, dirs, trial, self._findings)
 
     def _judge_hosts(self) -> None:
-        driver, hosts = self._gathered.driver, self._gathered.hosts
+        driver, hosts = self._driver, self._hosts
         if driver is None or not hosts:
             return
         self._add("Python", lambda: check_python(driver, hosts))
@@ -164,9 +164,9 @@ class _Examination:
 
     def _can_run(self, facts: SparkFacts) -> bool:
         """Whether it makes sense to start a barrier stage; what would stop one is among the findings already."""
-        lacking = any(host.packages[name].version is None for host in self._gathered.hosts for name in _TASKS_NEED)
+        lacking = any(host.packages[name].version is None for host in self._hosts for name in _TASKS_NEED)
         refused = any(f.check == "dynamic allocation" and f.level is Level.ERROR for f in self._findings)
-        if facts.slots == 0 or refused or lacking or not self._gathered.hosts:
+        if facts.slots == 0 or refused or lacking or not self._hosts:
             self._findings.append(
                 Finding("network", Level.WARNING, "not tried: no ranks can start, see above", "Mend the errors first")
             )
@@ -174,8 +174,7 @@ class _Examination:
         return True
 
     def _judge_network(self, facts: SparkFacts, tasks: int, network: NetworkTrial) -> None:
-        self._findings += network.problems
-        hosts, config, found = self._gathered.hosts, self._config, network.tasks
+        hosts, config, found = self._hosts, self._config, network.tasks
         size = config.num_proc or tasks * config.procs_per_task
         on_host = Counter(task.key for task in found)
         for host in hosts:
@@ -190,7 +189,7 @@ class _Examination:
 
     def _run(self, ranks: int) -> None:
         """Let the ranks of a run like any other all-reduce; on GPUs in a second run, so that each has its own error."""
-        torch = [host.packages["torch"] for host in self._gathered.hosts]
+        torch = [host.packages["torch"] for host in self._hosts]
         if any(package.version is None for package in torch):
             return
         cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)

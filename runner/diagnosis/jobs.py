@@ -74,16 +74,9 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
     )
 
 
-@dataclass
-class Gathered:
-    """The facts of the driver and of the executors' hosts, and what went wrong on the way."""
-
-    driver: HostFacts | None = None
-    hosts: list[HostFacts] = field(default_factory=list)
-    problems: list[Finding] = field(default_factory=list)
-
-
-def gather(spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[str, Any] | None) -> Gathered:
+def gather(
+    spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[str, Any] | None, problems: list[Finding]
+) -> tuple[HostFacts | None, list[HostFacts]]:
     """Facts of this machine and of every host, by an ordinary job: it needs no barrier, and works with too few slots.
 
     Args:
@@ -91,30 +84,30 @@ def gather(spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[s
         tasks: How many, so that every executor gets one.
         local_dirs: Directories whose disks matter.
         store: Arguments of the hosts' trial of the store.
+        problems: Takes what goes wrong on the way.
+
+    Returns:
+        The facts of this machine, if there are any, and those of the executors' hosts.
     """
     name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
     asked: dict[str, Any] = {"packages": PACKAGES, "dirs": local_dirs}
     task = _facts_task(PROGRAM, {**asked, "claim": name} | ({} if store is None else {"store": store}))
     job = TaskJob(spark, min(tasks, _MOST_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False)
     here = probe.ask(PROGRAM, asked, FACTS_SECONDS)
-    found = Gathered()
     if "error" in here:
-        found.problems.append(error("driver", here["error"]))
-    else:
-        found.driver = HostFacts.of(here)
+        problems.append(error("driver", here["error"]))
     if not _ended(job, _GATHER_SECONDS):
         problem = f"the executors did not answer in {_GATHER_SECONDS:.0f} s: other jobs hold the slots, or a host hangs"
-        found.problems.append(error("executors", problem, "See the Executors page of the Spark UI"))
+        problems.append(error("executors", problem, "See the Executors page of the Spark UI"))
     elif job.error is not None:
-        found.problems.append(_failed("executors", job.error, tasks))
+        problems.append(_failed("executors", job.error, tasks))
     hosts: dict[str, HostFacts] = {}
     for host, answer in (json.loads(row[3]) for row in job.rows):
         if "error" in answer:
-            found.problems.append(error("executors", f"{host}: {answer['error']}"))
+            problems.append(error("executors", f"{host}: {answer['error']}"))
         elif answer:
             hosts.setdefault(answer["key"], HostFacts.of(answer))
-    found.hosts = list(hosts.values())
-    return found
+    return None if "error" in here else HostFacts.of(here), list(hosts.values())
 
 
 def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -164,19 +157,22 @@ class NetworkTrial:
         driver: Where the driver listened; None where it could not.
         tasks: What the tasks found.
         during: The driver's time when the job began and when it ended.
-        problems: What went wrong.
     """
 
     driver: tuple[str, int] | None = None
     tasks: list[TaskNetwork] = field(default_factory=list)
     during: tuple[float, float] = (0.0, 0.0)
-    problems: list[Finding] = field(default_factory=list)
 
 
 def try_network(
-    spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str], resources: TaskResources
+    spark: SparkSession,
+    tasks: int,
+    ports: PortRange | None,
+    interfaces: Sequence[str],
+    resources: TaskResources,
+    problems: list[Finding],
 ) -> NetworkTrial:
-    """Let the tasks of one barrier stage connect to the driver and to each other."""
+    """Let the tasks of a barrier stage connect to the driver and to each other; ``problems`` takes what goes wrong."""
     network = NetworkTrial()
     with contextlib.ExitStack() as closing:
         address = None
@@ -186,7 +182,7 @@ def try_network(
             address = hub.address
             network.driver = address.host, address.port
         except ClusterError as failed:
-            network.problems.append(warning("executor to driver", str(failed), ""))
+            problems.append(warning("executor to driver", str(failed), ""))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         plan = pickle.dumps(NetworkPlan(address, ports, tuple(interfaces)))
         task = task_of("diagnosis.network", "run_network_task", plan, b"")
@@ -199,9 +195,9 @@ def try_network(
                 "See the Stages page of the Spark UI: other jobs may hold the slots, or tasks of this one hang because "
                 "executors, which also fetch what a job needs from each other, cannot reach each other"
             )
-            network.problems.append(error("rank to rank", problem, remedy))
+            problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
-            network.problems.append(_failed("rank to rank", job.error, tasks))
+            problems.append(_failed("rank to rank", job.error, tasks))
         network.during = began, time.time()
     network.tasks = [pickle.loads(each.data) for each in from_rows(job.rows)]
     return network

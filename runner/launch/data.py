@@ -273,7 +273,7 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
         return None
     import pyarrow as pa
 
-    from spark_hvd.data.schemas.plain import plain_schema
+    from spark_hvd.data.schemas.table import plain_schema
 
     try:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
@@ -293,7 +293,7 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The values of a column that has them in a dictionary, of which Arrow cannot look up those that are views."""
     import pyarrow as pa
 
-    from spark_hvd.data.schemas.plain import plain_type
+    from spark_hvd.data.schemas.table import plain_type
 
     kind = plain_type(column.type.value_type)
     values = [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_hvd.runner.config import Network, Reporting, RunConfig
@@ -14,16 +18,87 @@ from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.launch.shares import slot_shares
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
+from spark_hvd.runner.stopping import check_stop
 from spark_hvd.runner.tracebacks import briefly
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
+_LOOK_EVERY = 0.1
+
+
+class SlotShares:
+    """Runs of one program share the slots of its Spark application: one that finds too few free waits for others.
+
+    Spark makes such a run wait too, but by then its ``start_timeout`` counts, and its processes are there already.
+    Who asks first is served first: no large run is passed over.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._free = Fraction(1)
+        self._queue: list[object] = []
+        self._threads: list[int] = []
+        """Of the runs that hold slots."""
+        self._told = False
+
+    @contextmanager
+    def held(self, tasks: int, slots: int | None) -> Iterator[None]:
+        """Hold slots for this run; waits until they are free.
+
+        Args:
+            tasks: How many the run takes.
+            slots: How many there would be for tasks of its kind, were no other run there: kinds differ in cores and
+                GPUs, so shares are compared. None where they cannot be counted; then there is no wait.
+
+        Raises:
+            KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
+        """
+        share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)))
+        me, thread = object(), threading.get_ident()
+        with self._changed:
+            if thread in self._threads:  # within a run, as from its tracker: the wait for that one would never end
+                share = Fraction(0)
+            self._queue.append(me)
+            try:
+                if not self._may(me, share):
+                    _log.log(
+                        logging.INFO if self._told else logging.WARNING,
+                        "a run waits for %d of the %s slots, which other runs of this program hold; it starts when "
+                        "they are free, and Ctrl-C ends it",
+                        tasks,
+                        slots,
+                    )
+                    self._told = True
+                while not self._may(me, share):
+                    self._changed.wait(_LOOK_EVERY)
+                    check_stop()
+                self._free -= share
+                self._threads.append(thread)
+            finally:
+                self._queue.remove(me)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += share
+                self._threads.remove(thread)
+                self._changed.notify_all()
+
+    def _may(self, me: object, share: Fraction) -> bool:
+        return share == 0 or (self._queue[0] is me and share <= self._free)
+
+
+slot_shares = SlotShares()
+"""Those of this program, which has one Spark application at a time."""
+
 
 R = TypeVar("R")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.runner.outcome.cause import rank_failures
+from spark_hvd.runner.outcome.endings import rank_failures
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError, RunTimeoutError
 from spark_hvd.runner.outcome.payload import load_exception
 from spark_hvd.runner.outcome.report import Where, failure_report, timeout_report

@@ -54,7 +54,7 @@ def failure_report(
     """Write the failures of a run as text.
 
     Args:
-        failures: All failures, sorted by :func:`spark_hvd.runner.outcome.cause.rank_failures`.
+        failures: All failures, sorted by :func:`spark_hvd.runner.outcome.endings.rank_failures`.
         size: World size.
         finished: Ranks whose fn returned.
         hang: What was known of ranks that waited for others, if that held at the end.

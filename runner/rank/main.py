@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
-from spark_hvd.runner.outcome.cause import is_echo
+from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.process import SetupFailure, check_torch, end_process, exit_code, format_error, one_line

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
+import time
+from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +18,126 @@ from spark_hvd.runner.channel.frames import recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
-from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, unpickle_call
 from spark_hvd.runner.rank.reporting import VitalsSender
-from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
-from spark_hvd.transport.torch_private import TCPStore
+from spark_hvd.transport.rendezvous import all_gather_facts
+from spark_hvd.transport.torch_private import PrefixStore, Store, TCPStore
 from spark_hvd.world.layout import Endpoint, RankInfo, World
-from spark_hvd.world.ports import listen
+from spark_hvd.world.ports import PortRange, listen
+
+SECONDS = 15.0
+"""How long a connection may take to come up."""
+_RETRY_SECONDS = 0.2
+
+
+class UnreachableError(RuntimeError):
+    """A rank cannot connect to another."""
+
+
+def connect(host: str, port: int, whom: str, mine: str, seconds: float = SECONDS) -> None:
+    """Open a connection to a rank, and close it.
+
+    Args:
+        host: Its address.
+        port: On which it listens.
+        whom: What to call it.
+        mine: What to call this rank.
+        seconds: How long to try.
+
+    Raises:
+        UnreachableError: Naming both ends, and what to look at.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= until:
+                raise UnreachableError(
+                    f"{mine} cannot reach {whom} at {host}:{port} ({error}; tried for {seconds:.0f} s). Check that the "
+                    "network between the two hosts is up and lets this port through (ports= gives ranks a range to "
+                    "listen on; Gloo and NCCL use the kernel's net.ipv4.ip_local_port_range), and that the address is "
+                    "on the right network (interfaces= chooses another)."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, seconds: float = SECONDS) -> None:
+    """Let the first rank of every host connect to that of the next host, round in a ring.
+
+    So each host's address is tried by one other: a wrong interface, or a firewall round one host, is found and named.
+
+    Args:
+        me: My rank; does nothing but on the first rank of a host.
+        ip: My address.
+        kv: The ranks' key-value store.
+        ports: Where to listen; None for any port, as Gloo does.
+        seconds: How long to try to connect.
+
+    Raises:
+        UnreachableError: I cannot connect.
+    """
+    if me.local_rank != 0 or me.cross_size == 1:
+        return
+    kv = PrefixStore("reach", kv)
+    following = (me.cross_rank + 1) % me.cross_size
+    with contextlib.closing(listen(ip, ports)) as listener:
+        place = [me.rank, me.host, ip, listener.getsockname()[1]]
+        kv.set(f"at/{me.cross_rank}", json.dumps(place))
+        rank, host, address, port = json.loads(kv.get(f"at/{following}"))
+        connect(address, port, f"rank {rank} on host {host}", f"rank {me.rank} on host {me.host} ({ip})", seconds)
+        kv.set(f"reached/{following}", "yes")
+        kv.get(f"reached/{me.cross_rank}")  # the one before me may still be on its way to my listener
+
+
+class MpiMismatchError(RuntimeError):
+    """A host has another MPI than rank 0's, or none."""
+
+
+def library_version() -> str:
+    """The MPI library that mpi4py has loaded, by name and version; MPI is not initialised by this.
+
+    Raises:
+        MpiMismatchError: mpi4py or its library cannot be imported.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        first = MPI.Get_library_version().splitlines()[0]
+    except (ImportError, RuntimeError) as error:
+        raise MpiMismatchError(
+            f"mpi4py cannot be used by {sys.executable}: {error}. Install it with an MPI library in that Python on "
+            "every executor: pip install mpi4py mpich."
+        ) from error
+    return " ".join(first.strip("\0 ").split())
+
+
+def check_same_mpi(me: RankInfo, kv: Store) -> None:
+    """Compare the MPI libraries of all ranks; every rank calls this.
+
+    Raises:
+        MpiMismatchError: They differ, or a rank has none; raised on every rank, naming hosts and versions.
+    """
+    try:
+        mine, fault = library_version(), None
+    except MpiMismatchError as error:
+        mine, fault = "none", error
+    found = all_gather_facts([mine, me.host], PrefixStore("mpi", kv), me.rank, me.size)
+    if fault is not None:
+        raise fault
+    hosts = defaultdict(set)
+    for version, host in found:
+        hosts[version].add(host)
+    if len(hosts) > 1:
+        listed = "; ".join(f"{version} on {', '.join(sorted(names))}" for version, names in sorted(hosts.items()))
+        raise MpiMismatchError(
+            f"the hosts have different MPI libraries: {listed}. Install the same on all, for instance from one "
+            "environment that is shipped with the application (spark.archives)."
+        )
 
 
 class StaticRank:

@@ -65,7 +65,9 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         now = time.monotonic()
         if there > most:
             most, grown = there, now
-        settled = now - grown >= (_SETTLE if most else _FIRST) and not _promised(spark, num_proc or 1, resources)
+        executors = int(conf(spark, "spark.executor.instances") or 0)  # that the configuration promises
+        promised = executors * _in_executor(spark, resources) >= (num_proc or 1)
+        settled = now - grown >= (_SETTLE if most else _FIRST) and not promised
         if is_local(spark) or settled or now - started >= start_timeout:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         check_stop()
@@ -101,11 +103,6 @@ def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
             f"a rank takes {plan.cpus}. Give the application more executors or cores, or ask for fewer"
         )
     return executors * slots
-
-
-def _promised(spark: SparkSession, num_proc: int, resources: TaskResources) -> bool:
-    """Whether the configuration says that there will be as many executors as that takes."""
-    return int(conf(spark, "spark.executor.instances") or 0) * _in_executor(spark, resources) >= num_proc
 
 
 def _in_executor(spark: SparkSession, resources: TaskResources) -> int:

@@ -12,8 +12,7 @@ import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.outcome.cause import is_echoing_abort
-from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, trim_stacks
+from spark_hvd.runner.outcome.endings import exit_failure, is_echoing_abort, start_took_too_long, stopped, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError

@@ -99,7 +99,7 @@ class RunHistory:
         track = self._tracks[vitals.rank]
         if len(self._generations) > 1 and track.is_new(vitals):
             # A process that comes later has no steps of its own; it goes on where the others are.
-            track.go_on_from(max(each.done for each in self._tracks.values()))
+            track.done = max(each.done for each in self._tracks.values())
         stage = self._stages.setdefault(vitals.stage, len(self._stages))
         most = max(_LEAST_POINTS, min(MOST_POINTS, _MOST_IN_ALL // max(vitals.size, 1)))
         track.take(vitals, seconds, stage, most)
@@ -160,10 +160,6 @@ class _Track:
     def is_new(self, vitals: Vitals) -> bool:
         """Whether this is a process of which nothing is known."""
         return self._last is None or vitals.process != self._last.process
-
-    def go_on_from(self, done: int) -> None:
-        """The next record is of a process that joins others, which have done so many steps."""
-        self.done = done
 
     def take(self, vitals: Vitals, seconds: float, stage: int, most: int) -> None:
         before = 0 if self.is_new(vitals) or self._last is None else self._last.total_steps

@@ -1,4 +1,4 @@
-"""How fast one process goes, and where its time goes: differences between its records."""
+"""How fast one process goes, where its time goes, and how long the run will still take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.watch.snapshot import Slowest
+from spark_hvd.runner.watch.snapshot import Remaining, Slowest
 from spark_hvd.world.vitals import Vitals
 
 GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds", "comm_seconds", "cpu_seconds")
@@ -125,7 +125,8 @@ class Recent:
     def __init__(self, record: Vitals) -> None:
         self._records = deque([record])
         self._marks: deque[Vitals] = deque([record] if record.total_steps else [])
-        self._paced = False
+        self.paced = False
+        """Whether rates of steps can be told."""
 
     @property
     def last(self) -> Vitals:
@@ -136,22 +137,17 @@ class Recent:
         """Take the next record of the rank."""
         if record.total_steps > (self._marks[-1].total_steps if self._marks else 0):
             self._marks.append(record)
-            self._paced = len(self._marks) > 1
+            self.paced = len(self._marks) > 1
         self._records.append(record)
         _drop(self._records, record.clock - WINDOW)
         _drop(self._marks, record.clock - max(WINDOW, _STEPS * self._gap()))
 
     def done(self) -> Rates | None:
         """The last seconds, from step to step if steps are told and go on; until now if they are overdue."""
-        if not self._paced:
+        if not self.paced:
             return rates(grown(self._records[0], self.last))
         late = self.last.clock - self._marks[-1].clock > 2 * self._gap() + 1
         return rates(grown(self._marks[0], self.last if late else self._marks[-1]))
-
-    @property
-    def paced(self) -> bool:
-        """Whether rates of steps can be told."""
-        return self._paced
 
     def cpu(self) -> float | None:
         """Cores in use in the last seconds."""
@@ -191,3 +187,65 @@ def _drop(records: deque[Vitals], before: float) -> None:
     """Leave out what is too old, but keep one that is old enough to span the window."""
     while len(records) > 1 and records[1].clock <= before:
         records.popleft()
+
+
+_LEAST = 3.0
+"""Seconds of work before anything is said."""
+_WINDOW = 60.0
+"""Seconds over which the speed is taken, at least; and at least a whole epoch, with all that comes between two."""
+
+
+class Pace:
+    """Fed with the records of one rank: ranks that train together are equally far.
+
+    Loops of another name than the first one's (a validation after each epoch) do not count as work to be done, but
+    the time they take does.
+    """
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._marks: deque[tuple[float, int]] = deque()
+        self._total = 0
+        self._whole = False
+        self._loop: tuple[int | None, int | None] = (None, None)
+
+    def forget(self) -> None:
+        """The ranks have changed: what comes may be faster or slower."""
+        self._marks.clear()
+
+    def take(self, record: Vitals, now: float) -> None:
+        """Note how far the rank is."""
+        if not record.stage or (self._stage and record.stage != self._stage):
+            return
+        self._stage = record.stage
+        done, total, whole = _position(record)
+        if self._marks and (total != self._total or whole != self._whole or done < self._marks[-1][1]):
+            self._marks.clear()  # another loop, or back to an earlier state
+        self._total, self._whole = total, whole
+        if total == 0 or record.total_steps == 0:  # the first step, with all that is made ready in it, says little
+            return
+        if len(self._marks) > 1 and now - self._marks[-2][0] < (now - self._marks[0][0]) / 100:
+            self._marks.pop()
+        self._marks.append((now, done))
+        epoch = record.steps or 0 if whole else 0
+        while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW and self._marks[1][1] <= done - epoch:
+            self._marks.popleft()
+
+    def remaining(self, now: float) -> Remaining | None:
+        """What is left; None if it cannot be told (yet)."""
+        if not self._marks:
+            return None
+        (since, before), (until, done) = self._marks[0], self._marks[-1]
+        if until - since < _LEAST or done == before or done > self._total:
+            return None
+        left = (self._total - done) * (until - since) / (done - before) - (now - until)
+        return Remaining(max(0.0, left), self._whole)
+
+
+def _position(record: Vitals) -> tuple[int, int, bool]:
+    """Steps done, of how many (0: not known), and whether that is all there will be."""
+    if not record.steps:
+        return 0, 0, False
+    if record.epoch is not None and record.epochs:
+        return record.epoch * record.steps + record.step, record.epochs * record.steps, True
+    return record.step, record.steps, record.epoch is None and record.total_steps == record.step

@@ -37,7 +37,6 @@ class Tracker(Protocol):
         Args:
             facts: What was asked for, and versions, by name.
         """
-        ...
 
     def take(self, vitals: Vitals) -> None:
         """A rank has told how it is: once a second for each rank, more often at first. Must not wait for anything.
@@ -48,7 +47,6 @@ class Tracker(Protocol):
         Raises:
             StopRun: to end the run.
         """
-        ...
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
         """The run is over. Called whenever ``start`` has returned.
@@ -57,7 +55,6 @@ class Tracker(Protocol):
             error: What ended it, as ``run`` raises it; None if it went well.
             summary: How it went; None where nothing was heard of the ranks.
         """
-        ...
 
 
 class Tracking:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.checkpoint import background
 from spark_hvd.checkpoint import sharded as checkpoint_sharded
+from spark_hvd.checkpoint.background import SaveHandle, settle, start_saving
 from spark_hvd.checkpoint.folder import ONE_FILE, SHARDED, Folder, check_step, store_of
 from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
-from spark_hvd.checkpoint.handle import SaveHandle, settle, start_saving
 from spark_hvd.context.who import rank
 
 if TYPE_CHECKING:

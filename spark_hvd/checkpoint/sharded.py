@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.checkpoint import background
+from spark_hvd.checkpoint.background import SaveHandle, start_saving
 from spark_hvd.checkpoint.folder import SHARDED, Folder, stem
 from spark_hvd.checkpoint.format import (
     FORMAT,
@@ -28,7 +29,6 @@ from spark_hvd.checkpoint.format import (
     read_by_rank_0,
     write,
 )
-from spark_hvd.checkpoint.handle import SaveHandle, start_saving
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.context.local import require_no_tables
 from spark_hvd.context.who import size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,14 @@ class NoneCompressor(Compressor):
 
 
 class _Half(Compressor):
+    _dtype: ClassVar[torch.dtype]
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """See base class."""
+        wide = tensor.is_floating_point() and tensor.element_size() > 2
+        return tensor.to(cls._dtype) if wide else tensor, tensor.dtype
+
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
         """See base class."""
@@ -49,23 +57,13 @@ class _Half(Compressor):
 class FP16Compressor(_Half):
     """Sends floating-point numbers wider than 16 bits as IEEE half precision: 11 bits of precision, up to 65504."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """See base class."""
-        return _narrowed(tensor, torch.float16), tensor.dtype
+    _dtype = torch.float16
 
 
 class BF16Compressor(_Half):
     """Sends floating-point numbers wider than 16 bits as bfloat16: 8 bits of precision, the range of float32."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """See base class."""
-        return _narrowed(tensor, torch.bfloat16), tensor.dtype
-
-
-def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.element_size() > 2 else tensor
+    _dtype = torch.bfloat16
 
 
 class Compression:

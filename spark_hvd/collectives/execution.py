@@ -106,10 +106,6 @@ def rounds(batch: Batch, staging: Staging | None) -> bool:
     return batch[0].request.op == ReduceOp.ADASUM.name or (staging is not None and staging.serves(batch))
 
 
-def _goes_sliced(batch: Batch, members: Members) -> bool:
-    return members.sliced is not None and is_plain_sum(batch) and batch.nbytes >= SLICED_LEAST
-
-
 _CPU = torch.device("cpu")
 
 
@@ -131,8 +127,7 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members, device: to
         return _adasum(first, parts, communicator)
     if staging is not None and staging.serves(batch):
         return _staged_allreduce(batch[0], parts, communicator, staging)
-    if _goes_sliced(batch, members):
-        assert members.sliced is not None
+    if members.sliced is not None and is_plain_sum(batch) and batch.nbytes >= SLICED_LEAST:
         return _sliced_allreduce(batch[0], parts, communicator, members.sliced)
     if first.kind == "allreduce":
         return _allreduce(batch[0], parts, communicator)

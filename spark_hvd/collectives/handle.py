@@ -23,11 +23,9 @@ class Owner(Protocol):
 
     def flush(self) -> None:
         """Tell the coordinator what this rank is ready for, if there is news."""
-        ...
 
     def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
         """Wait for a handle that is under way in memory; it may be the coordinator's afterwards. 0: look only."""
-        ...
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
         """Do what is left to do for a handle whose collective has ended.
@@ -35,11 +33,9 @@ class Owner(Protocol):
         Raises:
             CollectiveError: It has not ended well.
         """
-        ...
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
         """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
-        ...
 
 
 class NamedHandle(Generic[T]):

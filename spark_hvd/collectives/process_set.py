@@ -16,22 +16,18 @@ class Here(Protocol):
     @property
     def world(self) -> World:
         """This rank's view of it."""
-        ...
 
     @property
     def queue(self) -> NegotiatedQueue:
         """The queue of the collectives of all ranks."""
-        ...
 
     @property
     def queues(self) -> Mapping[int, NegotiatedQueue]:
         """The queues of the process sets that this rank is in, by number."""
-        ...
 
     @property
     def process_sets(self) -> Mapping[int, ProcessSet]:
         """The registered process sets, the global one aside, by number."""
-        ...
 
 
 def _nowhere() -> Here:

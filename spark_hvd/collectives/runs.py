@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,28 +24,18 @@ from spark_hvd.transport.handles import is_out_of_memory
 from spark_hvd.world.errors import CollectiveError
 
 
+@dataclass(slots=True, eq=False)
 class _Started:
     """A batch that has been started, and the handles of this rank in it."""
 
-    __slots__ = ("batch", "execution", "handles", "number", "packed_ns", "queued_ns", "round_over", "started_ns")
-
-    def __init__(
-        self,
-        number: int,
-        batch: Batch,
-        execution: Execution,
-        handles: list[NamedHandle[Any]],
-        queued_ns: int,
-        started_ns: int,
-    ) -> None:
-        self.number = number
-        self.batch = batch
-        self.execution = execution
-        self.handles = handles
-        self.queued_ns = queued_ns
-        self.started_ns = started_ns
-        self.packed_ns = time.monotonic_ns()
-        self.round_over = False
+    number: int
+    batch: Batch
+    execution: Execution
+    handles: list[NamedHandle[Any]]
+    queued_ns: int
+    started_ns: int
+    packed_ns: int = field(default_factory=time.monotonic_ns)
+    round_over: bool = False
 
 
 class Runs:
@@ -69,7 +60,8 @@ class Runs:
         self._release = release
         self._cannot_run = cannot_run
         self._queue: deque[tuple[Batch, list[NamedHandle[Any] | None], int]] = deque()
-        self._begun = 0
+        self.begun = 0
+        """How many batches this rank has begun, whether they have ended or not."""
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
@@ -93,12 +85,7 @@ class Runs:
     @property
     def done(self) -> int:
         """The number of batches of which this rank has done its part; all ranks count them alike."""
-        return self._begun - (self._active is not None)
-
-    @property
-    def begun(self) -> int:
-        """How many batches this rank has begun, whether they have ended or not."""
-        return self._begun
+        return self.begun - (self._active is not None)
 
     @property
     def unfinished(self) -> bool:
@@ -110,7 +97,7 @@ class Runs:
         """Start nothing any more beyond the first `done` batches, and return the handles of what lies beyond."""
         later = [started for number, started in [*self._started.items()] if number >= done]
         handles = [handle for started in later for handle in started.handles]
-        while self._queue and self._begun + len(self._queue) > done:
+        while self._queue and self.begun + len(self._queue) > done:
             _, mine, _ = self._queue.pop()
             handles += [handle for handle in mine if handle is not None]
         return handles
@@ -136,7 +123,7 @@ class Runs:
     def _pump(self) -> None:
         while self._queue and self._active is None:
             batch, mine, queued_ns = self._queue.popleft()
-            number, self._begun = self._begun, self._begun + 1
+            number, self.begun = self.begun, self.begun + 1
             handles = [handle for handle in mine if handle is not None]
             works = [None if handle is None else handle.work for handle in mine]
             started_ns = time.monotonic_ns()

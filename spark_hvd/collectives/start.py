@@ -37,34 +37,6 @@ class Reducing(NamedTuple):
                 )
 
 
-def repeat_allreduce(
-    tensor: torch.Tensor,
-    name: str | None,
-    reducing: tuple[object, ...],
-    process_set: ProcessSet,
-    result: Callable[[Work], T],
-    *,
-    in_place: bool,
-    urgent: bool = False,
-) -> NamedHandle[T] | None:
-    """Start an allreduce that this rank has made before in just this way, which needs no look at what is passed.
-
-    Args:
-        tensor: Of whatever type.
-        name: Whatever was passed.
-        reducing: The fields of Reducing, whatever was passed.
-        process_set: As for :func:`start_allreduce`.
-        result: As for :func:`start_allreduce`.
-        in_place: As for :func:`start_allreduce`.
-        urgent: As for :func:`start_allreduce`.
-
-    Returns:
-        None if it is another call.
-    """
-    queue = queue_of(process_set)
-    return queue.again("allreduce", name, tensor, reducing, result, in_place=in_place, urgent=urgent)
-
-
 def start_allreduce(
     tensors: Sequence[torch.Tensor],
     name: str | None,

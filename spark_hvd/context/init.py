@@ -164,7 +164,8 @@ def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config
     elif (started := read_mpi_env()) is not None:
         _join_mpi(None, config, started.master)
     else:
-        _join_nobody(config)
+        layout = WorldLayout.of_ranks(["localhost"])
+        _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT, None, config)
 
 
 def _join_mpi(comm: MPI.Intracomm | None, config: Config, master: str | None = None) -> None:
@@ -266,11 +267,6 @@ def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | No
         end("this rank gave up the generation.")
         standing.joined = standing.registry = None
         raise
-
-
-def _join_nobody(config: Config) -> None:
-    layout = WorldLayout.of_ranks(["localhost"])
-    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT, None, config)
 
 
 def _adopt_default_group(config: Config) -> None:

@@ -23,7 +23,7 @@ def observe() -> Vitals | None:
     here = standing.context
     if here is None:
         return None
-    now, me, progress = time.monotonic(), here.world.me, activity.progress
+    now, me, progress, steps = time.monotonic(), here.world.me, activity.progress, activity.optimizer_steps
     return Vitals(
         rank=me.rank,
         size=me.size,
@@ -43,12 +43,8 @@ def observe() -> Vitals | None:
         memory_bytes=_resident(),
         **_gpu(),
         stall_warning=here.engine.config.stall_warning,
-        **(_steps_of_optimizers() if progress is None else progress.facts(now)),
+        **({"step": steps, "total_steps": steps} if progress is None else progress.facts(now)),
     )
-
-
-def _steps_of_optimizers() -> dict[str, int]:
-    return {"step": activity.optimizer_steps, "total_steps": activity.optimizer_steps}
 
 
 def _resident() -> int:

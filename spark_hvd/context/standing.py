@@ -44,7 +44,6 @@ class StandIn(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether collectives of this rank are in flight."""
-        ...
 
     def stand_in(self, *, counts: bool) -> bool:
         """Take part in the next step of the other ranks; returns whether any rank has made one.
@@ -52,7 +51,6 @@ class StandIn(Protocol):
         Args:
             counts: Whether Average divides by this rank.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

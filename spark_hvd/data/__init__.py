@@ -13,17 +13,16 @@ if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
     from spark_hvd.data.handed import get_dataset_shard
     from spark_hvd.data.images import ImageAugmentation, ImageDecoder
-    from spark_hvd.data.loader import ShardLoader
+    from spark_hvd.data.loader import ShardLoader, TorchLoader
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.shard import DatasetShard
-    from spark_hvd.data.torch_loader import TorchLoader
 
 _HOMES = {
     "DatasetShard": "shard",
     "ImageAugmentation": "images",
     "ImageDecoder": "images",
     "ShardLoader": "loader",
-    "TorchLoader": "torch_loader",
+    "TorchLoader": "loader",
     "Windows": "series.windows",
     "get_dataset_shard": "handed",
     "padded": "columns",

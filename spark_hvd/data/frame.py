@@ -21,11 +21,22 @@ from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
-from spark_hvd.data.readers.sharding import Interval, Position, Sharding, Share, Turns, gaps_of, length, steps_of
+from spark_hvd.data.readers.sharding import (
+    Interval,
+    Ints,
+    Position,
+    Sharding,
+    Share,
+    Turns,
+    gaps_of,
+    length,
+    steps_of,
+    stretches,
+)
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import Spool, SpoolWriter
-from spark_hvd.data.units import Ints, Move, Owned, Piece, Seed, line_of, mixing, owned_by, stretches, windows_of
+from spark_hvd.data.units import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 
 T = TypeVar("T")
 
@@ -306,9 +317,8 @@ class _Pieces:
 
 def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
     """Where in the line of an epoch the rows that a rank owns are; none is done."""
-    order, begins = line_of(counts, seed)
-    places = np.empty_like(begins)
-    places[order] = begins
+    order, places = order_of(seed), np.empty_like(counts)
+    places[order] = np.cumsum(counts[order]) - counts[order]
     begins = places[owned.units] + owned.firsts
     sort = np.argsort(begins)
     units, firsts, lengths = (each[sort] for each in owned)

@@ -46,6 +46,6 @@ def get_dataset_shard(name: str = "train") -> DatasetShard:
         DataError: there is no data set of this name, or its rows do not come.
     """
     source = source_of(name)
-    from spark_hvd.data.shard import shard_of  # only now: pyarrow takes a rank without data 0.1 s to load
+    from spark_hvd.data.shard import DatasetShard, source_here  # only now: pyarrow takes a rank without data 0.1 s
 
-    return shard_of(name, source)
+    return DatasetShard(name, source_here(name, source))

@@ -1,12 +1,15 @@
-"""The batches of a shard, an epoch at a time, in whatever form a framework takes them."""
+"""The batches of a shard, an epoch at a time, in whatever form a framework takes them; PyTorch's is a data set."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+
+from torch.utils.data import IterableDataset, get_worker_info
 
 from spark_hvd.context import who
 from spark_hvd.context.standing import is_initialized
@@ -204,3 +207,30 @@ def too_few(name: str, rows: int, size: int) -> str:
         f"data set {name!r} has {count(rows, 'row')} for {count(size, 'rank')}: expected at least one for each. "
         "Next: use fewer ranks"
     )
+
+
+class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
+    """Whole batches, for ``for`` loops, Lightning, and ``DataLoader(loader, batch_size=None)``.
+
+    In worker processes of a DataLoader each takes every n-th batch, and reads all; ``num_workers=0`` is quicker unless
+    ``collate_fn`` is slow, because the loader reads ahead by threads of its own.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __iter__(self) -> Iterator[T_co]:
+        """See base class."""
+        batches, worker = super().__iter__(), get_worker_info()
+        return batches if worker is None else itertools.islice(batches, worker.id, None, worker.num_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See base class.
+
+        Raises:
+            RuntimeError: in a worker process, which does not know what the others gave.
+        """
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "state_dict in a worker process of a DataLoader: expected num_workers=0, where one process counts"
+            )
+        return super().state_dict()

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.data.readers.forms import single
+from spark_hvd.data.readers.sharding import Ints
 from spark_hvd.data.readers.windows import whole_rows
-from spark_hvd.data.units import Ints
 
 Matrix = np.ndarray[Any, Any]
 """Columns of one type, (rows, columns)."""

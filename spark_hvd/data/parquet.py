@@ -15,9 +15,7 @@ from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError, TableError
 from spark_hvd.data.readers.files import arrow_filesystem, gone
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
-from spark_hvd.data.schemas.deleted import Deleted
-from spark_hvd.data.schemas.plain import plain_schema
-from spark_hvd.data.schemas.table import TableSchema
+from spark_hvd.data.schemas.table import Deleted, TableSchema, plain_schema
 from spark_hvd.data.tables import TableFiles, files_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
 from spark_hvd.data.frame import FrameSource, with_moved
-from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.loader import ShardLoader, TorchLoader
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import TableForm
@@ -25,9 +26,6 @@ from spark_hvd.data.sliding import window_source
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import SpoolSource
 from spark_hvd.data.units import moves_of
-
-if TYPE_CHECKING:
-    from spark_hvd.data.torch_loader import TorchLoader
 
 T = TypeVar("T")
 
@@ -111,10 +109,6 @@ class DatasetShard:
         Raises:
             DataError: a column is not there, a number is out of range, or ``row_weights`` does not fit.
         """
-        import torch
-
-        from spark_hvd.data.torch_loader import TorchLoader
-
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         self._check_row_weights(row_weights, asked, features, collate_fn)
@@ -203,15 +197,6 @@ def _weigh(
 ) -> None:
     made = full((rows,), weight)
     batch[name] = made.astype(np.float32) if isinstance(made, np.ndarray) else made.float()
-
-
-def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
-    """The shard of what this rank was told of a data set; of a DataFrame, once all ranks have their rows.
-
-    Raises:
-        DataError: the rows do not come.
-    """
-    return DatasetShard(name, source_here(name, told))
 
 
 def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:

@@ -19,13 +19,13 @@ from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
+from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
 from spark_hvd.data.units import (
     ROW,
     UNITS,
-    Ints,
     Owned,
     Piece,
     Seed,
@@ -33,7 +33,6 @@ from spark_hvd.data.units import (
     moves_of,
     order_in_units,
     owned_by,
-    stretches,
     windows_of,
 )
 
@@ -98,6 +97,7 @@ class SeriesHere:
     Attributes:
         schema: Of the windows.
         counts: Windows of each unit; of units that were not read none.
+        first_windows: The number of the first window of each unit.
         problems: What is wrong, by the values of :data:`PROBLEM`.
     """
 
@@ -145,15 +145,10 @@ class SeriesHere:
         self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
         self._firsts = self._ends - windows
-        self._first_windows = np.zeros(UNITS, np.int64)
+        self.first_windows: Ints = np.zeros(UNITS, np.int64)
         there_units, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
-        self._first_windows[there_units] = self._firsts[pieces_at]
+        self.first_windows[there_units] = self._firsts[pieces_at]
         self._key_columns = pa.concat_tables(keys).combine_chunks()
-
-    def first_of(self, units: Ints) -> Ints:
-        """The number of the first window of each unit."""
-        found: Ints = self._first_windows[units]
-        return found
 
     def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
         """Windows by their numbers."""
@@ -208,7 +203,7 @@ class WindowReader(UnitReader[BatchT]):
         order = order_in_units(places.astype(np.int16), ids, seed)
         if (lengths < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
-        found: Ints = (self._series.first_of(units)[places] + within)[order[mixing(pieces, seed, number)]]
+        found: Ints = (self._series.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
         return found
 
 

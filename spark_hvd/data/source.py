@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from spark_hvd.data.readers.files import arrow_filesystem, check_columns, told
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
-from spark_hvd.data.schemas.plain import plain_schema
+from spark_hvd.data.schemas.table import plain_schema
 from spark_hvd.data.tables import files_of_paths, files_of_table
 from spark_hvd.store import Store
 
@@ -47,25 +47,20 @@ class DataSource(Protocol):
     @property
     def schema(self) -> pa.Schema:
         """The columns as they are in batches."""
-        ...
 
     @property
     def rows(self) -> int:
         """Number of rows, those of all ranks together."""
-        ...
 
     @property
     def layout(self) -> int:
         """A number that differs where the order of rows does, for the same seed and epoch."""
-        ...
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         """How the rows of an epoch are shared."""
-        ...
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """A reader of the rows that this rank can be given, which gives them in a form."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -116,16 +111,7 @@ class ParquetSource(DataSource):
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
-        spec = ReaderSpec(
-            dataset=self.dataset,
-            columns=asked.columns,
-            store=self.store,
-            shuffle=asked.shuffle,
-            seed=asked.seed,
-            window_rows=asked.window_rows,
-            workers=asked.workers,
-        )
-        return ArrowReader(spec, form)
+        return ArrowReader(ReaderSpec(dataset=self.dataset, store=self.store, **asdict(asked)), form)
 
 
 def parquet_source(given: Any) -> ParquetSource:

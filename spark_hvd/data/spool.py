@@ -18,17 +18,16 @@ import pyarrow as pa
 from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import single
+from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.units import (
     ID,
     STRIDE,
     UNIT,
     UNITS,
-    Ints,
     Piece,
     Seed,
     mixing,
     order_in_units,
-    stretches,
     units_of,
     windows_of,
 )

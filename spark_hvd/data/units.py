@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spark_hvd.data.readers.sharding import Ints, stretches
+
 UNITS = 4096
 STRIDE = 2531
 """From a row's unit to the next row's: odd, and the golden section of UNITS, so that few rows too are spread evenly."""
@@ -22,7 +24,6 @@ UNIT, ID, SOURCE = "__unit", "__id", "__source"
 ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; those above number partitions."""
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[int, int, int, int]
 """A unit, the first of its rows that is meant, how many from there on are done, and how many there are.
 
@@ -165,12 +166,6 @@ def _bits(numbers: np.ndarray[Any, Any]) -> int:
     return int(numbers.max(initial=0)).bit_length()
 
 
-def line_of(counts: Ints, seed: Seed | None) -> tuple[Ints, Ints]:
-    """The units in the order of an epoch, and where in its line each begins."""
-    order = order_of(seed)
-    return order, np.cumsum(counts[order]) - counts[order]
-
-
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
     """Pieces, in their order, as many together as have at most ``rows`` rows, done or not; a longer one is alone."""
     window: list[Piece] = []
@@ -222,10 +217,3 @@ def _mixed(lengths: Ints, seed: tuple[int, ...]) -> Ints:
         len(whose)
     )
     return order
-
-
-def stretches(starts: Ints, lengths: Ints) -> Ints:
-    """The numbers of all stretches, one after the other."""
-    ends = np.cumsum(lengths)
-    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-    return found

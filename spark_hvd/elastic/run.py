@@ -23,19 +23,15 @@ class Restorable(Protocol):
     @property
     def commits(self) -> int:
         """How many commits are behind it; -1 before the first sync."""
-        ...
 
     def sync(self) -> None:
         """Make it the same on all ranks; collective."""
-        ...
 
     def restore(self) -> None:
         """Go back to the last commit."""
-        ...
 
     def on_reset(self) -> None:
         """Adapt to a new world."""
-        ...
 
 
 P = ParamSpec("P")

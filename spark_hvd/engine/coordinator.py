@@ -47,24 +47,6 @@ class _PendingName:
     requests: dict[int, Request] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Known:
-    """A name with a number."""
-
-    entry: Entry
-
-    def request_of(self, place: int) -> Request:
-        """The request that this rank stands for when it sends the number."""
-        request, table = self.entry.request, self.entry.table
-        if table is None:
-            return request
-        if request.kind == "alltoall":
-            splits = table[place]
-            return request._replace(splits=splits, shapes=[[sum(splits), *request.shapes[0][1:]]])
-        shapes = [[rows, *shape[1:]] for rows, shape in zip(table[place], request.shapes, strict=True)]
-        return request._replace(shapes=shapes)
-
-
 class Coordinator:
     """Decides for one process set. Ranks are meant by their place in the set; texts name them by rank in the world.
 
@@ -91,7 +73,7 @@ class Coordinator:
         self._seen: OrderedDict[str, Entry] = OrderedDict()
         self._failed: OrderedDict[str, tuple[set[int], Fail]] = OrderedDict()
         # Names with a number: bits.
-        self._known: list[_Known] = []
+        self._known: list[Entry] = []
         self._ids: dict[str, int] = {}
         self._masks = [0] * len(ranks)
         self._anyone = 0
@@ -128,7 +110,7 @@ class Coordinator:
             thawed = ids & self._thawed
             if thawed:
                 again = [self._known[id] for id in bits(thawed)]
-                fresh = [*fresh, *((known.entry.name, known.request_of(place)) for known in again)]
+                fresh = [*fresh, *((known.name, _request_of(known, place)) for known in again)]
                 ids &= ~thawed
             decisions += self._submitted_known(place, ids, now)
         for name, request in fresh:
@@ -155,7 +137,7 @@ class Coordinator:
         for name in [name for name, pending in self._pending.items() if self._complete(pending)]:
             decisions += self._finish(name, self._pending.pop(name), entries)
         for id in bits(self._ready(self._anyone)):
-            decisions += self._finish(self._known[id].entry.name, self._thaw(id), entries)
+            decisions += self._finish(self._known[id].name, self._thaw(id), entries)
         if entries:
             decisions.append(Run(entries))
         if len(self._joined) == len(self._ranks):
@@ -199,7 +181,7 @@ class Coordinator:
             yield name, pending.since
         for since, ids in self._ages:
             for id in bits(ids):
-                yield self._known[id].entry.name, since
+                yield self._known[id].name, since
 
     @property
     def has_waiting(self) -> bool:
@@ -230,7 +212,7 @@ class Coordinator:
 
     def name_of(self, id: int) -> str:
         """The name with this number."""
-        return self._known[id].entry.name
+        return self._known[id].name
 
     # ---- names with a number --------------------------------------------------------------------------------------
 
@@ -246,7 +228,7 @@ class Coordinator:
         if self._joined:
             decisions, entries = [], list[Entry]()
             for id in bits(ready):
-                decisions += self._finish(self._known[id].entry.name, self._thaw(id), entries)
+                decisions += self._finish(self._known[id].name, self._thaw(id), entries)
             return [*decisions, Run(entries)] if entries else decisions
         self._clear(ready)
         return [RunKnown(ready)]
@@ -275,7 +257,7 @@ class Coordinator:
         since = next(since for since, ids in self._ages if ids >> id & 1)
         places = [place for place, mask in enumerate(self._masks) if mask >> id & 1]
         self._clear(1 << id)
-        return _PendingName(since, {place: known.request_of(place) for place in places})
+        return _PendingName(since, {place: _request_of(known, place) for place in places})
 
     # ---- names without a number, or with another request than usual -------------------------------------------------
 
@@ -339,10 +321,10 @@ class Coordinator:
         if id == len(self._known):
             if id >= self._capacity:
                 return []
-            self._known.append(_Known(entry))
+            self._known.append(entry)
             self._ids[name] = id
         else:
-            self._known[id].entry = entry
+            self._known[id] = entry
         del self._seen[name]
         return [Learn(id, entry)]
 
@@ -351,14 +333,14 @@ class Coordinator:
     def _title(self, name: str) -> str:
         if name in self._pending:
             return f"{next(iter(self._pending[name].requests.values())).kind} {name!r}"
-        return f"{self._known[self._ids[name]].entry.request.kind} {name!r}"
+        return f"{self._known[self._ids[name]].request.kind} {name!r}"
 
     def _last_text(self, place: int, now: float) -> str:
         told = [last for last in (self._last[place], self.last_in_memory(place)) if last is not None]
         if not told:
             return "has called nothing yet"
         when, what = max(told, key=lambda last: last[0])
-        name = what if isinstance(what, str) else self._known[what.bit_length() - 1].entry.name
+        name = what if isinstance(what, str) else self._known[what.bit_length() - 1].name
         return f"last called {name!r}, {now - when:.1f} s ago"
 
 
@@ -386,3 +368,15 @@ def _seals(requests: dict[int, Request], size: int) -> list[str | None] | None:
     if all(request.seal is None for request in requests.values()):
         return None
     return [requests[place].seal if place in requests else None for place in range(size)]
+
+
+def _request_of(known: Entry, place: int) -> Request:
+    """The request of one rank that a number stands for."""
+    request, table = known.request, known.table
+    if table is None:
+        return request
+    if request.kind == "alltoall":
+        splits = table[place]
+        return request._replace(splits=splits, shapes=[[sum(splits), *request.shapes[0][1:]]])
+    shapes = [[rows, *shape[1:]] for rows, shape in zip(table[place], request.shapes, strict=True)]
+    return request._replace(shapes=shapes)

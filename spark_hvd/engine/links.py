@@ -23,19 +23,15 @@ class EngineLoop(Protocol):
 
     def gather(self) -> None:
         """Calls have come that nobody waits for yet: send them in a moment. From any thread."""
-        ...
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function on the engine's thread, soon. From any thread."""
-        ...
 
     def later(self, queue: NegotiatedQueue, seconds: float, step: Callable[[], float | None]) -> None:
         """Take a step for a queue after some time, and again after as many seconds as it returns."""
-        ...
 
     def decided(self, link: MemberLink, decisions: Sequence[Decision]) -> None:
         """The coordinator of this link's queue has decided."""
-        ...
 
 
 class LoneLink(QueueLink[NegotiatedQueue]):
@@ -70,12 +66,10 @@ class LoneLink(QueueLink[NegotiatedQueue]):
         """Nothing is ever under way."""
 
 
-class CoordinatorLink(QueueLink[NegotiatedQueue]):
-    """The link of the coordinator's own queue."""
+class _EngineLink(QueueLink[NegotiatedQueue]):
+    """The link of a queue that the engine serves."""
 
-    def __init__(self, engine: EngineLoop) -> None:
-        self.coordination: Coordination
-        self._engine = engine
+    _engine: EngineLoop
 
     def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
@@ -84,6 +78,18 @@ class CoordinatorLink(QueueLink[NegotiatedQueue]):
     def look_later(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
+
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
+        """See base class."""
+        self._engine.later(queue, GRACE_SECONDS, queue.give_up)
+
+
+class CoordinatorLink(_EngineLink):
+    """The link of the coordinator's own queue."""
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self.coordination: Coordination
+        self._engine = engine
 
     def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
@@ -98,12 +104,8 @@ class CoordinatorLink(QueueLink[NegotiatedQueue]):
         text = f"rank {queue.ranks[0]} could not do its part: {text}"
         self._engine.call(lambda: self.coordination.tell(self.coordination.failed(0, text)))
 
-    def peer_lost(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
-        self._engine.later(queue, GRACE_SECONDS, queue.give_up)
 
-
-class MemberLink(QueueLink[NegotiatedQueue]):
+class MemberLink(_EngineLink):
     """The link of a queue whose coordinator is another rank."""
 
     def __init__(self, engine: EngineLoop, sockets: MemberSockets, place: int) -> None:
@@ -129,14 +131,6 @@ class MemberLink(QueueLink[NegotiatedQueue]):
         """Nothing can be done here any more."""
         self.send("failed", why)
 
-    def notify(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
-        self._engine.gather()
-
-    def look_later(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
-        self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
-
     def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         with self._sending:  # what is taken is sent before anything else, such as join
@@ -151,10 +145,6 @@ class MemberLink(QueueLink[NegotiatedQueue]):
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """See base class."""
         self.send("failed", text)
-
-    def peer_lost(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
-        self._engine.later(queue, GRACE_SECONDS, queue.give_up)
 
     def read(self) -> None:
         """Take in the decisions that have come."""

@@ -31,7 +31,7 @@ _ERRORS = _at("spark_hvd.world.errors", "HostsUpdatedInterrupt", HorovodInternal
 _SETS = _at("spark_hvd.collectives.process_set", "ProcessSet", "global_process_set") | _at(
     "spark_hvd.context.register", "add_process_set", "remove_process_set"
 )
-_OLD = _at("spark_hvd.horovod.util", handle_average_backwards_compatibility="reduction") | _at(
+_OLD = _at("spark_hvd.torch.reduce", handle_average_backwards_compatibility="chosen_op") | _at(
     "spark_hvd.horovod.util", check_num_rank_power_of_2="num_rank_is_power_2"
 )
 _LOADERS = Served(names=_at("spark_hvd.horovod.loaders", "AsyncDataLoaderMixin", "BaseDataLoader"))
@@ -47,7 +47,7 @@ _BACKENDS = _at("spark_hvd.estimators.fit.backend", "Backend", "LocalBackend") |
     "spark_hvd.horovod.util", SparkBackend="spark_backend"
 )
 _ESTIMATORS = "spark_hvd.estimators"
-_GRAPH = _at("spark_hvd.horovod.util", "_executing_eagerly")
+_GRAPH = _at("tensorflow", _executing_eagerly="executing_eagerly")
 _KERAS_FACE = Served(_KERAS, _START)
 
 TABLE: Mapping[str, Served] = {
@@ -82,7 +82,8 @@ TABLE: Mapping[str, Served] = {
     "horovod.common.exceptions": Served(names=_ERRORS | _at("builtins", HorovodVersionMismatchError="ImportError")),
     "horovod.common.process_sets": Served(names=_SETS),
     "horovod.common.util": Served(
-        names=_at("spark_hvd.horovod.util", *_UTIL.split(), *_BUILT.split(), "_cache", "num_rank_is_power_2")
+        names=_at("spark_hvd.horovod.util", *_UTIL.split(), *_BUILT.split(), "num_rank_is_power_2")
+        | _at("functools", _cache="cache")
     ),
     "horovod.data": _LOADERS,
     "horovod.data.data_loader_base": _LOADERS,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import itertools
 import os
 import socket
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,22 +15,6 @@ T = TypeVar("T")
 
 VERSION = "0.28.1"
 """Horovod's release whose names these are; programs compare it."""
-
-
-def reduction(op: Any, average: bool | None) -> Any:
-    """The reduction that ``op`` and the older ``average`` ask for; Average without both.
-
-    Raises:
-        ValueError: both are given.
-    """
-    from spark_hvd.transport.communicator import ReduceOp
-
-    if average is None:
-        return ReduceOp.AVERAGE if op is None else op
-    if op is not None:
-        raise ValueError(f"op={op!r}, average={average!r}: expected one of them. The op parameter supersedes average.")
-    warnings.warn(f"average={average!r}: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=2)
-    return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
@@ -97,20 +79,6 @@ def env(**variables: str | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _cache(function: Callable[..., T]) -> Callable[..., T]:
-    """Call a function once for each list of arguments."""
-    values: dict[Hashable, T] = {}
-
-    @functools.wraps(function)
-    def cached(*args: Hashable, **kwargs: Hashable) -> T:
-        key = args, tuple(sorted(kwargs.items()))
-        if key not in values:
-            values[key] = function(*args, **kwargs)
-        return values[key]
-
-    return cached
-
-
 def extension_available(framework: str, verbose: bool = False) -> bool:
     """Whether ``framework`` ("torch", "tensorflow", "mxnet") is installed: nothing is compiled for it here."""
     return importlib.util.find_spec(framework) is not None
@@ -149,12 +117,6 @@ def host_hash(salt: object = None) -> str:
     """Tells hosts, and YARN's containers on one, apart."""
     parts = [socket.gethostname(), *([str(salt)] if salt else []), os.environ.get("CONTAINER_ID", "")]
     return "-".join(part for part in parts if part)
-
-
-def _executing_eagerly() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.executing_eagerly())
 
 
 def _built(name: str) -> Callable[..., Any]:

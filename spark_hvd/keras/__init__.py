@@ -15,8 +15,11 @@ require_backend()  # before anything of ours asks Keras for more
 
 from spark_hvd.keras import callbacks, elastic  # noqa: E402
 from spark_hvd.keras.batch_norm import SyncBatchNormalization  # noqa: E402
-from spark_hvd.keras.loading import load_model  # noqa: E402
-from spark_hvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer  # noqa: E402
+from spark_hvd.keras.optimizer import (  # noqa: E402
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    load_model,
+)
 from spark_hvd.keras.values import allgather, allreduce, broadcast, reducescatter  # noqa: E402
 
 __all__ = [

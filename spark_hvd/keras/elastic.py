@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from spark_hvd.elastic.state import ObjectState, State
 from spark_hvd.keras.backend import assign, name_of, tensor_of
-from spark_hvd.torch.elastic import TorchState
-from spark_hvd.torch.handlers import StateDictHandler, get_handler_registry
+from spark_hvd.torch.elastic import TorchState, built_optimizer
+from spark_hvd.torch.handlers import StateDictHandler, difference, get_handler_registry
 from spark_hvd.world.errors import HostsUpdatedInterrupt
 
 if keras.config.backend() == "tensorflow":
@@ -19,53 +20,28 @@ else:
 
 
 class _VariablesHandler(StateDictHandler):
-    """Handles what has Keras variables, by their places."""
+    """Handles the weights of a model, whose seeds and metrics are each rank's own, or the variables of an optimizer."""
 
     copies = True
     reloads = False
 
-    def _variables(self) -> list[Any]:
-        raise NotImplementedError
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        of = self.value
+        variables = of.weights if isinstance(of, keras.Model) else of.variables
+        return ((name_of(place, variable), variable) for place, variable in enumerate(variables))
 
     def state(self) -> Any:
-        return {name_of(place, variable): tensor_of(variable) for place, variable in enumerate(self._variables())}
+        return {name: tensor_of(variable) for name, variable in self._named()}
 
     def load(self, state: Any) -> None:
-        for place, variable in enumerate(self._variables()):
-            assign(variable, state[name_of(place, variable)])
+        for name, variable in self._named():
+            assign(variable, state[name])
 
     def misfit(self, skeleton: Any) -> str | None:
-        mine = self.state()
-        for name in sorted(mine.keys() | skeleton.keys()):
-            ours, theirs = (
-                f"{each.dtype} of shape {tuple(each.shape)}" if each is not None else "missing"
-                for each in (mine.get(name), skeleton.get(name))
-            )
-            if ours != theirs:
-                return f"{name!r} is {ours} here, and {theirs} there"
-        return None
+        return difference(self.state(), skeleton)
 
 
-class _KerasModelHandler(_VariablesHandler):
-    """Handles the weights of a model; seeds and metrics are each rank's own."""
-
-    def _variables(self) -> list[Any]:
-        weights: list[Any] = self.value.weights
-        return weights
-
-
-class _KerasOptimizerHandler(_VariablesHandler):
-    """Handles the variables of an optimizer that is built."""
-
-    def _variables(self) -> list[Any]:
-        variables: list[Any] = self.value.variables
-        return variables
-
-
-get_handler_registry()[:0] = [
-    (keras.Model, _KerasModelHandler),
-    (keras.optimizers.Optimizer, _KerasOptimizerHandler),
-]
+get_handler_registry()[:0] = [(keras.Model, _VariablesHandler), (keras.optimizers.Optimizer, _VariablesHandler)]
 
 
 class KerasState(TorchState):
@@ -83,15 +59,7 @@ class KerasState(TorchState):
     __module__ = "spark_hvd.keras.elastic"
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if not model.built:
-            raise ValueError(
-                f"model={model.name!r} has no variables yet, so there is no state to keep: give it an Input, or call "
-                "it on a batch, before KerasState is made."
-            )
-        optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        super().__init__(model=model, optimizer=built_optimizer(model, optimizer), **kwargs)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,18 +15,6 @@ from spark_hvd.torch.optimizer.arguments import chosen_groups, group_indices
 from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
 from spark_hvd.transport.communicator import ReduceOp
-
-
-class KerasReducer(Protocol):
-    """Reduces the gradients of a fixed set of variables, in the way of one backend."""
-
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks; None for what no rank has one of."""
-        ...
-
-    def stepped(self) -> None:
-        """The optimizer has used the gradients."""
-        ...
 
 
 @dataclass(eq=False)
@@ -58,10 +46,7 @@ class GradientExchange:
         """
         if self.reducer is None:
             shared = [variable for variable in variables if self._is_shared(variable)]
-            if isinstance(shared[0].value, torch.Tensor):
-                self.reducer = TorchReducer(self, shared)
-            else:
-                self.reducer = TensorFlowReducer(self, shared)
+            self.reducer = KerasReducer(self, shared)
         return self.reducer
 
     def reduce(self, reducer: KerasReducer, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -93,45 +78,37 @@ def overwritten(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-class TorchReducer:
+class KerasReducer:
     """The gradient reducer of the PyTorch face, on placeholders for Keras' variables.
 
     Not on the variables, as ``apply`` is what Keras calls a step: a backward may be another optimizer's, or one of two.
+    With TensorFlow it is one operation of a graph, or is called eagerly: gradients go in and come out by DLPack.
     """
 
     def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
-        values = [variable.value for variable in variables]
-        params = [placeholder(value.shape, value.dtype, value.device) for value in values]
+        self._on_torch = isinstance(variables[0].value, torch.Tensor)
+        cpu = torch.device("cpu")
+        params = [
+            placeholder(each.shape, getattr(torch, each.dtype), each.value.device if self._on_torch else cpu)
+            for each in variables
+        ]
         self._gradients = _handed(exchange, variables, params)
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """See KerasReducer."""
-        return self._gradients.reduce([self._place_of[id(variable)] for variable in variables], gradients)
-
-    def stepped(self) -> None:
-        """See KerasReducer."""
-        self._gradients.forget()
-
-
-class TensorFlowReducer:
-    """The same in one operation of a TensorFlow graph, or eagerly: gradients go in and come out by DLPack."""
-
-    def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
-        params = [placeholder(each.shape, getattr(torch, each.dtype), torch.device("cpu")) for each in variables]
-        self._gradients = _handed(exchange, variables, params)
-        self._place_of = {id(variable): place for place, variable in enumerate(variables)}
-
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """See KerasReducer. What has no gradient here when the graph is made has none."""
+        """The gradients of all ranks; None for what no rank has one of, in a graph for what has none here."""
+        places = [self._place_of[id(variable)] for variable in variables]
+        if self._on_torch:
+            return self._gradients.reduce(places, gradients)
         from spark_hvd.tensorflow.planned import reduced
 
         _check_not_compiled()
-        places = [self._place_of[id(variable)] for variable in variables]
         return reduced(self._gradients, places, gradients, for_the_step=True)
 
     def stepped(self) -> None:
-        """See base class; here the graph counts its steps itself."""
+        """The optimizer has used the gradients. A graph of TensorFlow counts its steps itself."""
+        if self._on_torch:
+            self._gradients.forget()
 
 
 def _check_not_compiled() -> None:

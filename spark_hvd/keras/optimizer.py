@@ -1,8 +1,8 @@
-"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over all ranks before each step."""
+"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over all ranks before each step, also loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -186,3 +186,31 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     for variable in (variable for layer in layers for variable in layer.trainable_weights):
         made.register_local_var(variable)
     return made
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: GradientCompressor = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model that Keras has saved, and make its optimizer a DistributedOptimizer with the state that it had.
+
+    Args:
+        filepath: A ``.keras`` file, or whatever ``keras.models.load_model`` takes.
+        custom_optimizers: Classes of optimizers that are not Keras' own.
+        custom_objects: Other names -> classes and functions that Keras needs to know.
+        compression: Of gradients, see DistributedOptimizer.
+        legacy_opts: Optimizers of Keras 2, which Keras 3 has not: True is an error.
+
+    Raises:
+        ValueError: `legacy_opts` is true, or Keras cannot load the model.
+    """
+    if legacy_opts:
+        raise ValueError("legacy_opts=True: Keras 3 has no optimizers of Keras 2; save the model with new ones.")
+    objects = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

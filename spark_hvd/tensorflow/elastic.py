@@ -12,7 +12,7 @@ from spark_hvd.elastic import run as elastic_run
 from spark_hvd.elastic.state import ObjectState, State
 from spark_hvd.tensorflow.sync import owned
 from spark_hvd.tensorflow.tensors import cause_of, to_tensorflow, to_torch
-from spark_hvd.torch.elastic import TorchState
+from spark_hvd.torch.elastic import TorchState, built_optimizer
 from spark_hvd.torch.handlers import StateDictHandler, get_handler_registry
 from spark_hvd.world.errors import HostsUpdatedInterrupt
 
@@ -98,14 +98,7 @@ class TensorFlowKerasState(TensorFlowState):
     __module__ = "spark_hvd.tensorflow.elastic"
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        if not model.built:
-            raise ValueError(
-                f"model={model.name!r} has no variables yet, so there is no state to keep: give it an Input, or call "
-                "it on a batch, before the state is made."
-            )
-        optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        optimizer = built_optimizer(model, optimizer)
         super().__init__([*model.weights, *(optimizer.variables if optimizer is not None else ())], **kwargs)
 
 

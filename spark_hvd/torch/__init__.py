@@ -25,7 +25,7 @@ from spark_hvd.torch.outer.compressors import Int8Compressor, TopKCompressor
 from spark_hvd.torch.outer.local_sgd import DiLoCo, LocalSGD, OuterOptimizer
 from spark_hvd.torch.preparation import prepare
 from spark_hvd.torch.reduce import *  # noqa: F403
-from spark_hvd.torch.sparse import sparse_allreduce_async
+from spark_hvd.torch.reduce import sparse_allreduce_async
 from spark_hvd.torch.sync import broadcast_optimizer_state, broadcast_parameters
 from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
 from spark_hvd.world.config import Config

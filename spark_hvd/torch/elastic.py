@@ -203,6 +203,23 @@ class _CopyHook:
         self.end = weakref.finalize(snapshots, optimizer.register_step_pre_hook(wait_copied).remove)
 
 
+def built_optimizer(model: Any, optimizer: Any) -> Any:
+    """The optimizer of a Keras model, built: the one given, or the one that the model was compiled with; None without.
+
+    Raises:
+        ValueError: The model has no variables yet.
+    """
+    if not model.built:
+        raise ValueError(
+            f"model={model.name!r} has no variables yet, so there is no state to keep: give it an Input, or call it on "
+            "a batch, before the state is made."
+        )
+    optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return optimizer
+
+
 def _is_optimizer(handler: StateHandler) -> bool:
     return isinstance(handler, OptimizerStateHandler) and isinstance(handler.value, torch.optim.Optimizer)
 

@@ -54,12 +54,10 @@ class Derivable(Protocol):
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
         """The results, and, to ``keep``, what the derivative needs."""
-        ...
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
         """Gradients of the tensors, of as many elements as these, from those of the results."""
-        ...
 
 
 class Allreduce:

@@ -111,12 +111,7 @@ class ModelStateHandler(StateDictHandler):
 
     def misfit(self, skeleton: Any) -> str | None:
         """See base class."""
-        mine = self.value.state_dict()
-        for name in sorted(mine.keys() | skeleton.keys()):
-            ours, theirs = _described(mine.get(name)), _described(skeleton.get(name))
-            if ours != theirs:
-                return f"{name!r} is {ours} here, and {theirs} there"
-        return None
+        return difference(self.value.state_dict(), skeleton)
 
 
 class OptimizerStateHandler(StateDictHandler):
@@ -168,11 +163,9 @@ class LoopStateful(Protocol):
 
     def loop_state_dict(self) -> dict[str, Any]:
         """Where it stands, for a loop that is entered again."""
-        ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Have the next iteration go on from there."""
-        ...
 
 
 class LoaderStateHandler(StateDictHandler):
@@ -195,11 +188,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What it is made of."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Become what that was made of."""
-        ...
 
 
 Registry = list[tuple[type, type[StateHandler]]]
@@ -236,6 +227,15 @@ def handler_of(value: Any) -> StateHandler | None:
     plain = type(value) in _PLAIN
     kinds = (each for each in _registry if not (plain and each[0] in _PROTOCOLS))
     return next((handler(value) for kind, handler in kinds if isinstance(value, kind)), None)
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first tensor by name whose dtype or shape differs between two states, and how; None if none does."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        here, there = _described(mine.get(name)), _described(theirs.get(name))
+        if here != there:
+            return f"{name!r} is {here} here, and {there} there"
+    return None
 
 
 def _described(value: Any) -> str:

@@ -102,11 +102,6 @@ class _EpochSampler(DistributedSampler[int]):
         return order
 
 
-def _odd(sampler: Any, loader: DataLoader[Any]) -> bool:
-    """Whether a sampler does not give each sample once."""
-    return getattr(sampler, "replacement", False) or len(sampler) != len(loader.dataset)  # type: ignore[arg-type]
-
-
 def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     """A copy that gives this rank's share."""
     batches: Any = loader.batch_sampler
@@ -118,7 +113,11 @@ def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         why = "an IterableDataset: let its __iter__ give each rank its share, by hvd.rank() and hvd.size()"
     elif batches is not None and type(batches) is not BatchSampler:
         why = f"a batch_sampler of its own, {type(batches).__name__}: let that share batches out"
-    elif type(sampler) not in (RandomSampler, SequentialSampler) or _odd(sampler, loader):
+    elif (
+        type(sampler) not in (RandomSampler, SequentialSampler)
+        or getattr(sampler, "replacement", False)
+        or len(sampler) != len(loader.dataset)  # type: ignore[arg-type]
+    ):
         why = f"a sampler of its own, {type(sampler).__name__}: let that share samples out"
     if why is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The collectives that compute, with Horovod's signatures: allreduce and reducescatter in all their forms."""
+"""The collectives that compute, with Horovod's signatures: allreduce, also of sparse tensors, and reducescatter."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.collectives.execution import all_results, single_result
+from spark_hvd.collectives.execution import Work, all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import (
     Reducing,
-    repeat_allreduce,
     require_tensor,
     require_tensors,
+    start_allgather,
     start_allreduce,
     start_reducescatter,
 )
 from spark_hvd.torch.gradients import Allreduce, Call, ReduceScatter, apply
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.errors import MismatchError
 
 __all__ = [
     "allreduce",
@@ -142,7 +143,8 @@ def _start(
 ) -> NamedHandle[torch.Tensor]:
     if average is None:  # a call like the one before by this name is checked already
         given = ReduceOp.AVERAGE if op is None else op, prescale, postscale
-        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=in_place, urgent=urgent)
+        queue = queue_of(process_set)
+        handle = queue.again("allreduce", name, tensor, given, single_result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
     reducing = Reducing(chosen_op(op, average, 4), prescale, postscale)
@@ -296,3 +298,47 @@ def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) ->
     if not isinstance(op, ReduceOp):
         raise ValueError(f"op={op!r} is no reduction; pass Average, Sum, Min, Max, Product or Adasum.")
     return op
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[torch.Tensor]:
+    """Start to add up sparse tensors of all ranks.
+
+    Args:
+        tensor: A sparse COO tensor of the same shape and dtype on every rank; each rank has elements of its own.
+        name: Ranks match calls by name, in any order. None: such calls match by their order.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle whose wait() returns a coalesced sparse tensor; calling the handle does the same, as in Horovod.
+
+    Raises:
+        TypeError: `tensor` is not sparse.
+        ValueError: `op` is another reduction, or the process set is not this rank's.
+        MismatchError, DuplicateNameError, CollectiveError: See :func:`spark_hvd.torch.move.allgather`.
+    """
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"expected a sparse COO tensor, got {kind}; dense tensors go by allreduce_async.")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op={op!r}: sparse tensors can be reduced with Average or Sum.")
+    mine = tensor.detach().coalesce()
+    shape = torch.tensor([mine.shape], device=mine.device)
+
+    def result(work: Work) -> torch.Tensor:
+        indices, values, shapes = work.results
+        if not bool((shapes == shape).all()):
+            raise MismatchError(
+                f"sparse_allreduce of tensors of different shapes: {sorted(map(tuple, shapes.tolist()))}."
+            )
+        if op is ReduceOp.AVERAGE:
+            values = values / shapes.shape[0]  # the ranks that contributed
+        # Coalescing adds up the elements that several ranks have.
+        return torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False).coalesce()
+
+    return start_allgather([mine.indices().t().contiguous(), mine.values(), shape], name, process_set, result)

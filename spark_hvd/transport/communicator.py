@@ -37,18 +37,15 @@ class Handle(Protocol[T_co]):
         Raises:
             CollectiveError: A peer or the network failed, or the process group's timeout is over.
         """
-        ...
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
-        ...
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, as soon as :meth:`wait` would return or raise at once; from whatever thread.
 
         The callback must be short and must not call the communicator. :meth:`done` may lag behind it a little.
         """
-        ...
 
 
 @runtime_checkable
@@ -66,17 +63,14 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int:
         """This process' rank among the members, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def fact_device(self) -> torch.device:
         """Where small facts and pickles travel: the CPU, or a GPU if the transport serves no CPU tensors."""
-        ...
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched before.
@@ -86,7 +80,6 @@ class Communicator(Protocol):
         Raises:
             TypeError: `op` does not exist for this dtype.
         """
-        ...
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         """Concatenate all ranks' tensors along dimension 0, which may differ by rank; a 0-dim tensor counts as one row.
@@ -97,7 +90,6 @@ class Communicator(Protocol):
             tensor: Mine.
             rows: The rows of every rank's tensor.
         """
-        ...
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
         """Overwrite `tensor` in place with the one of `root_rank`; the result is `tensor` itself.
@@ -107,7 +99,6 @@ class Communicator(Protocol):
         Raises:
             ValueError: `root_rank` is no rank.
         """
-        ...
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """Reduce over all ranks and keep my share of the rows; the first ``rows % size`` ranks get one more row.
@@ -118,7 +109,6 @@ class Communicator(Protocol):
             ValueError: `tensor` is 0-dim.
             TypeError: `op` does not exist for this dtype.
         """
-        ...
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
         """Send `splits[i]` rows to rank i; the result is the received rows in rank order.
@@ -130,8 +120,6 @@ class Communicator(Protocol):
             splits: Rows for each rank, summing up to the rows of `tensor`.
             received: How many rows each rank sends me.
         """
-        ...
 
     def barrier(self) -> Handle[None]:
         """End when every rank has called it."""
-        ...

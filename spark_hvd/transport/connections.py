@@ -46,7 +46,6 @@ class Abortable(Protocol):
 
     def abort(self) -> None:
         """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
-        ...
 
 
 class Forkable(Abortable, Protocol):
@@ -54,7 +53,6 @@ class Forkable(Abortable, Protocol):
 
     def forked(self) -> None:
         """This is a child of the rank's process, which must not outlive it for the others."""
-        ...
 
 
 class Connections(Abortable):

@@ -24,7 +24,6 @@ class NcclBackend(Protocol):
 
     def abort(self) -> None:
         """End all communicators and their kernels."""
-        ...
 
 
 def carries(group: dist.ProcessGroup) -> bool:

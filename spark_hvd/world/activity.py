@@ -25,7 +25,6 @@ class Source(Protocol):
 
     def underway(self, now: float) -> Iterable[Underway]:
         """The collectives that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
-        ...
 
 
 class Loop(Protocol):
@@ -33,20 +32,16 @@ class Loop(Protocol):
 
     def facts(self, now: float) -> dict[str, Any]:
         """How far it is, as fields of :class:`~spark_hvd.world.vitals.Vitals`; `now` is ``time.monotonic()``."""
-        ...
 
     @property
     def total_steps(self) -> int:
         """Steps done in this process, in this loop and before it."""
-        ...
 
     def report(self, /, **metrics: Any) -> None:
         """Take the latest values of metrics."""
-        ...
 
     def close(self) -> Any:
         """End the loop; returns what the loop that follows it is to add to."""
-        ...
 
 
 class Activity:

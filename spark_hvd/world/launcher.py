@@ -21,19 +21,15 @@ class ElasticLauncher(Protocol):
         Raises:
             CollectiveError: The generation broke before all had joined; to be called again.
         """
-        ...
 
     def broken(self, error: str) -> None:
         """Tell that collectives of the present generation have failed here, and how."""
-        ...
 
     def yielded(self) -> None:
         """Tell that this rank has left the present generation in order, because an update was wanted."""
-        ...
 
     def committed(self, commits: int) -> None:
         """Tell how many commits the state of this rank has behind it."""
-        ...
 
     def finished(self) -> bool:
         """Tell that the elastic function has returned here, and wait for the other ranks.
@@ -42,17 +38,14 @@ class ElasticLauncher(Protocol):
             True when it has returned on all ranks; False when the generation is over before that, so that this rank is
             to restore its last commit and to enter the next one.
         """
-        ...
 
     @property
     def update_wanted(self) -> bool:
         """Whether the members are to change at the next commit: ranks wait to be taken in, or one has to leave."""
-        ...
 
     @property
     def world_failure(self) -> str | None:
         """Why the present generation cannot go on, as far as the launcher knows; None while it can."""
-        ...
 
 
 _installed: ElasticLauncher | None = None

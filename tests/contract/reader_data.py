@@ -20,7 +20,7 @@ import pytest
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.rows import open_reader
 from spark_hvd.store import Store
 
 

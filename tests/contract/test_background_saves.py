@@ -20,7 +20,7 @@ from torch import nn
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
-from spark_hvd.checkpoint.copies import Memory, copied
+from spark_hvd.checkpoint.background import Memory, copied
 from spark_hvd.runner import RankFailedError, run_elastic_local
 from spark_hvd.store.paths import temporary_name
 from spark_hvd.testing import FaultPlan

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.data.leases import delete_unused
-from spark_hvd.estimators.data.reuse import clear_materialized_data
-from spark_hvd.estimators.lightning.files import RunFiles
+from spark_hvd.estimators.data.reuse import clear_materialized_data, delete_unused
+from spark_hvd.estimators.lightning.loop import RunFiles
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from spark_hvd.store.paths import local_below

@@ -27,7 +27,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.petastorm.reader import PetastormReader
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.rows import open_reader
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests import stores

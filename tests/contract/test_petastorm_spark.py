@@ -18,8 +18,8 @@ from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.estimators.petastorm import bridge
-from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.petastorm.reader import columns_of_unischema, load_unischema
+from spark_hvd.estimators.training.rows import open_reader
 from spark_hvd.store import Store
 from tests.conftest import daemon_of
 from tests.contract import reader_data

@@ -17,7 +17,7 @@ import pytest
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_local, scratch
-from spark_hvd.estimators.lightning.files import RunFiles
+from spark_hvd.estimators.lightning.loop import RunFiles
 from spark_hvd.runner.outcome.errors import RankFailedError
 from spark_hvd.scratch import Scratch, sweep
 from spark_hvd.store import Store

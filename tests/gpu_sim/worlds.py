@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.checkpoint.copies import Memory, copied
+from spark_hvd.checkpoint.background import Memory, copied
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.context.observe import observe

@@ -14,8 +14,8 @@ from pyspark.sql import SparkSession
 
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators import LocalBackend
-from spark_hvd.estimators.data import leases, reuse
-from spark_hvd.estimators.data.leases import delete_unused, in_use
+from spark_hvd.estimators.data import reuse
+from spark_hvd.estimators.data.reuse import delete_unused, in_use
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
@@ -38,8 +38,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(leases, "clock", clock)
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(reuse, "clock", clock)
+    monkeypatch.setattr(reuse, "RENEW_SECONDS", 0.01)
     return clock
 
 
@@ -158,7 +158,7 @@ def test_a_fit_that_starts_during_a_clean_up_has_its_data(
         store = Store.create(tmp_path / f"{place}")
         old = write(spark.read.parquet(path), store)
         if killed:  # its writer was killed before the manifest
-            next(Path(store.url).rglob(leases.MANIFEST)).unlink()
+            next(Path(store.url).rglob(reuse.MANIFEST)).unlink()
         clock.now += 7.1 * DAY
         found: list[DatasetMeta] = []
         call = functools.partial(take_up, found, path, store)

@@ -21,9 +21,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import columns_of
-from spark_hvd.estimators.data.leases import delete_unused
 from spark_hvd.estimators.data.materialize import materialize
-from spark_hvd.estimators.data.reuse import clear_materialized_data, fingerprint
+from spark_hvd.estimators.data.reuse import clear_materialized_data, delete_unused, fingerprint
 from spark_hvd.store import Store
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]

@@ -16,7 +16,7 @@ from torch.nn import functional
 import spark_hvd.torch as hvd
 from spark_hvd import DataError
 from spark_hvd.estimators import TorchEstimator
-from spark_hvd.estimators.torch.share import Shares
+from spark_hvd.estimators.torch.weighted import Shares
 from tests.spark.estimator_support import estimator, frame, linear, numbers, ordered, reference, same
 
 if TYPE_CHECKING:

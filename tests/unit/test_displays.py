@@ -15,8 +15,7 @@ import pytest
 from spark_hvd.runner.config import CHOICES, RunConfig
 from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.watch.display.choose import make_display
-from spark_hvd.runner.watch.display.lines import LineWriter
-from spark_hvd.runner.watch.display.plain import JsonDisplay, PlainDisplay
+from spark_hvd.runner.watch.display.lines import JsonDisplay, LineWriter, PlainDisplay
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
 from tests.trained_ranks import record, trained

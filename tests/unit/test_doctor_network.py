@@ -9,8 +9,7 @@ import pytest
 
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import HubState
-from spark_hvd.runner.diagnosis.network import reach, reach_hub, targets
-from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
+from spark_hvd.runner.diagnosis.network import check_driver, check_ranks, clocks_ahead, reach, reach_hub, targets
 from spark_hvd.runner.diagnosis.report import Level
 from spark_hvd.world.ports import PortRange, listen
 from tests.doctor_cases import of, task

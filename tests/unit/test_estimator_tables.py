@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from spark_hvd.estimators import LightningEstimator, TextClassifier, TorchEstimator
 from spark_hvd.estimators.keras.tables import GONE as KERAS_GONE
 from spark_hvd.estimators.keras.tables import KERAS
-from spark_hvd.estimators.params.params import in_page
 from spark_hvd.estimators.params.tables import GONE, TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,15 +74,11 @@ def test_horovods_parameters_are_all_there() -> None:
     assert not set(GONE) & names
 
 
-def test_the_page_shows_the_table() -> None:
-    page = (ROOT / "docs" / "estimators.md").read_text()
-    assert page == in_page(page, TORCH), "write it anew: python -m spark_hvd.estimators.params.tables"
-
-
-def test_the_page_of_text_shows_its_table() -> None:
-    page = (ROOT / "docs" / "transformers.md").read_text()
-    table = TextClassifier._table
-    assert page == in_page(page, table), "write it anew: python -m spark_hvd.estimators.classifiers.text"
+@pytest.mark.parametrize("name", ["estimators.md", "transformers.md"])
+def test_a_page_shows_its_table(name: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "parameters.py"))
+    page = (ROOT / "docs" / name).read_text()
+    assert page == made["in_page"](page, made["PAGES"][name]), "write it anew: python docs/parameters.py"
 
 
 @pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator, TextClassifier])

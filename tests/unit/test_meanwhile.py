@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.estimators.fit.meanwhile import importing
+from spark_hvd.estimators.fit.estimator import importing
 
 
 def test_a_module_is_there_when_the_work_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.watch import mlflow as mlflow_outbox
 from spark_hvd.runner.watch import mlflow as mlflow_tracker
-from spark_hvd.runner.watch import outbox as mlflow_outbox
 from spark_hvd.runner.watch.mlflow import MlflowTracker
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.tracking import Tracking, facts_of

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spark_hvd.runner.rank.preflight import UnreachableError, check_hosts, connect
+from spark_hvd.runner.rank.static import UnreachableError, check_hosts, connect
 from spark_hvd.transport.torch_private import HashStore, PrefixStore
 from spark_hvd.world.layout import WorldLayout
 from spark_hvd.world.ports import PortRange, listen

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi, library_version
+from spark_hvd.runner.rank.static import MpiMismatchError, check_same_mpi, library_version
 from spark_hvd.transport.torch_private import HashStore, PrefixStore
 from spark_hvd.world.layout import WorldLayout
 

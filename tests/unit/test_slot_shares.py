@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from spark_hvd.runner.launch.shares import SlotShares
+from spark_hvd.runner.launch.run import SlotShares
 from spark_hvd.runner.stopping import stopped_by
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.table import TableDisplay

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from spark_hvd.runner.outcome.cause import is_echo, is_echoing_abort, rank_failures
 from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.endings import is_echo, is_echoing_abort, rank_failures
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind

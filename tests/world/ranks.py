@@ -16,7 +16,7 @@ from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.sharding import Interval, Sharding
 from spark_hvd.data.source import Asked
 from spark_hvd.elastic.run import _through_generations
-from spark_hvd.runner.outcome.cause import is_echo
+from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.rank.elastic import ElasticRank
 from spark_hvd.torch.elastic import TorchState
 from spark_hvd.world.layout import RankInfo

@@ -44,11 +44,9 @@ class ProcessManager(Protocol):
         Raises:
             MpiMissingError: It is not installed here.
         """
-        ...
 
     def read_launch(self, lines: Sequence[str], hosts: int) -> list[list[str]] | None:
         """The arguments of each host's part, host by host, out of what the manager printed; None while incomplete."""
-        ...
 
     def host_command(self, arguments: Sequence[str], interface: str | None) -> list[str]:
         """The command of a host's part; where the program lies is this host's own affair.
@@ -60,7 +58,6 @@ class ProcessManager(Protocol):
         Raises:
             MpiMissingError: It is not installed here.
         """
-        ...
 
     def rank_variables(self, interface: str | None, ports: PortRange | None) -> dict[str, str]:
         """What MPI reads from each rank's environment.
@@ -69,7 +66,6 @@ class ProcessManager(Protocol):
             interface: The only one to use; None to leave the choice to it, which knows of InfiniBand and the like.
             ports: Where ranks may listen; None for any port.
         """
-        ...
 
 
 def counts_by_host(layout: WorldLayout) -> list[tuple[int, int]]:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from spark_hvd.runner.terminal import is_terminal
-from spark_hvd.runner.watch.display.lines import Display, LineWriter
+from spark_hvd.runner.watch.display.lines import Display, JsonDisplay, LinesDisplay, LineWriter, PlainDisplay
 from spark_hvd.runner.watch.display.notebook import NotebookDisplay
-from spark_hvd.runner.watch.display.plain import JsonDisplay, LinesDisplay, PlainDisplay
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
@@ -44,7 +43,7 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
         case "json":
             display = JsonDisplay(stdout or sys.stdout)
             if stdout is not None:
-                return _Split(display, both, given - {"out"})
+                return _Shown(display, both, given - {"out"}, guarded=False)
             given.discard("out")
         case "table":
             from spark_hvd.runner.watch.display.table import TableDisplay  # rich takes a tenth of a second to import
@@ -60,54 +59,33 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
         case _:
             display = LinesDisplay(both)
     then = None if progress in ("json", "off") else LinesDisplay(both)
-    return _Split(_Guarded(display, then), both, given)
+    return _Shown(display, both, given, then)
 
 
-class _Split(Display):
-    """Writes some of the ranks' streams as they are, past the display.
+class _Shown(Display):
+    """A display whose errors end the display and not the run, and past which some of the ranks' streams go.
 
     Args:
         display: Shows the rest.
-        writer: Writes those streams.
-        past: "out", "err": those that go past it.
+        writer: Writes the streams that go past it; its errors are raised.
+        past: "out", "err": those streams.
+        then: Takes the place of a display that has failed, to show at least what ranks print; None for nothing.
+        guarded: False: errors of the display are raised, too.
     """
 
-    def __init__(self, display: Display, writer: LineWriter, past: set[str]) -> None:
-        self._display = display
-        self._writer = writer
-        self._past = past
+    def __init__(
+        self, display: Display, writer: LineWriter, past: set[str], then: Display | None = None, *, guarded: bool = True
+    ) -> None:
+        self._display: Display | None = display
+        self._writer, self._past = writer, past
+        self._next, self._guarded = then, guarded
 
     def lines(self, rank: int, stream: str, text: str) -> None:
         """See base class."""
         if stream in self._past:
             self._writer.write(rank, stream, text)
         else:
-            self._display.lines(rank, stream, text)
-
-    def show(self, view: RunView, now: float) -> None:
-        """See base class."""
-        self._display.show(view, now)
-
-    def end(self, summary: Summary | None) -> None:
-        """See base class."""
-        self._display.end(summary)
-
-
-class _Guarded(Display):
-    """A display whose errors end the display, and not the run.
-
-    Args:
-        display: May fail.
-        then: What takes its place after that, to show at least what ranks print; None for nothing.
-    """
-
-    def __init__(self, display: Display, then: Display | None) -> None:
-        self._display: Display | None = display
-        self._next = then
-
-    def lines(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
-        self._do(lambda display: display.lines(rank, stream, text))
+            self._do(lambda display: display.lines(rank, stream, text))
 
     def show(self, view: RunView, now: float) -> None:
         """See base class."""
@@ -124,6 +102,8 @@ class _Guarded(Display):
         try:
             what(display)
         except Exception as error:
+            if not self._guarded:
+                raise
             with contextlib.suppress(Exception):
                 display.end(None)  # let go of the terminal
             self._display, self._next = self._next, None

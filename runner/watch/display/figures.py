@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from spark_hvd.world.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
 try:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.patches import Patch as Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError(f"plots need matplotlib: pip install matplotlib ({error})") from error
@@ -27,20 +27,6 @@ COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 SIZE = (6.0, 3.0)
 FONT, SMALL = 8, 7
-__all__ = [
-    "COLOURS",
-    "DASHES",
-    "FONT",
-    "SIZE",
-    "SMALL",
-    "Axes",
-    "Curve",
-    "Figure",
-    "Patch",
-    "draw",
-    "figure_of",
-    "mark",
-]
 _NAME_WIDTH = 0.25
 """Of a generation's name, as a part of the plot's width."""
 

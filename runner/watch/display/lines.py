@@ -1,13 +1,21 @@
-"""What displays have in common, and what ranks print: queued for the thread that shows it, written with its rank."""
+"""What displays have in common, what ranks print, and a run as lines: plain ones, or JSON for programs."""
 
 from __future__ import annotations
 
+import json
+import math
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from spark_hvd.runner.terminal import harmless, is_terminal
+from spark_hvd.runner.watch import words
+from spark_hvd.runner.watch.snapshot import RunSnapshot
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from spark_hvd.runner.watch.summary import Summary
@@ -27,7 +35,6 @@ class Display(Protocol):
             stream: "out" or "err".
             text: Lines, separated by newlines, without the last newline.
         """
-        ...
 
     def show(self, view: RunView, now: float) -> None:
         """The state of the run; called about four times a second. The display decides what of it to draw, and when.
@@ -36,11 +43,9 @@ class Display(Protocol):
             view: All there is to know.
             now: ``time.monotonic()``.
         """
-        ...
 
     def end(self, summary: Summary | None) -> None:
         """The run is over: show the summary, if there is one, and let go of the terminal. Idempotent."""
-        ...
 
 
 class OutputQueue:
@@ -95,3 +100,150 @@ class LineWriter:
             prefix = f"[{rank}] " if rank >= 0 else ""
             target.write("".join(f"{prefix}{line}\n" for line in text.split("\n")))
             target.flush()
+
+
+class LinesDisplay(Display):
+    """Writes what ranks print, and nothing else.
+
+    Args:
+        writer: Where it goes.
+    """
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        self._writer.write(rank, stream, text)
+
+    def show(self, view: RunView, now: float) -> None:
+        """See base class."""
+
+    def end(self, summary: Summary | None) -> None:
+        """See base class."""
+
+
+class Interval:
+    """Says when it is time for the next of what comes regularly; the first comes one interval after the first call.
+
+    Args:
+        seconds: Between two of them.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next: float | None = None
+
+    def over(self, now: float) -> bool:
+        """Whether it is time; then the next interval begins."""
+        if self._next is None:
+            self._next = now + self._seconds
+        if now < self._next:
+            return False
+        self._next = max(self._next + self._seconds, now + self._seconds / 2)
+        return True
+
+
+class PlainDisplay(LinesDisplay):
+    """Writes what ranks print, and now and then a line on how far they are.
+
+    A run that ends before the first interval is over, and reports no steps, shows only what its ranks print.
+
+    Args:
+        writer: Where ranks' lines go.
+        notes: Where our own lines go.
+        interval: Seconds between two of them.
+    """
+
+    def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = 30.0) -> None:
+        super().__init__(writer)
+        self._notes, self._interval, self._ended = notes, Interval(interval), False
+
+    def show(self, view: RunView, now: float) -> None:
+        """Write a line if it is time."""
+        if self._interval.over(now) and (text := compact(view.snapshot(now))):
+            self._notes.write(-1, "err", text)
+
+    def end(self, summary: Summary | None) -> None:
+        """Write the summary of a run that has something to tell."""
+        if not self._ended and summary is not None and summary.worth_showing:
+            self._notes.write(-1, "err", str(summary))
+        self._ended = True
+
+
+class JsonDisplay(Display):
+    """Writes an object a line with an ``event``: "output" for a line of a rank, "progress", and "summary" at the end.
+
+    Args:
+        stream: Where they go.
+        interval: Seconds between two of "progress".
+        clock: Seconds since 1970, for the ``time`` of each event.
+    """
+
+    def __init__(self, stream: TextIO, interval: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+        self._stream, self._clock = stream, clock
+        self._interval, self._ended = Interval(interval), False
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """Write one event for each line."""
+        self._write(*({"event": "output", "rank": rank, "stream": stream, "text": line} for line in text.split("\n")))
+
+    def show(self, view: RunView, now: float) -> None:
+        """Write the state if it is time."""
+        if self._interval.over(now):
+            self._write({"event": "progress", **view.snapshot(now).as_dict()})
+
+    def end(self, summary: Summary | None) -> None:
+        """Write the summary as the last event."""
+        if not self._ended and summary is not None:
+            self._write({"event": "summary", **summary.as_dict()})
+        self._ended = True
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        now = round(self._clock(), 3)
+        for event in events:
+            line = {"event": event.pop("event"), "time": now, **_plain(event)}
+            self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+        self._stream.flush()
+
+
+def compact(snapshot: RunSnapshot) -> str:
+    """The run in one line; "" if nothing is known of it but that it runs."""
+    parts = [snapshot.title + ": " + words.duration(snapshot.seconds)]
+    if not snapshot.heard:
+        parts.append("nothing heard of the ranks yet")
+    first = snapshot.rows[0] if snapshot.rows else None
+    if first is not None and first.stage:
+        epoch = f"epoch {words.epoch(first)} " if words.epoch(first) else ""
+        parts.append(f"{epoch}step {words.step(first)}")
+    if first is not None and first.metrics:
+        parts.append(words.metrics(first.metrics))
+    if snapshot.samples_per_second is not None:
+        parts.append(f"{words.number(snapshot.samples_per_second)} samples/s")
+    elif snapshot.steps_per_second is not None:
+        parts.append(f"{words.number(snapshot.steps_per_second)} steps/s")
+    for name, share in (("data", snapshot.data), ("communication", snapshot.communication)):
+        if share is not None:
+            parts.append(f"{name} {words.share(share)}")
+    if snapshot.remaining is not None:
+        parts.append(words.remaining(snapshot.remaining))
+    if snapshot.slowest is not None:
+        parts.append(f"slowest {words.slowest(snapshot.slowest)}")
+    silent = [f"rank {row.rank} silent for {row.silent:.0f} s" for row in snapshot.rows if row.silent is not None]
+    parts += silent[:3] + ([f"{len(silent) - 3} more silent"] if len(silent) > 3 else [])
+    if len(parts) == 1:
+        return ""
+    if again := words.again(snapshot.restarts, snapshot.changes):
+        parts.append(f"{again}, now {count(snapshot.size, 'rank')}")
+    return ", ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """The value without what JSON has no word for (nan, inf), and without digits that mean nothing."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.display.lines import Display, LineWriter
+from spark_hvd.runner.watch.display.lines import LinesDisplay, LineWriter
 from spark_hvd.runner.watch.display.text import columns_of, head, table
 from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot, shown_rows
 from spark_hvd.runner.watch.summary import Summary
@@ -26,7 +26,7 @@ _FAINT = "opacity:.6"
 _ALARM = f"color:{VERMILION};white-space:pre-wrap"
 
 
-class NotebookDisplay(Display):
+class NotebookDisplay(LinesDisplay):
     """Shows HTML in the cell that called ``run``; what ranks print goes below it.
 
     Args:
@@ -34,15 +34,11 @@ class NotebookDisplay(Display):
     """
 
     def __init__(self, writer: LineWriter) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._handle: Any = None
         self._next = 0.0
         self._latest: tuple[RunView, float] | None = None
         self._ended = False
-
-    def lines(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
-        self._writer.write(rank, stream, text)
 
     def show(self, view: RunView, now: float) -> None:
         """Draw the table, at most twice a second."""

@@ -133,11 +133,6 @@ def entered(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> 
     return next((one for one in seen.underway() if (one.name, one.ranks) == (name, ranks)), None)
 
 
-def has_joined(one: Underway) -> bool:
-    """Whether this is a rank that has no more data and waits for the others' (``hvd.join``)."""
-    return one.name.startswith("join ")
-
-
 def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankActivity:
     if seen.vitals is not None and seen.vitals.ended:
         return RankActivity.ENDED
@@ -151,7 +146,7 @@ def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None
         return RankActivity.WORKS if seen.works else RankActivity.SILENT
     vitals, others = seen.vitals, seen.underway()
     assert vitals is not None
-    if any(map(has_joined, others)):
+    if any(one.name.startswith("join ") for one in others):  # it has no more data, and waits for the others'
         return RankActivity.JOINED
     if seen.moved:
         return RankActivity.MOVES

@@ -16,27 +16,21 @@ class QueueLink(Protocol[Q]):
 
     def notify(self, queue: Q) -> None:
         """The outbox is no longer empty: take it in a moment."""
-        ...
 
     def post(self, queue: Q) -> None:
         """Somebody is about to wait: take the outbox now."""
-        ...
 
     def look_later(self, queue: Q) -> None:
         """A call goes through memory: look at it in a moment, and as often as the look says."""
-        ...
 
     def join(self, queue: Q, counts: bool) -> None:
         """This rank has no more data."""
-        ...
 
     def failed(self, queue: Q, text: str) -> None:
         """This rank cannot run what all ranks run."""
-        ...
 
     def peer_lost(self, queue: Q) -> None:
         """A rank has gone: have the queue give up in a moment."""
-        ...
 
 
 class OutgoingCalls(Generic[R]):

@@ -42,16 +42,13 @@ class MemoryCall(Protocol):
     @property
     def work(self) -> MemoryWork:
         """What goes in and comes out."""
-        ...
 
     @property
     def done(self) -> bool:
         """Whether the call has ended."""
-        ...
 
     def complete(self, *, error: Exception | None = None) -> None:
         """End the call, with an error or with its results in place."""
-        ...
 
 
 C = TypeVar("C", bound=MemoryCall)
@@ -63,15 +60,12 @@ class RoundsOwner(Protocol[C_in]):
 
     def forget(self, handles: Sequence[C_in]) -> None:
         """The calls of these handles are over: free their names."""
-        ...
 
     def withdrawn(self, handle: C_in) -> None:
         """The call of a handle is the coordinator's now."""
-        ...
 
     def watch(self) -> None:
         """A call has begun: call :meth:`MemoryRounds.look` in :data:`MEMORY_SECONDS`, and as often as it says."""
-        ...
 
 
 class MemoryRounds(Generic[C]):
@@ -173,8 +167,9 @@ class MemoryRounds(Generic[C]):
             late = time.monotonic() - handle.since > MEMORY_SECONDS
         with self._lock:
             self._settle(handle, withdraw=late)
-            if handle.done:  # those that follow are waited for next, as a rule; to end them together costs less
-                self._end_first()
+            # Those that follow are waited for next, as a rule; to end them together costs less.
+            if handle.done and (ended := self.slots.ended(self._under_way)):
+                self._end(list(itertools.islice(self._under_way.items(), ended)))
 
     def _waited(self, handle: C, slot: Slot, limit: float) -> bool:
         """Wait for a round's end; returns whether it has ended."""
@@ -262,12 +257,6 @@ class MemoryRounds(Generic[C]):
             slot.handle = handle.slot = None
             del self._under_way[slot]
             self._owner.withdrawn(handle)
-
-    def _end_first(self) -> None:
-        """End the oldest calls, up to the first whose round has not ended."""
-        ended = self.slots.ended(self._under_way)
-        if ended:
-            self._end(list(itertools.islice(self._under_way.items(), ended)))
 
     def _end(self, calls: list[tuple[Slot, C]], *, kept: bool = True) -> None:
         """Give calls their results; `kept` as in :meth:`Slots.write_results`."""

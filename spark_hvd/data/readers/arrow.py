@@ -11,9 +11,11 @@ from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.files import Parts, RowGroups, where
-from spark_hvd.data.readers.forms import BatchT, Form, RowsT, Window
-from spark_hvd.data.readers.reader import Reader, ReaderSpec
+from spark_hvd.data.readers.forms import BatchT, Form, RowsT, TableForm, TablesForm, Window
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Share, Turns, overlaps
 from spark_hvd.data.readers.values import columns_read
 from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece, Round, runs_of, windows_of
@@ -181,3 +183,36 @@ def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item]
         if not waiting:
             return
         yield waiting.popleft()()
+
+
+class CollatedForm(TablesForm[Batch]):
+    """Rows stay in Arrow until ``collate`` makes tensors of a batch; threads do so ahead of who takes the batches.
+
+    Args:
+        collate: Gets a ``pyarrow.RecordBatch``, and returns the batch. Called by several threads.
+        workers: Threads; so many batches are made ahead.
+    """
+
+    def __init__(self, collate: Callable[[pa.RecordBatch], Batch], workers: int) -> None:
+        super().__init__()
+        self._collate, self._workers = collate, workers
+
+    def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[Batch]:
+        """See base class."""
+        pool = ThreadPoolExecutor(self._workers, "spark_hvd-collate")
+        try:
+            batches = TableForm().cut(parts, sizes)
+            yield from ahead(lambda batch: pool.submit(self._made, batch).result, batches, self._workers)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _made(self, rows: pa.RecordBatch) -> Batch:
+        try:
+            return self._collate(rows)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"no tensors can be made of {len(rows)} rows of {listed(rows.schema.names)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

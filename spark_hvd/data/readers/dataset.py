@@ -12,8 +12,7 @@ from spark_hvd.data.readers.sharding import Sharding, lanes_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_hvd.data.schemas.deleted import Deleted
-    from spark_hvd.data.schemas.table import TableSchema
+    from spark_hvd.data.schemas.table import Deleted, TableSchema
 
 
 SMALL_BYTES = 64 << 20

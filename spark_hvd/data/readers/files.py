@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import DatasetMeta, RowGroup, listed
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.schemas.deleted import Deleted
-from spark_hvd.data.schemas.plain import plain_schema
+from spark_hvd.data.schemas.table import Deleted, plain_schema
 from spark_hvd.store import Store
 from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 

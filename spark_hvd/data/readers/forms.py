@@ -27,11 +27,9 @@ class Window(Protocol[RowsT]):
 
     def put(self, number: int, rows: RowsT) -> None:
         """Take in the rows of piece ``number``."""
-        ...
 
     def take(self) -> RowsT:
         """The rows that are wanted, in their order; the window is empty then. Once all pieces are in."""
-        ...
 
 
 class Form(Protocol[RowsT, BatchT_co]):
@@ -43,23 +41,18 @@ class Form(Protocol[RowsT, BatchT_co]):
         Raises:
             DataError: values do not fit, or differ in kind from those before.
         """
-        ...
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         """Memory of a row; None if it takes the first rows, a ``table``, to tell."""
-        ...
 
     def window(self, asked: Round) -> Window[RowsT]:
         """Memory for the rows that a rank takes of some windows."""
-        ...
 
     def cut(self, parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[BatchT_co]:
         """Batches of so many rows out of parts of any length."""
-        ...
 
     def kept(self, rows: RowsT) -> RowsT:
         """Rows that stay as they are whatever is done to the batches cut out of ``rows``."""
-        ...
 
 
 class TablesForm(Form[pa.Table, BatchT]):

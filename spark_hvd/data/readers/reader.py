@@ -82,8 +82,6 @@ class Reader(Protocol[BatchT_co]):
         Raises:
             DataError: nulls, ragged lists, a file that changed or vanished; naming file, column and row group.
         """
-        ...
 
     def close(self) -> None:
         """Stop threads and processes, give memory back. Idempotent."""
-        ...

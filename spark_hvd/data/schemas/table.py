@@ -1,16 +1,47 @@
-"""How columns of a file become those of its table: found by ID or name, renamed, widened, filled in where missing."""
+"""What a file's columns and rows are by its table: found by ID or name, widened, filled in, plain, and not deleted."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_hvd.data.schemas.plain import plain_type
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """A file's schema as rows of it are given: one type for all ways in which programs lay out text, bytes and lists.
+
+    Files of one table have different ones, and Arrow's functions do not take them all.
+    """
+    return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A column's type as :func:`plain_schema` has it."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if types.is_string_view(kind) or types.is_large_string(kind):
+        return pa.string()
+    if types.is_binary_view(kind) or types.is_large_binary(kind):
+        return pa.binary()
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
+    return pa.struct(list(map(_plain_field, kind))) if types.is_struct(kind) else kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_type(field.type))
+
 
 ID = b"PARQUET:field_id"
 """A field's ID as decimal digits, where Arrow has it in the schema of a file."""
@@ -211,3 +242,33 @@ def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
 def _is_list(kind: pa.DataType) -> bool:
     types = pa.types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Which rows of a row group are deleted, and still in its file.
+
+    Attributes:
+        rows: Of the row group, those that are deleted among them.
+        marks: A bit for each row, set where it is deleted; compressed, as most are alike.
+    """
+
+    rows: int
+    marks: bytes
+
+    @classmethod
+    def of(cls, positions: np.ndarray, rows: int) -> Deleted:
+        """The rows at some positions.
+
+        Args:
+            positions: Of shape (deleted rows,), integers from 0 to rows - 1.
+            rows: Of the row group.
+        """
+        marks = np.zeros(rows, np.bool_)
+        marks[positions] = True
+        return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))
+
+    def kept(self) -> pa.Array:
+        """Whether each row is still there: booleans, of shape (rows,)."""
+        bits = np.frombuffer(zlib.decompress(self.marks), np.uint8)
+        return pa.array(~np.unpackbits(bits, count=self.rows).view(np.bool_))

@@ -19,15 +19,12 @@ class Backward(Protocol):
 
     def begin_backward(self, index: int) -> None:
         """The first gradient of a pass is there: this parameter's."""
-        ...
 
     def advance(self) -> None:
         """A bucket is complete."""
-        ...
 
     def overrun(self, index: int) -> None:
         """A parameter has one gradient more than its step was to have."""
-        ...
 
 
 def overrun(name: str, passes: int) -> NoReturn:

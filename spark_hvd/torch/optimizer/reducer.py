@@ -52,11 +52,9 @@ class Stepped(Protocol):
 
     def stepped(self) -> None:
         """One has been made, as planned."""
-        ...
 
     def pause(self) -> None:
         """The next one is no measure of the steps before."""
-        ...
 
 
 class GradientReducer:

@@ -84,7 +84,7 @@ class Autotuner:
         self._finalists: list[Point] = []
         self._unchecked: list[Point] = []
         self._recorded = 0
-        self._done = all(len(values) == 1 for values in self._candidates.values())
+        self.done = all(len(values) == 1 for values in self._candidates.values())
         self._log = None if log_path is None else Path(log_path)
         if self._log is not None:
             _create(self._log, ["sample", *self._candidates, "score", "phase"])
@@ -93,11 +93,6 @@ class Autotuner:
     def current(self) -> dict[str, float]:
         """The values in force, of all settings in their order."""
         return dict(zip(self._candidates, self._point, strict=True))
-
-    @property
-    def done(self) -> bool:
-        """Whether the values in force are final."""
-        return self._done
 
     def record(self, score: float) -> dict[str, float] | None:
         """Take in what the values in force have achieved, and choose the next ones. Ignored once `done` is true.
@@ -113,7 +108,7 @@ class Autotuner:
         """
         if not 0 < score < math.inf:
             raise ValueError(f"score={score}: expected bytes per second, a finite number above zero.")
-        if self._done:
+        if self.done:
             return None
         before = self._point
         self._recorded += 1
@@ -137,7 +132,7 @@ class Autotuner:
             self._point = self._unchecked.pop(0)
         else:
             self._point = max(self._finalists, key=self._score)
-            self._done = True
+            self.done = True
 
     def _score(self, point: Point) -> float:
         return statistics.median(self._scores[point])

@@ -37,11 +37,9 @@ class RowCompressor(Protocol):
         Returns:
             One-dimensional, uint8, a multiple of four long, which depends on the number of values alone.
         """
-        ...
 
     def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
         """Add the values of a row to `out`, which is like what was encoded."""
-        ...
 
 
 class Int8Compressor:

@@ -312,7 +312,8 @@ class FlatTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
-        kinds = [(tensor.device, _wide(tensor.dtype)) for tensor in self.tensors]
+        double = torch.float64
+        kinds = [(each.device, double if each.dtype == double else torch.float32) for each in self.tensors]
         self._kinds = list(dict.fromkeys(kinds))
         self._sizes = [0] * len(self._kinds)
         self._places: list[tuple[int, int]] = []
@@ -342,7 +343,3 @@ class FlatTensors:
             flats[number][start : start + tensor.numel()].view(tensor.shape)
             for tensor, (number, start) in zip(self.tensors, self._places, strict=True)
         ]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
