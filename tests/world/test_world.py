@@ -176,6 +176,19 @@ FOUND = {
             Fault(12.319, "notice", 10),
         ),
     ),
+    "an agent that had been given up said goodbye, and was lost a second time": Plan(
+        5002752,
+        Limits(
+            num_proc=2, min_num_proc=1, max_num_proc=2, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2),
+        starts=(0.0, 4.0665724030694355),
+        latency=0.3,
+        faults=(
+            Fault(1.6326772987677411, "freeze host", 2, 7.509768780168457),
+            Fault(2.241500663303171, "notice", 1),
+        ),
+    ),
 }
 """Plans that have shown faults, with as few of their own as that took."""
 
