@@ -104,7 +104,7 @@ class ElasticState(HubLogic):
         if kind == "gone":
             self._present.discard(agent)
             self._liveness.forget(agent)
-            if self.membership.verdict is None:
+            if self.membership.verdict is None and agent in self.membership.roster.agents:  # else it was given up
                 return self._told(AgentLost(agent, message["why"]), now)
             return []
         if kind == "value":

@@ -49,7 +49,7 @@ def executor(hosts: ElasticCluster) -> psutil.Process:
     return hosts.executor(HOST)
 
 
-SUPPORTING = [fork_server, python_daemon, python_worker, executor]
+SUPPORTING = [fork_server, python_worker, executor]
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -77,6 +77,25 @@ def test_ranks_go_on_when_what_supports_them_is_killed(
     assert first.generation >= times
     ranks = {line.process for line in read(progress.log)}
     wait_until(lambda: not any(map(lives, ranks)), 60)
+
+
+def test_ranks_go_on_as_they_are_when_the_daemon_of_their_task_is_killed(hosts: ElasticCluster, tmp_path: Path) -> None:
+    hosts.provide(h2=1, h3=1)
+    progress = Progress(tmp_path)
+    job = Job(epochs=0, pause=0.02, log=str(progress.log), until=str(progress.until))
+
+    def script(progress: Progress) -> None:
+        steady = progress.wait(lambda line: line.size == 2 and line.host == HOST and line.step >= 5, 300)
+        python_daemon(hosts).kill()
+        progress.wait(lambda line: line.host == HOST and line.step >= steady.step + 50, 300)
+
+    with directed(progress, script):
+        results = run_elastic(train, [job], num_proc=2, spark=hosts.session, timeout=1200, verbose=0)
+    assert checked(results).generation == 0
+    ranks = {line.process for line in read(progress.log)}
+    assert len(ranks) == 2
+    wait_until(lambda: not any(map(lives, ranks)), 60)
+    hosts.kill_workers()  # Spark would go on with the workers, which have no daemon any more
 
 
 def lives(pid: int) -> bool:

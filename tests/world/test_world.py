@@ -108,6 +108,19 @@ def test_who_has_told_of_the_first_commit_is_to_leave_and_the_other_has_not() ->
     assert behind > 0, "no world has begun like that"
 
 
+def test_a_value_is_lost_while_another_rank_has_yet_to_return() -> None:
+    limits = Limits(num_proc=2, min_num_proc=1, max_num_proc=2, start_timeout=10.0, rejoin_timeout=8.0)
+    plan = Plan("value", limits, (1, 1), (0.0, 0.0), preparing=(0.1, 12.0), elastic=False)
+    trace = run(plan, tracing=True).trace
+    first, last = (float(line.split()[0]) for line in trace if "ended {" in line)
+    assert last > first + 4.0
+    chance, lost = Random(0), 0
+    for number in range(8):
+        loss = Fault(chance.uniform(first, first + 2.0), "lose task", number)
+        lost += "its value is lost" in str(run(replace(plan, faults=(loss,))).driver.error)
+    assert 0 < lost < 8
+
+
 FOUND = {
     "ranks that do not reach each other tried for ever": Plan(
         687,
@@ -161,6 +174,19 @@ FOUND = {
             Fault(11.3, "new host", 0),
             Fault(12.225, "freeze driver", 1, 9.5),
             Fault(12.319, "notice", 10),
+        ),
+    ),
+    "an agent that had been given up said goodbye, and was lost a second time": Plan(
+        5002752,
+        Limits(
+            num_proc=2, min_num_proc=1, max_num_proc=2, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2),
+        starts=(0.0, 4.0665724030694355),
+        latency=0.3,
+        faults=(
+            Fault(1.6326772987677411, "freeze host", 2, 7.509768780168457),
+            Fault(2.241500663303171, "notice", 1),
         ),
     ),
 }
