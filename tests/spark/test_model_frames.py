@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -23,11 +24,13 @@ from torch import nn
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators import predict
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.transform.meta import ModelMeta
+from tests.conftest import daemon_of
 from tests.spark.model_support import expected, hundred_rows, net
 
 if TYPE_CHECKING:
@@ -220,3 +223,18 @@ def test_vectors_in_columnar_scans(spark: SparkSession, tmp_path: Path, source: 
         expected = {i: net(torch.tensor([[float(i), 1.0 - i % 2]])).item() for i in range(7)}
     for row in model.transform(df).collect():
         assert row["prediction"] == pytest.approx(expected[row["id"]], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_garbage_of_a_worker_leaves_out_what_it_has_imported(spark: SparkSession) -> None:
+    frame = spark.range(0, 4, 1, 2).selectExpr("array(cast(id as float)) x")
+    with daemon_of(spark, "pyspark.daemon"):
+        rows = predict(frame, Spared, columns="x", outputs="int").collect()
+    assert min(row.prediction for row in rows) > 100_000
+
+
+class Spared(nn.Module):
+    """How many objects no collection of garbage goes through."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(rows),), gc.get_freeze_count())

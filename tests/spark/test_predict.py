@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import re
@@ -24,7 +23,6 @@ from torch import nn
 import spark_hvd
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.runner.outcome.payload import UnpicklableError
-from tests.conftest import daemon_of
 from tests.spark.model_support import expected, hundred_rows, net
 
 if TYPE_CHECKING:
@@ -210,21 +208,6 @@ def test_a_loader_of_what_cannot_be_pickled_is_called_once_a_worker(spark: Spark
     assert spark_hvd.predict(frame, load, columns="x", outputs="float").collect()
     pids = Path(calls).read_text().split()
     assert len(pids) == len(set(pids))
-
-
-@pytest.mark.slow
-def test_the_garbage_of_a_worker_leaves_out_what_it_has_imported(spark: SparkSession) -> None:
-    frame = spark.range(0, 4, 1, 2).selectExpr("array(cast(id as float)) x")
-    with daemon_of(spark, "pyspark.daemon"):
-        rows = spark_hvd.predict(frame, Spared, columns="x", outputs="int").collect()
-    assert min(row.prediction for row in rows) > 100_000
-
-
-class Spared(nn.Module):
-    """How many objects no collection of garbage goes through."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.full((len(rows),), gc.get_freeze_count())
 
 
 def test_empty_partitions(spark: SparkSession, texts: DataFrame) -> None:
