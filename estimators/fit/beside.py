@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.estimators.training.late import BEAT, MeetingPlace, Results, Ticket, generation_of
+from spark_hvd.runner.outcome.errors import StartTimeoutError
 from spark_hvd.runner.stopping import stopped_by
 from spark_hvd.runner.watch.tracking import Facts, Tracker
 from spark_hvd.store.errors import StoreError
@@ -115,6 +117,8 @@ class Order:
             return None
         if turn.outcome is None or turn.stop.is_set():
             return None
+        if isinstance(turn.outcome, StartTimeoutError) and not turn.begun:  # for slots that nobody counts
+            return None
         self._done = turn.ticket
         self.results.add(turn.ticket, {})
         return f"{type(turn.outcome).__name__}: {turn.outcome}"
@@ -140,15 +144,21 @@ class Beside:
     ) -> None:
         self._place, self._validate, self._inherit = place, validate, inherit
         self._order, self._over, self._failed = Order(), threading.Event(), False
-        self._unpublished = False
+        self._unpublished, self._told_at = False, time.monotonic()
         self._kept = {int(row["epoch"]): row for row in history}
         self._thread = threading.Thread(target=inherit(self._watch), name="spark_hvd-validation", daemon=True)
 
     def __enter__(self) -> None:
         before = self._place.results()
         # What the rows of the history have by now counts for the best epoch too.
-        known: Mapping[int, Any] = {epoch: (0, _of_validation(row)) for epoch, row in self._kept.items()}
-        told = {epoch: each for epoch, each in before.epochs.items() if epoch in known and each[1]}
+        known: Mapping[int, Any] = {
+            epoch: (generation_of(row), _of_validation(row)) for epoch, row in self._kept.items()
+        }
+        told = {
+            epoch: each
+            for epoch, each in before.epochs.items()
+            if epoch in known and each[1] and each[0] == generation_of(self._kept[epoch])
+        }
         self._order.results.epochs = {**known, **told}
         self._place.clear(results=False)
         self._place.publish(self._order.results)
@@ -171,17 +181,17 @@ class Beside:
         while not self._over.wait(every):
             try:
                 self._look()
-            except StoreError as error:
+            except Exception as error:  # of the store or of Spark; ranks wait for what this thread tells
                 if not self._failed:
                     self._failed = True
-                    _log.warning("validation in the background: %s; it is tried again", error)
+                    _log.warning("validation in the background: %s: %s; it is tried again", type(error).__name__, error)
         if (turn := self._order.turn) is not None and turn.thread is not None:
             turn.stop.set()
             turn.thread.join()
 
     def _look(self) -> None:
         order, turn = self._order, self._order.turn
-        if turn is not None and turn.thread is not None and not turn.thread.is_alive():
+        if turn is not None and (turn.thread is None or not turn.thread.is_alive()):
             self._unpublished = True
             if (failure := order.end()) is not None:
                 _log.warning(
@@ -193,13 +203,16 @@ class Beside:
         ended = order.results.ended
         begins = order.next(self._place.waiting(), self._place.wants_no_more)
         if begins is not None:
-            target = self._inherit(lambda: self._run(begins))
-            begins.thread = threading.Thread(target=target, name="spark_hvd-validate", daemon=True)
-            begins.thread.start()
-        if self._unpublished or order.results.ended != ended:
+            try:
+                target = self._inherit(lambda: self._run(begins))
+                begins.thread = threading.Thread(target=target, name="spark_hvd-validate", daemon=True)
+                begins.thread.start()
+            except Exception as error:
+                begins.thread, begins.outcome = None, error
+        if self._unpublished or order.results.ended != ended or time.monotonic() - self._told_at > BEAT:
             self._unpublished = True
             self._place.publish(order.results)
-            self._unpublished = False
+            self._unpublished, self._told_at = False, time.monotonic()
 
     def _run(self, turn: Turn) -> None:
         def starts() -> None:

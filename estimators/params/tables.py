@@ -98,8 +98,8 @@ _BACKGROUND = rows(
         "validation_in_background",
         0,
         c.flag_or_number,
-        "Validate checkpoints on free slots while ranks go on: True, or on how many ranks. The rows are written to the "
-        "store.",
+        "Validate checkpoints on free slots while the ranks go on training: True for one rank, or their number. The "
+        "rows are written to the store.",
     ),
 )
 

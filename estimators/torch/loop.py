@@ -123,6 +123,7 @@ class _Loop(Measure):
                 self._save_partial(sums, began, rate)
         seconds = time.monotonic() - began
         validated = job.validates
+        self._share_buffers()
         validation = self._validate() if validated else Sums(self.metrics.names, job.device)
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
         # The one exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
@@ -241,9 +242,6 @@ class _Loop(Measure):
                 self.scheduler.step()
 
     def _validate(self) -> Sums:
-        self._share_buffers()
-        if self.job.validation is None:
-            return Sums(self.metrics.names, self.job.device)
         if self.job.late is not None:
             self.job.late.end()
         return self.validated()

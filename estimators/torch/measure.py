@@ -47,7 +47,7 @@ class Measure:
         self.model.eval()
         sums, size = Sums(self.metrics.names, self.job.device), ranks or hvd.size()
         mine = range(hvd.rank(), size, hvd.size())
-        totals = self._totals(mine, size) if ranks is not None and self.shares.counts else {}
+        totals = self._totals(mine, size) if ranks is not None and size > 1 and self.shares.counts else {}
         with torch.no_grad():
             for rank in mine:
                 weights = self.job.validation.weights(rank, size)

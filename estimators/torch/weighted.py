@@ -206,7 +206,7 @@ class Shares:
     @property
     def counts(self) -> bool:
         """Whether it may take more than the rows that are planned to know what a loss counts for."""
-        return self._counted or any(loss.by_class and loss.kind == "mean" for loss in self._losses)
+        return self._counted or any(map(_has_divisor, self._losses, self._lowest))
 
     def part(self, labels: Sequence[torch.Tensor], rows: int) -> torch.Tensor | None:
         """This rank's share of what each loss of all ranks divides by, after that of the rows; None where rows say it.
@@ -248,9 +248,14 @@ class Shares:
         return [float(size) if loss.kind == "sum" else share for loss, share in zip(self._losses, shares, strict=True)]
 
 
+def _has_divisor(reduction: LossReduction, lowest: float | None) -> bool:
+    """Whether a loss may be no mean over rows: it weighs classes, or leaves labels out."""
+    leaves_out = reduction.ignored is not None and (lowest is None or lowest <= reduction.ignored)
+    return reduction.by_class and reduction.kind == "mean" and (leaves_out or reduction.weight is not None)
+
+
 def _divisor_of(reduction: LossReduction, lowest: float | None, label: torch.Tensor) -> float | None:
     """What a loss that is no mean over rows divides by; None for one that is."""
-    if not reduction.by_class or reduction.kind != "mean" or label.is_floating_point():
+    if label.is_floating_point() or not _has_divisor(reduction, lowest):
         return None
-    leaves_out = reduction.ignored is not None and (lowest is None or lowest <= reduction.ignored)
-    return reduction.divisor(label) if leaves_out or reduction.weight is not None else None
+    return reduction.divisor(label)

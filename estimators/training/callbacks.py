@@ -82,8 +82,8 @@ class Callback:
     def on_epoch_end(self, state: TrainState) -> None:
         """After validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
 
-        With ``validation_in_background`` that of former epochs may have been told since; at the end, until
-        ``on_train_end``.
+        With ``validation_in_background``, rows of earlier epochs may have got their validation since the last call;
+        the last results may come only before ``on_train_end``.
         """
 
     def on_train_end(self, state: TrainState) -> None:
@@ -188,7 +188,8 @@ class TensorBoard(Callback):
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
-        self.on_epoch_end(state)
+        if state.validation_in_background:
+            self.on_epoch_end(state)
         if self._writer is not None and self._folder is not None:
             self._writer.close()
             self._copy(state)
@@ -245,7 +246,8 @@ class MLflow(Callback):
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
-        self.on_epoch_end(state)
+        if state.validation_in_background:
+            self.on_epoch_end(state)
         if state.rank == 0 and self._ours:
             self._client().set_terminated(self._run)
 

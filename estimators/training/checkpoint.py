@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from spark_hvd.checkpoint import background
 from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
 from spark_hvd.store import Store
-from spark_hvd.store.errors import CheckpointError
+from spark_hvd.store.errors import CheckpointError, StoreError
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -54,8 +55,9 @@ class Checkpoints:
             self.store.sweep(self.store.run_path(self.run_id))  # what a killed save left
             for name, state in copies.items():
                 write(self.store, self.store.checkpoint_path(self.run_id, name), state)
-            for name in superseded():
-                self.discard(name)
+            with suppress(StoreError):  # what is left goes with the next ones, or at the end
+                for name in superseded():
+                    self.discard(name)
 
         background.start(self.store.checkpoint_path(self.run_id), states, put)
 

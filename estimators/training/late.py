@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +18,15 @@ import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import on_rank_0
 from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.store import Store
+from spark_hvd.store.errors import StoreError
 
 _RESULTS, _LAST = "validated.json", "validate.end"
 _NAME = re.compile(r"validate-(\d+)-(\d+)\.ckpt")
-_LOOK_EVERY, _SAY_AFTER = 0.2, 1.0
+_LOOK_EVERY, _SAY_AFTER = 0.2, 5.0
+_PATIENCE = 60.0
+"""Seconds for which ranks bear that the store does not let them read what was told."""
+BEAT, _SILENT = 60.0, 600.0
+"""Seconds after which the driver tells again what it has told, and after which ranks wait for it no longer."""
 
 
 class Ticket(NamedTuple):
@@ -58,25 +64,22 @@ class Results:
         """Note what a validation has told."""
         self.epochs[ticket.epoch] = ticket.generation, dict(means)
 
-    def new(self, history: History, generation: int, first: int) -> dict[int, dict[str, float]]:
-        """What belongs into the rows of a history and is not in them yet, by epoch, in order.
+    def of(self, history: History) -> dict[int, dict[str, float]]:
+        """What was told of the rows of a history, by epoch, in order.
 
-        Args:
-            history: Of the ranks that train.
-            generation: Theirs.
-            first: How many epochs they went on from. Of later ones, what an earlier generation did is of other weights.
+        Where an epoch was trained again after a loss, what was told of the weights before is of none of its rows.
         """
-        rows = {int(row["epoch"]): row for row in history}
-        return {
-            epoch: means
-            for epoch, (theirs, means) in sorted(self.epochs.items())
-            if epoch in rows and (epoch <= first or theirs == generation) and means.keys() - rows[epoch].keys()
-        }
+        rows = {int(row["epoch"]): generation_of(row) for row in history}
+        return {epoch: means for epoch, (theirs, means) in sorted(self.epochs.items()) if rows.get(epoch) == theirs}
 
-    def best(self, key: str, sign: float, before: int) -> float | None:
-        """The lowest ``sign`` times the value of ``key``, of the epochs before one; None where there is none."""
-        found = [sign * means[key] for epoch, (_, means) in self.epochs.items() if epoch < before and key in means]
-        return min(found, default=None)
+    def best(self, key: str, sign: float, history: History) -> float | None:
+        """The lowest ``sign`` times the value of ``key`` of the rows of a history; None where there is none."""
+        return min((sign * means[key] for means in self.of(history).values() if key in means), default=None)
+
+
+def generation_of(row: Row) -> int:
+    """That in which ranks trained the epoch of a row."""
+    return int(row.get("restarts", 0))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,10 @@ class MeetingPlace:
             return Results()
         told: dict[str, Any] = json.loads(self.store.read_bytes(path))
         return Results({int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}, told["ended"])
+
+    def told(self) -> str | None:
+        """Differs after the driver has told something, be it the same again."""
+        return self.store.version(self._path(_RESULTS))
 
     def publish(self, results: Results) -> None:
         """Tell the ranks."""
@@ -129,12 +136,13 @@ class LateValidation:
 
     Args:
         place: Of the run.
-        first: How many epochs the ranks went on from.
         says: Whether rank 0 tells what it waits for.
     """
 
-    def __init__(self, place: MeetingPlace, first: int, says: bool) -> None:
-        self._place, self._first, self._says = place, first, says
+    def __init__(self, place: MeetingPlace, says: bool) -> None:
+        self._place, self._says = place, says
+        self._failing_since: float | None = None
+        self._told: tuple[str | None, float] | None = None
 
     def ticket(self, epoch: int) -> Ticket:
         """Of the checkpoint after an epoch, from 1."""
@@ -159,13 +167,44 @@ class LateValidation:
         began = time.monotonic()
         said = not self._says or hvd.rank() != 0
         while True:
-            results = on_rank_0(self._place.results, name="spark_hvd.late")
-            for epoch, means in results.new(history, hvd.generation(), self._first).items():
-                next(row for row in history if row["epoch"] == epoch).update(means)
-                yield {"epoch": epoch, **means}
+            results = on_rank_0(self._results, name="spark_hvd.late")
+            for epoch, means in results.of(history).items():
+                row = next(row for row in history if row["epoch"] == epoch)
+                if means.keys() - row.keys():
+                    row.update(means)
+                    yield {"epoch": epoch, **means}
             if not wait or results.ended:
+                return
+            if on_rank_0(self._silent, name="spark_hvd.silent"):
                 return
             if not said and time.monotonic() - began > _SAY_AFTER:
                 said = True
-                print("the last epoch is done; the fit waits for the validation that is under way", flush=True)
+                print("the last epoch is done; waiting for the validation in the background to end", flush=True)
             time.sleep(_LOOK_EVERY)
+
+    def _silent(self) -> bool:
+        """Whether the driver, which tells something every minute while it is waited for, has told nothing for long."""
+        with suppress(StoreError):
+            told = self._place.told()
+            if self._told is None or told != self._told[0]:
+                self._told = told, time.monotonic()
+        silent = self._told is not None and time.monotonic() - self._told[1] > _SILENT
+        if silent:
+            print(
+                f"the driver has told nothing of the validation in the background for {_SILENT:g} s: it may no longer "
+                "reach the store; the fit ends without it",
+                flush=True,
+            )
+        return silent
+
+    def _results(self) -> Results:
+        try:
+            results = self._place.results()
+        except StoreError:  # as on HDFS while the driver replaces the file, which has no content for a moment
+            if self._failing_since is None:
+                self._failing_since = time.monotonic()
+            if time.monotonic() - self._failing_since > _PATIENCE:
+                raise
+            return Results()
+        self._failing_since = None
+        return results

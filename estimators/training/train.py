@@ -259,7 +259,7 @@ class Job:
         """
         left = sum("val_loss" not in row for row in self.history)
         if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
-            why = "newer ones came before they had their turn, or slots were not free"
+            why = "newer checkpoints took their place, no slot was free, or their validation failed"
             print(f"{left} of {len(self.history)} epochs were not validated: {why}", flush=True)
         if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
             history = [dict(row) for row in self.history]
@@ -330,7 +330,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             cleanup.enter_context(closing(validation.reader))
         late = None
         if validation is not None and spec.validation_in_background:
-            late = LateValidation(MeetingPlace(spec.store, spec.run_id), len(history), bool(spec.verbose))
+            late = LateValidation(MeetingPlace(spec.store, spec.run_id), bool(spec.verbose))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, late)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
             checkpoints.discard(TRAINED)  # of the fit that this one goes on from

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import torch
+
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import Found, read_by_rank_0
 from spark_hvd.data.readers.feed import Feed
@@ -38,6 +40,7 @@ def validate(
     from spark_hvd.estimators.training.packing import unpack
 
     hvd.init()
+    torch.manual_seed(spec.seed)  # as where they are trained: losses may be made of random numbers
     taken: list[tuple[Ticket, Found]] = []
     state = read_by_rank_0(lambda: _take(spec, taken))
     if state is None:
@@ -66,7 +69,7 @@ def validate(
         key = monitored({**history[-1], **means}, spec.monitor)
         sign = 1.0 if spec.monitor_mode == "min" else -1.0
         if key in means:  # else rank 0 of the training knows the best
-            former = results.best(key, sign, ticket.epoch)
+            former = results.best(key, sign, History(history[:-1]))
             if former is None or sign * means[key] < former:
                 spec.store.write_bytes(spec.store.checkpoint_path(spec.run_id, BEST), found.data)
         return ticket, means

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
+
+
+class GradientCompressor(Protocol):
+    """What ``compression=`` accepts: a class or object with the two methods of a :class:`Compressor`."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what is to travel, and whatever `decompress` needs."""
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Undo `compress` on the reduced tensor."""
 
 
 class Compressor:

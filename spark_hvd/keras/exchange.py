@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.keras.backend import name_of
 from spark_hvd.torch.optimizer.arguments import chosen_groups, group_indices
-from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
 from spark_hvd.transport.communicator import ReduceOp
 

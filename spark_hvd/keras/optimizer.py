@@ -7,11 +7,10 @@ from typing import Any
 
 import keras
 
-from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.keras.exchange import GradientExchange, overwritten
 from spark_hvd.torch.optimizer.arguments import check_passes
-from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.transport.communicator import ReduceOp
 
 

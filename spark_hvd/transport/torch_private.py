@@ -38,7 +38,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     FSDP2 end their backward, and there is no public way.
 
     Reentrant checkpoints have backwards within the one that the user called, and a hook may first be called in there.
-    The end of such a one says nothing: who waits is passed on to the backward around it, by what that does next.
+    The end of such a one says nothing: who waits is passed on to the backward around it, by what that does next. Where
+    a checkpoint spans devices, autograd may end it on another device's thread, which knows of no backward around.
     """
 
     def ended() -> None:
@@ -56,6 +57,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
                 queue(ended)
 
         waiting[:] = [node.register_prehook(passed_on) for node, _ in around.next_functions if node is not None]
+        if not waiting:  # the backward was called by a hook of a parameter
+            callback()
 
     waiting: list[Any] = []
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import spark_hvd.torch as hvd
 from spark_hvd.estimators import Callback, KerasEstimator, LocalBackend, Store, TrainState
 from tests.spark.estimator_support import estimator, frame, numbers
 
@@ -47,6 +48,35 @@ def test_weights_set_at_the_end_of_a_torch_fit(df: DataFrame, tmp_path: Path) ->
     assert all(bool((param == 2.0).all()) for param in again.getModel().parameters())
     longer = estimator(epochs=2, **settings).fit(df)
     assert not any(bool((param == 2.0).any()) for param in longer.getModel().parameters())
+
+
+class Codebook(torch.nn.Module):
+    """A buffer that each rank's rows change, and by which later rows are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = 0.5 * self.seen + 0.5 * features.mean(0)
+        out: torch.Tensor = self.linear(features + self.seen)
+        return out
+
+
+class SameBuffers(Callback):
+    def on_epoch_end(self, state: TrainState) -> None:
+        mine, *others = hvd.allgather_object(state.model.seen, name="seen")
+        assert mine.abs().sum() > 0
+        assert all(torch.equal(mine, other) for other in others)
+
+
+@pytest.mark.parametrize("params", [{}, {"validation": 0.3}, {"validation": 0.3, "validation_in_background": True}])
+def test_ranks_begin_an_epoch_with_the_same_buffers(df: DataFrame, tmp_path: Path, params: dict[str, Any]) -> None:
+    backend = LocalBackend(2)
+    settings: dict[str, Any] = {"backend": backend, "num_proc": None, "store": Store.create(str(tmp_path)), **params}
+    estimator(model=Codebook(), callbacks=[SameBuffers()], epochs=2, **settings).fit(df)
 
 
 def keras_fit(df: DataFrame, **params: Any) -> Any:

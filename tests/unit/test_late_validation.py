@@ -72,21 +72,20 @@ def test_one_that_fails_is_told_and_not_tried_again() -> None:
     assert ended(order, ValueError("no such metric")) == "ValueError: no such metric"
     assert order.next([ticket(1)], False) is None
     assert order.next([ticket(2)], False) is not None
-    assert order.results.best("val_loss", 1.0, before=9) is None
+    assert order.results.best("val_loss", 1.0, History([{"epoch": 1}])) is None
 
 
 def test_ranks_take_what_belongs_to_their_weights() -> None:
-    history = History([{"epoch": epoch, "loss": 1.0} for epoch in (1, 2, 3)])
+    history = History([{"epoch": 1}, {"epoch": 2, "restarts": 1}, {"epoch": 3, "restarts": 1}])
     results = Results()
     for epoch, generation in ((3, 0), (1, 0), (2, 1), (4, 0)):
         results.add(ticket(epoch, generation), {"val_loss": float(epoch)})
-    # Started again after epoch 2: the third was trained again, and the old one's result is of other weights.
-    assert list(results.new(history, generation=1, first=2)) == [1, 2]
+    # Started again after epoch 1: the third was trained again, and the old one's result is of other weights.
+    assert list(results.of(history)) == [1, 2]
+    assert results.best("val_loss", -1.0, history) == -2.0
     results.add(ticket(3, 1), {"val_loss": 0.5})
-    assert results.new(history, generation=1, first=2)[3] == {"val_loss": 0.5}
-    history[0]["val_loss"] = 1.0
-    assert list(results.new(history, generation=1, first=2)) == [2, 3]
-    assert results.best("val_loss", -1.0, before=3) == -2.0
+    assert results.of(history) == {1: {"val_loss": 1.0}, 2: {"val_loss": 2.0}, 3: {"val_loss": 0.5}}
+    assert results.best("val_loss", 1.0, history) == 0.5
 
 
 def test_the_driver_tries_again_what_a_store_did_not_take(

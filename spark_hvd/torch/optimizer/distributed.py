@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.join import require_everyone
@@ -27,7 +27,6 @@ from spark_hvd.torch.optimizer.arguments import (
     names_of,
     spec_of,
 )
-from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.communicator import ReduceOp

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
+from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
 from spark_hvd.torch.optimizer.memory import BucketMemory, Handed, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
@@ -26,16 +27,6 @@ MemorySum = SharedSum | CopiedSum | HierarchicalSum
 """What sums a bucket in memory, whether by itself or with the network between hosts."""
 
 
-class GradientCompressor(Protocol):
-    """What `compression=` accepts: a class or object with these two methods."""
-
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is to travel, and whatever `decompress` needs."""
-
-    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Undo `compress` on the reduced tensor."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients become their reduced selves.
@@ -48,7 +39,7 @@ class Reduction:
         average: whether the scales make an average of the sum.
         size: number of ranks.
         rank: my place among them.
-        nccl_averages: whether NCCL does that in `prescale`'s place: before it adds, so that float16 has room.
+        by_nccl: whether NCCL adds up plain averages, which then need no pass before; see :meth:`scales`.
     """
 
     prescale: float
@@ -58,7 +49,16 @@ class Reduction:
     average: bool
     size: int
     rank: int
-    nccl_averages: bool = False
+    by_nccl: bool = False
+
+    def scales(self, flat: torch.Tensor) -> tuple[float, float, Any]:
+        """By what a buffer's gradients are multiplied before and after the all-reduce, and its operation."""
+        # NCCL's average divides before it adds, so that float16 has room, but keeps NVLink SHARP out, which only sums.
+        if not (self.by_nccl and flat.is_cuda):
+            return self.prescale, self.postscale, dist.ReduceOp.SUM
+        if flat.dtype == torch.float16:
+            return 1.0, 1.0, dist.ReduceOp.AVG
+        return 1.0, 1.0 / self.size, dist.ReduceOp.SUM
 
 
 class FlatBucket:
@@ -94,9 +94,9 @@ class FlatBucket:
         self._flags, notes = self._tail[: len(plan.members)], self._tail[len(plan.members) :]
         self.notes = torch.view_as_real(notes)[:, 0] if notes.is_complex() else notes
         """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
-        averages = reduction.nccl_averages and self._flat.is_cuda
-        self._prescale, self._op = (1.0, dist.ReduceOp.AVG) if averages else (reduction.prescale, dist.ReduceOp.SUM)
-        self._one = float(reduction.size) if averages else 1.0  # the tail is summed, whatever the gradients are
+        self._prescale, self._postscale, self._op = reduction.scales(flat)
+        # The tail is summed, whatever the gradients are.
+        self._one = float(reduction.size) if self._op == dist.ReduceOp.AVG else 1.0
         self._usual_tail = torch.full_like(self._tail, self._one)
         self._usual_tail[len(plan.members) + 1 :] = 0
         # Users get aliases of these and never these themselves, which they could give other memory or strides.
@@ -286,7 +286,7 @@ class FlatBucket:
             self._memory.start()
             self._work = self._memory
         else:
-            self._work = dist.all_reduce(self._wire, self._op, group=group, async_op=True)
+            self._work = dist.all_reduce(self._wire, op=self._op, group=group, async_op=True)
             self._group = group
 
     def poll(self) -> bool:
@@ -331,8 +331,8 @@ class FlatBucket:
             correction: A further factor.
         """
         if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
-            self._body.mul_(self.reduction.postscale * correction.to(self._flat.device, non_blocking=True))
-        elif (scale := self.reduction.postscale * correction) != 1.0:
+            self._body.mul_(self._postscale * correction.to(self._flat.device, non_blocking=True))
+        elif (scale := self._postscale * correction) != 1.0:
             self._body.mul_(scale)
         if self._missing:
             used = (self._flags.abs() > 0.5).tolist()

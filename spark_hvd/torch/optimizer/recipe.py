@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.context.standing import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, placement, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec
-from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
+from spark_hvd.torch.optimizer.flat import Reduction
 from spark_hvd.torch.optimizer.hooks import remove_all
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
@@ -149,7 +149,7 @@ class Recipe:
                 average,
                 size,
                 dist.get_rank(group),
-                nccl_averages=scales == (1.0 / size, 1.0) and self.compression is Compression.none and carries(group),
+                by_nccl=scales == (1.0 / size, 1.0) and self.compression is Compression.none and carries(group),
             ),
             pipes=pipes,
             passes=self.passes,

@@ -77,8 +77,9 @@ def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor on a device. The host does not wait for the copy, for which CUDA needs pinned memory."""
-    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and tensor.layout is torch.strided:
+        # Dense: pin_memory() would keep the strides of a column of a matrix, and refuses those of expand().
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 
 
