@@ -74,16 +74,19 @@ class NegotiatedQueue(Calls, Source):
                 raise self._duplicate("join() was called while another join() of this rank is under way.")
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
-            self.memory.recall(self.memory.ids)
-        while self._deferred:  # what is told after the join would come too late
+        # Once this rank has joined, a name stands for what others call, and this rank for zeros. So nothing may be
+        # left: no call that waits for a name, and none in memory, where one to which all have come ends only when the
+        # rank has looked that tries to withdraw from it.
+        left: list[NamedHandle[Any]] | None = None
+        while left != []:
             with self._lock:
+                self.memory.recall(self.memory.ids)
                 self._put_deferred()
-                under_way = [self._handles[name] for name in self._deferred.names]
+                left = [*self.memory.under_way, *(self._handles[name] for name in self._deferred.names)]
             self.flush()
-            for other in under_way:
+            for other in left:
                 with contextlib.suppress(Exception):  # it is the caller's, who waits for it too
                     other.wait()
-        self.flush()
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
         self._runs.device = device
         self._link.join(self, counts)

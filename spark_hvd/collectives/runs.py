@@ -73,7 +73,9 @@ class Runs:
         """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
         now = time.monotonic_ns()
         for batch in batches:
-            mine = [handles.get(entry.name) for entry in batch]
+            found = [handles.get(entry.name) for entry in batch]
+            # A call of a rank that has joined may be under way still when the others call its name again.
+            mine = [None if handle in self._under_way else handle for handle in found]
             self._under_way.update(handle for handle in mine if handle is not None)
             self._queue.append((batch, mine, now))
         self._pump()
@@ -198,8 +200,8 @@ class Runs:
             staged = staging is not None and staging.serves(started.batch)
             self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns, staged)
         self._started.pop(started.number, None)
+        self._release(started.handles)  # first: what is neither under way nor released would be started again
         self._under_way.difference_update(started.handles)
-        self._release(started.handles)
         for handle in started.handles:
             handle.complete(moment or started.execution)
 
@@ -207,8 +209,8 @@ class Runs:
         """This rank cannot do what the others are doing: they must not wait for it."""
         text = f"{type(error).__name__}: {error}"
         self._cannot_run(text)
-        self._under_way.difference_update(handles)
         self._release(handles)
+        self._under_way.difference_update(handles)
         me = self._members.ranks[self._members.place]
         for handle in handles:
             fault: Exception = error

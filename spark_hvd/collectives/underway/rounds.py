@@ -107,6 +107,11 @@ class MemoryRounds(Generic[C]):
             with self._lock:
                 self.slots.has_run(ids)
 
+    @property
+    def under_way(self) -> list[C]:
+        """The calls that are in memory."""
+        return [*self._under_way.values()]
+
     def last(self, place: int) -> tuple[float, str] | None:
         """A rank's latest call in memory: when, on the monotonic clock, and its name."""
         return None if self._slots is None else self._slots.last(place)
