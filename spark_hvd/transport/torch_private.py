@@ -41,28 +41,31 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     The end of such a one says nothing: who waits is passed on to the backward around it, by what that does next. Where
     a checkpoint spans devices, autograd may end it on another device's thread, which knows of no backward around.
     """
+    _EndOfBackward(callback).queue()
 
-    def ended() -> None:
-        for handle in waiting:
+
+class _EndOfBackward:
+    """No nested function: that would hold itself, and the reducer that it calls, until garbage is collected."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._waiting: list[Any] = []
+
+    def queue(self, *_: Any) -> None:
+        """Have the backward that is under way call this at its end; for several hooks, of which one is enough."""
+        for handle in self._waiting:
             handle.remove()
+        self._waiting.clear()
+        queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+        queue(self)
+
+    def __call__(self) -> None:
         around: Any = torch._C._current_autograd_node()
-        if around is None:
-            callback()
-            return
-        again: list[bool] = []
-
-        def passed_on(_: Any) -> None:
-            if not again:
-                again.append(True)
-                queue(ended)
-
-        waiting[:] = [node.register_prehook(passed_on) for node, _ in around.next_functions if node is not None]
-        if not waiting:  # the backward was called by a hook of a parameter
-            callback()
-
-    waiting: list[Any] = []
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    queue(ended)
+        if around is not None:
+            functions = [node for node, _ in around.next_functions if node is not None]
+            self._waiting = [node.register_prehook(self.queue) for node in functions]
+        if not self._waiting:  # no backward is around this one, or a hook of a parameter has called it
+            self._callback()
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
