@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.runner.compat.horovod_runner import HorovodRunner
-    from spark_hvd.runner.compat.in_rank import get_spark_partition_data_loader
+    from spark_hvd.runner.compat.partition import get_spark_partition_data_loader
     from spark_hvd.runner.compat.torch_distributor import TorchDistributor
 
 __all__ = ["HorovodRunner", "TorchDistributor", "get_spark_partition_data_loader"]
@@ -18,7 +18,7 @@ __all__ = ["HorovodRunner", "TorchDistributor", "get_spark_partition_data_loader
 _HOMES = {
     "HorovodRunner": "horovod_runner",
     "TorchDistributor": "torch_distributor",
-    "get_spark_partition_data_loader": "in_rank",
+    "get_spark_partition_data_loader": "partition",
 }
 
 

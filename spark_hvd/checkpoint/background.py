@@ -1,6 +1,6 @@
 """Writing while training goes on: in a thread, one save at a time, and no failure is lost.
 
-Nothing here needs another rank, so that what a rank writes alone ends whether its peers live or not.
+What a rank writes alone needs no other rank, so it ends whether its peers live or not; :func:`settle` needs all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spark_hvd.checkpoint import background
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import leave
 from spark_hvd.context.standing import generation, in_world, is_initialized
@@ -243,7 +242,7 @@ class SaveHandle:
 
     __module__ = "spark_hvd.checkpoint"
 
-    def __init__(self, write: background.Write | None, *, settled: bool = False) -> None:
+    def __init__(self, write: Write | None, *, settled: bool = False) -> None:
         """Made by a save.
 
         Args:
@@ -279,7 +278,7 @@ class SaveHandle:
         self._settled, self._failure = True, failure
 
 
-def start_saving(write: background.Write | None) -> SaveHandle:
+def start_saving(write: Write | None) -> SaveHandle:
     """The handle of a save that all ranks have just begun.
 
     Args:
@@ -299,7 +298,7 @@ def settle() -> None:
     """
     global _handle
     if not in_world():
-        background.finish()
+        finish()
         return
     failure = _exchanged(None)
     if _handle is not None and not _handle._settled:
@@ -309,13 +308,13 @@ def settle() -> None:
         raise StoreError(failure)
 
 
-def _exchanged(write: background.Write | None) -> str | None:
+def _exchanged(write: Write | None) -> str | None:
     """Why the save of any rank failed; collective."""
     failure = _ended(write)
     texts = allgather_object(None if failure is None else str(failure), name="spark_hvd.checkpoint.outcome")
     return next((text for text in texts if text is not None), None)
 
 
-def _ended(write: background.Write | None) -> StoreError | None:
-    untold = background.ended()
+def _ended(write: Write | None) -> StoreError | None:
+    untold = ended()
     return untold if write is None or write.failure is None else write.failure

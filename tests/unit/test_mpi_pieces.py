@@ -12,7 +12,7 @@ import pytest
 
 from spark_hvd.runner.channel.private_sockets import SocketFolder
 from spark_hvd.runner.supervise.mpi.side import sweep_folders, sweep_segments
-from spark_hvd.transport.mpi.progress import PollingPace
+from spark_hvd.transport.mpi.pace import PollingPace
 from spark_hvd.transport.mpi.start import is_mpi_communicator
 from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
 

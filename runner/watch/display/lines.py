@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from spark_hvd.runner.terminal import harmless, is_terminal
 from spark_hvd.runner.watch import words
@@ -16,10 +16,6 @@ from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.words import count
-
-if TYPE_CHECKING:
-    from spark_hvd.runner.watch.summary import Summary
-    from spark_hvd.runner.watch.view import RunView
 
 _MAX_BACKLOG = 32 << 20
 

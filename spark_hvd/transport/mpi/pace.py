@@ -1,0 +1,42 @@
+"""How often to ask MPI whether an operation has ended: at once again while bytes move, ever more seldom while not."""
+
+from __future__ import annotations
+
+_MOVED_SECONDS = 4e-6
+"""A call that finds nothing to do takes a tenth of this; one that takes longer has copied something."""
+_SPIN_SECONDS = 3e-4
+"""How long to ask again at once: less than that and small collectives would be slowed down by a sleep."""
+_FIRST_PAUSE = 2e-5
+_LAST_PAUSE = 1e-3
+_GROWTH = 1.05
+"""Growth of the pauses, from the first to the last in some 20 ms: a peer that is late by that is mostly later still."""
+
+
+class PollingPace:
+    """How long a thread that polls pauses between two looks.
+
+    Args:
+        patience: Seconds without movement for which it asks again at once.
+    """
+
+    def __init__(self, patience: float = _SPIN_SECONDS) -> None:
+        self._patience = patience
+        self._moved: float | None = None
+        self._pause = _FIRST_PAUSE
+
+    def after(self, before: float, now: float) -> float:
+        """Seconds to sleep before the next call, 0 for none.
+
+        Args:
+            before: When the last call began, in seconds of any clock.
+            now: When it ended.
+        """
+        if self._moved is None or now - before > _MOVED_SECONDS:
+            self._moved, self._pause = (before if self._moved is None else now), _FIRST_PAUSE
+            if now - before > _MOVED_SECONDS:
+                return 0.0
+        if now - self._moved < self._patience:
+            return 0.0
+        pause = self._pause
+        self._pause = min(pause * _GROWTH, _LAST_PAUSE)
+        return pause
