@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spark_hvd.compat import HorovodRunner, TorchDistributor, get_spark_partition_data_loader
-from spark_hvd.runner.compat.in_rank import _in_batches
+from spark_hvd.runner.compat.partition import _in_batches
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
