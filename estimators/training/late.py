@@ -10,7 +10,6 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ class Ticket(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the checkpoint."""
+        """The name of the checkpoint."""
         return f"validate-{self.generation}-{self.epoch}.ckpt"
 
     @classmethod
@@ -55,10 +54,12 @@ class Results:
         epochs: The losses and metrics of each epoch, by its number, with the generation that it was of. An epoch that
             was trained again has those of the last time. Those of a validation that failed are empty.
         ended: Whether no more will come.
+        at: When the driver told this, by its own clock.
     """
 
     epochs: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
     ended: bool = False
+    at: float = field(default=0.0, compare=False)
 
     def add(self, ticket: Ticket, means: Mapping[str, float]) -> None:
         """Note what a validation has told."""
@@ -100,15 +101,12 @@ class MeetingPlace:
         if not self.store.exists(path):
             return Results()
         told: dict[str, Any] = json.loads(self.store.read_bytes(path))
-        return Results({int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}, told["ended"])
-
-    def told(self) -> str | None:
-        """Differs after the driver has told something, be it the same again."""
-        return self.store.version(self._path(_RESULTS))
+        epochs = {int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}
+        return Results(epochs, told["ended"], told["at"])
 
     def publish(self, results: Results) -> None:
         """Tell the ranks."""
-        content = json.dumps({"epochs": results.epochs, "ended": results.ended})
+        content = json.dumps({"epochs": results.epochs, "ended": results.ended, "at": time.time()})
         self.store.write_bytes(self._path(_RESULTS), content.encode())
 
     def ask_for_no_more(self) -> None:
@@ -142,7 +140,8 @@ class LateValidation:
     def __init__(self, place: MeetingPlace, says: bool) -> None:
         self._place, self._says = place, says
         self._failing_since: float | None = None
-        self._told: tuple[str | None, float] | None = None
+        self._told: tuple[float, float] | None = None
+        """When the driver told the last, by its clock, and when that was first seen, by this one."""
 
     def ticket(self, epoch: int) -> Ticket:
         """Of the checkpoint after an epoch, from 1."""
@@ -175,27 +174,10 @@ class LateValidation:
                     yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return
-            if on_rank_0(self._silent, name="spark_hvd.silent"):
-                return
             if not said and time.monotonic() - began > _SAY_AFTER:
                 said = True
                 print("the last epoch is done; waiting for the validation in the background to end", flush=True)
             time.sleep(_LOOK_EVERY)
-
-    def _silent(self) -> bool:
-        """Whether the driver, which tells something every minute while it is waited for, has told nothing for long."""
-        with suppress(StoreError):
-            told = self._place.told()
-            if self._told is None or told != self._told[0]:
-                self._told = told, time.monotonic()
-        silent = self._told is not None and time.monotonic() - self._told[1] > _SILENT
-        if silent:
-            print(
-                f"the driver has told nothing of the validation in the background for {_SILENT:g} s: it may no longer "
-                "reach the store; the fit ends without it",
-                flush=True,
-            )
-        return silent
 
     def _results(self) -> Results:
         try:
@@ -207,4 +189,14 @@ class LateValidation:
                 raise
             return Results()
         self._failing_since = None
+        now = time.monotonic()
+        if self._told is None or results.at != self._told[0]:
+            self._told = results.at, now
+        elif now - self._told[1] > _SILENT:
+            print(
+                f"the driver has told nothing of validations in the background for {_SILENT:g} s, as if it could not "
+                "reach the store: it is waited for no longer",
+                flush=True,
+            )
+            results.ended = True
         return results

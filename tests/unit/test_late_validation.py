@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ from spark_hvd.estimators import EarlyStopping, History
 from spark_hvd.estimators.fit.beside import Beside, Order
 from spark_hvd.estimators.training.callbacks import _News
 from spark_hvd.estimators.training.history import monitored
-from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.estimators.training.late import LateValidation, MeetingPlace, Results, Ticket
 from spark_hvd.store import Store
+from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
 
 
@@ -86,6 +88,37 @@ def test_ranks_take_what_belongs_to_their_weights() -> None:
     results.add(ticket(3, 1), {"val_loss": 0.5})
     assert results.of(history) == {1: {"val_loss": 1.0}, 2: {"val_loss": 2.0}, 3: {"val_loss": 0.5}}
     assert results.best("val_loss", 1.0, history) == 0.5
+
+
+def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(
+        "spark_hvd.estimators.training.late.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+    )
+    place = MeetingPlace(Store.create(tmp_path), "run")
+    ranks = LateValidation(place, says=True)
+    place.publish(Results({1: (0, {"val_loss": 1.0})}))
+    assert ranks._results().epochs == {1: (0, {"val_loss": 1.0})}
+
+    def fails(place: MeetingPlace) -> Results:
+        raise StoreError("no content")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MeetingPlace, "results", fails)
+        assert ranks._results() == Results()
+        now = 61.0
+        with pytest.raises(StoreError, match="no content"):
+            ranks._results()
+    now = 500.0
+    place.publish(Results())  # the same as before, but told again
+    assert not ranks._results().ended
+    now = 1000.0
+    assert not ranks._results().ended
+    now = 1101.0
+    assert ranks._results().ended
+    assert "waited for no longer" in capsys.readouterr().out
 
 
 def test_the_driver_tries_again_what_a_store_did_not_take(
