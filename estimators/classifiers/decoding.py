@@ -61,7 +61,7 @@ class CountSkipped(Callback):
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
-        here = torch.tensor([self._decoder.skipped - self._before])
+        here = torch.tensor([self._decoder.skipped - self._before], device="cpu")
         everywhere = int(hvd.allreduce(here, op=hvd.Sum, name="spark_hvd.undecodable"))
         if everywhere:
             state.history[-1]["undecodable"] = everywhere

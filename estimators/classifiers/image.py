@@ -150,7 +150,7 @@ def _check_scores(model: torch.nn.Module, decoder: ImageDecoder, labels: Labels)
     training = model.training
     try:
         with torch.no_grad():
-            param = next(model.parameters(), torch.empty(0))
+            param = next(model.parameters(), torch.empty(0, device="cpu"))
             scores = model.eval()(torch.zeros(shape, device=param.device))
     except Exception as error:
         raise ModelError(

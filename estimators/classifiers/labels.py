@@ -59,7 +59,7 @@ class Labels:
         """
         if not self.classes:
             numbers = values.flatten().cast(pa.float32()).to_numpy()
-            return torch.tensor(numbers).reshape(len(values), -1)
+            return torch.tensor(numbers, device="cpu").reshape(len(values), -1)
         found = pc.index_in(values, value_set=pa.array(self.classes).cast(values.type))
         if found.null_count:
             strange = values.filter(found.is_null()).unique().to_pylist()
@@ -67,7 +67,7 @@ class Labels:
                 f"column {self.column!r} has values that it had not when fit looked for classes: {listed(strange)}. "
                 "Expected the same rows each time they are computed: df.cache(), or no rand() without a seed"
             )
-        return torch.tensor(found.to_numpy()).long()
+        return torch.tensor(found.to_numpy(), device="cpu").long()
 
     @property
     def prediction_type(self) -> str:
@@ -89,7 +89,7 @@ class Labels:
         best = scores.argmax(1)
         if self.spark_type == "string":
             return _or_null([self.classes[number] for number in best.tolist()], scores), scores.softmax(1)
-        return _or_null(torch.tensor(self.classes)[best.cpu()], scores), scores.softmax(1)
+        return _or_null(torch.tensor(self.classes, device="cpu")[best.cpu()], scores), scores.softmax(1)
 
 
 def _or_null(predicted: torch.Tensor | list[Any], scores: torch.Tensor) -> torch.Tensor | list[Any]:

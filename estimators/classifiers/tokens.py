@@ -56,7 +56,7 @@ class Tokens(Inputs):
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
         """See base class."""
         rows = self.tokenizer.encode_batch_fast(values)
-        return {name: torch.tensor([getattr(row, _KINDS[name]) for row in rows]) for name in self.names}
+        return {name: torch.tensor([getattr(row, _KINDS[name]) for row in rows], device="cpu") for name in self.names}
 
 
 class Logits(torch.nn.Module):

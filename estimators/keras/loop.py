@@ -183,7 +183,7 @@ class _KerasFit:
 
     def _anyone_stops(self) -> bool:
         """Whether a callback of any rank has ended the training; all ranks know it from then on."""
-        wish = torch.tensor([float(self.model.stop_training)])
+        wish = torch.tensor([float(self.model.stop_training)], device="cpu")
         self.model.stop_training = bool(hvd.allreduce(wish, op=hvd.Max, name="spark_hvd.stop").item())
         return bool(self.model.stop_training)
 
@@ -258,7 +258,7 @@ class _KerasFit:
         seeds = (each for each in self.model.variables if each.name == "seed_generator_state")
         for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
-            variable.assign(torch.randint(2**31 - 1, (2,), generator=generator).numpy().astype("uint32"))
+            variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
 
 
 def _looks_at_batches(callback: Any) -> bool:

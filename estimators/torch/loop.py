@@ -162,7 +162,7 @@ class _Loop(Measure):
     def _anyone_stops(self, stop: bool) -> bool:
         if not self.job.objects.callbacks:
             return stop
-        wishes = hvd.allreduce(torch.tensor([float(stop)]), op=hvd.Max, name="spark_hvd.stop")
+        wishes = hvd.allreduce(torch.tensor([float(stop)], device="cpu"), op=hvd.Max, name="spark_hvd.stop")
         return bool(wishes.item())
 
     def _batch(self, batch: Batch, number: int, sums: Sums) -> None:

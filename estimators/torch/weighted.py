@@ -219,7 +219,7 @@ class Shares:
         if not self._counted and divisors == [None] * len(divisors):
             return None
         mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
-        return torch.tensor(mine, dtype=torch.float64)
+        return torch.tensor(mine, dtype=torch.float64, device="cpu")
 
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """The factor of each loss. Where ranks have to ask each other, all are to call it.

@@ -202,10 +202,12 @@ def _tensor(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if entry.offset is not None:
         storage = value.untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, entry.offset, entry.shape, entry.stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, entry.offset, entry.shape, entry.stride)
     if value.stride() == entry.stride or 0 in entry.stride:  # an expanded tensor becomes a whole one
         return value
-    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype).copy_(value)  # such as channels_last
+    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu").copy_(
+        value
+    )  # such as channels_last
 
 
 def _names(obj: Any) -> dict[int, str]:

@@ -115,7 +115,7 @@ def feature(
     if column.name not in decoders:
         return to_tensor(array, column, what)
     if not len(array):
-        return torch.empty(0, *(column.shape or ()))
+        return torch.empty(0, *(column.shape or ()), device="cpu")
     values = decoded(array, column.name, decoders[column.name], what)
     return tensor_of(values, replace(column, dtype="object", shape=None), what)
 

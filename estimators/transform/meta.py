@@ -143,7 +143,7 @@ def probed_shapes(
     if any(shape is None for shape in shapes):
         return None
     zeros = [
-        torch.zeros(shape, dtype=getattr(torch, spec.dtype or _own_dtype(spec)))
+        torch.zeros(shape, dtype=getattr(torch, spec.dtype or _own_dtype(spec)), device="cpu")
         for shape, spec in zip(shapes, specs, strict=True)
         if shape is not None
     ]
@@ -174,7 +174,7 @@ def _batch_shape(dataset: DataFrame, spec: TensorSpec, decoders: Decoders) -> tu
     shape = column.shape if column.shape is not None else _measured(dataset, column, decoders)
     if shape is None or spec.shape is None:
         return None if shape is None else (2, *shape)
-    return tuple(torch.empty(2, *shape).reshape(spec.shape).shape)
+    return tuple(torch.empty(2, *shape, device="cpu").reshape(spec.shape).shape)
 
 
 def _measured(dataset: DataFrame, column: Column, decoders: Decoders) -> tuple[int, ...] | None:

@@ -185,7 +185,7 @@ def _preload() -> None:
         from spark_hvd.transport.lookups import without_lookups
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
         without_lookups()
     with contextlib.suppress(Exception):
         import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would

@@ -54,7 +54,7 @@ def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
     for key, tensor in tensors.items():
         part = parts[key]
         if _has_plain_memory(part):
-            copy_of = torch.empty(0, dtype=part.dtype)
+            copy_of = torch.empty(0, dtype=part.dtype, device="cpu")
             copy_of.set_(storages[storage_key(part)], part.storage_offset(), part.size(), part.stride())
         else:
             copy_of = part.detach().clone() if part.device.type == "meta" else part.detach().to("cpu", copy=True)
@@ -120,7 +120,7 @@ def _copies_of(storages: Mapping[int, torch.UntypedStorage], memory: Memory) -> 
     for (key, storage), part in zip(storages.items(), parts, strict=True):
         copies[key] = torch.from_numpy(part).untyped_storage()
         if storage.device.type == "cpu":
-            source = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             pieces += [(part[at : at + _PIECE], source[at : at + _PIECE]) for at in range(0, len(part), _PIECE)]
         else:
             copies[key].copy_(storage, non_blocking=False)

@@ -71,14 +71,14 @@ def broadcast_object(
         return obj
     me = queue.ranks[queue.communicator.rank]
     mine = me == root_rank
-    payload, own, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8), None, None)
+    payload, own, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8, device="cpu"), None, None)
     seal = start_sealing(own, root_rank, name and f"{name}.seal", process_set).wait()
     if seal == _UNPICKLABLE:
         raise _unpicklable("broadcast_object", root_rank) from failure
     if seal.startswith(_WHOLE):
         return obj if mine else _loaded(payload, seal, "")
     if not mine:
-        payload = torch.empty(_numel(seal), dtype=torch.uint8)
+        payload = torch.empty(_numel(seal), dtype=torch.uint8, device="cpu")
     payload = payload.to(queue.communicator.fact_device)
     start_broadcast([payload], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
     return obj if mine else _loaded(payload.cpu(), seal, f"rank {me} got a pickle from rank {root_rank}")
@@ -139,9 +139,13 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
     try:
         SourcePickler(file, buffer_callback=stays).dump(obj)
     except Exception as error:  # whatever a __reduce__ raises; the other ranks wait to hear of it
-        return torch.empty(0, dtype=torch.uint8), _UNPICKLABLE, error
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), _UNPICKLABLE, error
     if not buffers and file.tell() <= _SMALL:
-        return torch.empty(0, dtype=torch.uint8), _WHOLE + base64.b64encode(file.getbuffer()).decode(), None
+        return (
+            torch.empty(0, dtype=torch.uint8, device="cpu"),
+            _WHOLE + base64.b64encode(file.getbuffer()).decode(),
+            None,
+        )
     parts = [np.frombuffer(part, dtype=np.uint8) for part in (file.getbuffer(), *buffers)]
     seal = " ".join([hashlib.sha256(parts[0].data).hexdigest(), *(str(part.nbytes) for part in parts)])
     payload = np.zeros(_numel(seal), dtype=np.uint8)

@@ -212,7 +212,7 @@ def _none(work: Work) -> None:
 
 
 def _with_splits(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-    return work.results[0], torch.tensor(work.received, dtype=torch.int32)
+    return work.results[0], torch.tensor(work.received, dtype=torch.int32, device="cpu")
 
 
 def _storage(tensor: torch.Tensor) -> int:

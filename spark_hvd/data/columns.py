@@ -290,7 +290,7 @@ def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[st
     stack = np.concatenate(parts, axis=1)
     for column, part in zip(columns, parts, strict=True):
         if stack.dtype.kind == "f" and part.dtype == np.int64:
-            check_stack(torch.tensor(part), getattr(torch, stack.dtype.name), column)
+            check_stack(torch.tensor(part, device="cpu"), getattr(torch, stack.dtype.name), column)
     return stack
 
 

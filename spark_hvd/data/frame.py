@@ -254,7 +254,9 @@ def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) 
     folder = f"{spool.folder}-{part}"
     for number, moving in enumerate(moves):
         sent = {move.target: _to_bytes(spool.rows(*move[2:])) for move in moving if move.source == me}
-        payload = torch.cat([sent.get(rank, torch.empty(0, dtype=torch.uint8)) for rank in range(size)]).to(device)
+        payload = torch.cat(
+            [sent.get(rank, torch.empty(0, dtype=torch.uint8, device="cpu")) for rank in range(size)]
+        ).to(device)
         splits = [len(sent.get(rank, ())) for rank in range(size)]
         handle = start_alltoall(payload, splits, f"spark_hvd.moved.{name}.{number}", global_process_set)
         received, lengths = handle.wait()

@@ -225,7 +225,7 @@ class ImageDecoder:
 
     def _normal(self, pixels: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        mean, std = (torch.tensor(each).view(-1, 1, 1) * 255 for each in (self.mean, self.std))
+        mean, std = (torch.tensor(each, device="cpu").view(-1, 1, 1) * 255 for each in (self.mean, self.std))
         return tensor.sub_(mean).div_(std)
 
 
@@ -251,13 +251,17 @@ class ImageAugmentation:
     def __call__(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Images of the same shape (rows, channels, height, width); all draws come from ``generator``."""
         rows, _, height, width = images.shape
-        shifts = torch.randint(-self.crop_padding, self.crop_padding + 1, (2, rows, 1), generator=generator)
-        down = (torch.arange(height) + shifts[0]).clamp(0, height - 1)  # beyond an edge is the edge itself
-        right = (torch.arange(width) + shifts[1]).clamp(0, width - 1)
+        shifts = torch.randint(
+            -self.crop_padding, self.crop_padding + 1, (2, rows, 1), generator=generator, device="cpu"
+        )
+        down = (torch.arange(height, device="cpu") + shifts[0]).clamp(
+            0, height - 1
+        )  # beyond an edge is the edge itself
+        right = (torch.arange(width, device="cpu") + shifts[1]).clamp(0, width - 1)
         if self.flip:
-            mirrored = torch.rand(rows, 1, generator=generator) < 0.5
+            mirrored = torch.rand(rows, 1, generator=generator, device="cpu") < 0.5
             right = torch.where(mirrored, right.flip(1), right)
-        row = torch.arange(rows)[:, None, None]
+        row = torch.arange(rows, device="cpu")[:, None, None]
         return images[row, :, down[:, :, None], right[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 

@@ -139,7 +139,9 @@ def _meet(timeout: float, port: str | None) -> str:
         here.kv.set(name, _hold(host, here.world.ports if port is None else PortRange.parse(port)))
     here.kv.set(f"{name}/{me}", "")
     try:
-        start_allgather([torch.zeros(1)], name, global_process_set, all_results, urgent=True).wait(timeout)
+        start_allgather([torch.zeros(1, device="cpu")], name, global_process_set, all_results, urgent=True).wait(
+            timeout
+        )
     except TimeoutError:
         missing = [other for other in range(size()) if not here.kv.check([f"{name}/{other}"])]
         raise StalledError(

@@ -105,7 +105,7 @@ class Allgather:
         """See Derivable. Kept are the rows of each tensor, by rank."""
         if not keep:
             return start_allgather(tensors, call.name, call.process_set, all_results, urgent=True).wait(), []
-        counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors])
+        counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], device="cpu")
         results = start_allgather([counts, *tensors], call.name, call.process_set, all_results, urgent=True).wait()
         return results[1:], [results[0].view(-1, len(tensors)).t().contiguous()]
 

@@ -56,7 +56,7 @@ def _rows(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if mine.device.type != "cpu" or "gloo" not in str(dist.get_backend_config(group)):
         return torch.stack(all_gather(mine, group))
     root, size = dist.get_global_rank(group, 0), dist.get_world_size(group)
-    every = torch.empty((size, mine.numel()), dtype=torch.uint8)
+    every = torch.empty((size, mine.numel()), dtype=torch.uint8, device="cpu")
     gathered = list(every) if dist.get_rank(group) == 0 else None
     wait_for(dist.gather(mine, gathered, root, group, async_op=True), group)
     wait_for(dist.broadcast(every, root, group, async_op=True), group)

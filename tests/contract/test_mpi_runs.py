@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -192,3 +194,11 @@ def test_mpi4py_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RankFailedError, match=r"no mpi4py here.*pip install mpi4py mpich"):
         run_local(world, num_proc=2, backend="mpi")
+
+
+def test_an_mpi_library_that_no_launcher_of_its_own_has_started_is_named() -> None:
+    code = "from spark_hvd.transport.mpi import backend; backend.use(None, 0, 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert re.search(
+        r"rank 0 of 2 .* rank 0 of 1 for MPI. mpi4py has loaded MPICH [0-9.]+\. .*mpi='openmpi'", done.stderr
+    )

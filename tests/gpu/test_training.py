@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.estimators import LocalBackend, TorchModel
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.transform.declared import declared_outputs
+from spark_hvd.estimators.transform.feeds import TensorFeed
+from spark_hvd.estimators.transform.models import ModelSource
+from spark_hvd.estimators.transform.predict import Prediction, predictions
 from tests.gpu.conftest import ONE_DEVICE
-from tests.spark.estimator_support import estimator, frame
+from tests.spark.estimator_support import estimator, frame, numbers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -95,6 +105,42 @@ class OnGpu(torch.nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self.linear(features) * 0 + float(features.is_cuda)
+
+
+def test_an_estimators_loop_on_parquet(tmp_path: Path, device: str) -> None:
+    # Without a session, for machines that have a GPU and no Java.
+    features, value, _ = numbers()
+    path = str(tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"features": features.tolist(), "value": value}), path)
+    histories, weights = [], []
+    for where in {device, "cpu"}:
+        backend = LocalBackend(2, verbose=0, env=ONE_DEVICE)
+        fit = estimator(num_proc=None, backend=backend, use_gpu=where == "cuda", epochs=3, store=str(tmp_path / where))
+        fitted = fit.fit_on_parquet(path)
+        histories.append([row["loss"] for row in fitted.getHistory()])
+        weights.append(fitted.getModel().state_dict())
+        assert all(not tensor.is_cuda for tensor in weights[-1].values())
+    assert histories[0][-1] < histories[0][0]
+    np.testing.assert_allclose(histories[0], histories[-1], rtol=1e-4)
+    torch.testing.assert_close(weights[0], weights[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_gpu", [True, False])
+def test_predictions_are_made_on_the_device(device: str, use_gpu: bool) -> None:
+    column = Column("features", "float32", (3,))
+    job = Prediction(
+        model=ModelSource("made here", loader=OnGpu),
+        feed=TensorFeed((TensorSpec(column),), {}),
+        plan=declared_outputs("array<float>"),
+        outputs=None,
+        head=Head("other"),
+        batch_size=16,
+        use_gpu=use_gpu,
+    )
+    rows = pa.array(numbers()[0].tolist(), pa.list_(pa.float32()))
+    (result,) = predictions(job, iter([pa.StructArray.from_arrays([rows], names=["features"])]))
+    assert len(result) == len(rows)
+    assert {value for row in result.field(0).to_pylist() for value in row} == {float(use_gpu and device == "cuda")}
 
 
 def test_an_estimators_loop_and_transform(spark: SparkSession, device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from tests.oracle.cases import Case, Step
 
 ROWS = 3
 """Of a rank in a pass."""
+DEVICE = os.environ.get("SPARK_HVD_TEST_DEVICE", "cpu")
+"""Where models are trained; ranks share the GPU where there is one."""
 
 
 class Net(nn.Module):
@@ -74,8 +77,9 @@ class Training:
 
     def __init__(self, case: Case, rank: int | None, distribute: Any, norm: type[nn.Module]) -> None:
         torch.manual_seed(case.seed)
+        torch.backends.cudnn.allow_tf32 = False
         self.case, self.rank = case, rank
-        self.model = Net(case, norm)
+        self.model = Net(case, norm).to(DEVICE)
         self.averaged = torch.optim.swa_utils.AveragedModel(self.model) if "ema" in case.parts else None
         params = list(self.model.parameters())
         self.added = [self.model.branch.weight, self.model.branch.bias]
@@ -88,6 +92,8 @@ class Training:
     def run(self) -> dict[str, Any]:
         """Train; the losses of all passes, weights, buffers and optimizer states."""
         for number, step in enumerate(self.case.steps):
+            if DEVICE != "cpu" and number % 2:  # gradients, if there are some, move too
+                self.model.cpu().to(DEVICE)
             self._step(number, step)
         weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         if self.averaged is not None:
@@ -97,7 +103,7 @@ class Training:
              for key, value in state.items() if isinstance(value, torch.Tensor)}
             for optimizer in self.optimizers
         ]  # fmt: skip
-        return {"losses": self.losses, "weights": weights, "states": states}
+        return {"losses": self.losses, "weights": _on_cpu(weights), "states": [_on_cpu(state) for state in states]}
 
     def _step(self, number: int, step: Step) -> None:
         for action in step.before:
@@ -153,7 +159,7 @@ class Training:
         return self._backward(number, step)
 
     def _backward(self, number: int, step: Step) -> torch.Tensor:
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=DEVICE)
         for turn in range(self.case.passes):
             if turn:
                 for action in step.between_passes:
@@ -170,7 +176,7 @@ class Training:
         pixels = torch.randn(count, 2, 3, 3, generator=generator)
         labels = torch.randn(count, 3, generator=generator)
         mine = slice(None) if self.rank is None else slice(self.rank * ROWS, (self.rank + 1) * ROWS)
-        return words[mine], pixels[mine], labels[mine]
+        return words[mine].to(DEVICE), pixels[mine].to(DEVICE), labels[mine].to(DEVICE)
 
     def _loss(self, words: torch.Tensor, pixels: torch.Tensor, labels: torch.Tensor, uses_branch: bool) -> torch.Tensor:
         scores = self.model(words, pixels, uses_branch)
@@ -217,6 +223,10 @@ class Training:
             _do_to_grads(action, self._graded())
         else:
             _do_to_grads(action, [param for param in model.parameters() if param.grad is not None])
+
+
+def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:

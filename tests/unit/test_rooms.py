@@ -64,6 +64,22 @@ def test_no_file_of_the_product_has_more_than_400_lines() -> None:
     assert {path: count for path, count in lines.items() if count > 400} == {}
 
 
+MAKERS = {*"arange empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros".split()}
+
+
+def test_tensors_of_ours_name_their_device() -> None:
+    """A program may have another default device; see tests/contract/test_defaults_of_torch.py."""
+    unnamed = [
+        f"{name}:{node.lineno}"
+        for name, path in rooms.modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if not any(keyword.arg in ("device", "out") for keyword in node.keywords)
+    ]
+    assert unnamed == []
+
+
 def test_no_class_name_means_two_things() -> None:
     defined = {path: ast.walk(ast.parse(path.read_text())) for path in rooms.modules().values()}
     names = Counter(node.name for nodes in defined.values() for node in nodes if isinstance(node, ast.ClassDef))

@@ -291,7 +291,7 @@ class MemoryRounds(Generic[C]):
                 work.results = [result]
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def _tensor_of(handle: MemoryCall) -> torch.Tensor:

@@ -99,7 +99,7 @@ class SlotUse(NamedTuple):
         if self.kind == "allgather":
             return torch.cat([copy.view(1) if copy.dim() == 0 else copy for copy in copies])
         if self.kind == "barrier":
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         assert self.op is not None
         total = functools.reduce(_FOLDS[self.op], copies)
         if self.op is not ReduceOp.PRODUCT and bool(((total == 0) | (total != total)).any()):

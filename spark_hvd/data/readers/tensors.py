@@ -142,7 +142,7 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         return
     exact = int(2 / torch.finfo(dtype).eps)  # beside integers, torch takes a float for a float32
     large = tensor[(tensor > exact) | (tensor < -exact)]
-    odd = [number for number in large.tolist() if int(torch.tensor(number, dtype=dtype).item()) != number]
+    odd = [number for number in large.tolist() if int(torch.tensor(number, dtype=dtype, device="cpu").item()) != number]
     if odd:
         was, into = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
         raise DataError(
@@ -234,7 +234,7 @@ def _dense(array: pa.Array, column: Column, dtype: torch.dtype, where: str) -> t
     where_to += np.repeat(np.arange(len(array)) * size, counts)
     numbers = values.flatten()
     _check_nulls(numbers, len(array), at)
-    dense = torch.zeros(len(array) * size, dtype=dtype)
+    dense = torch.zeros(len(array) * size, dtype=dtype, device="cpu")
     dense[torch.from_numpy(where_to)] = _numbers(numbers, dtype, at)
     return dense.view(len(array), *(column.shape if column.shape is not None else (size,)))
 

@@ -92,7 +92,7 @@ class LookUp:
             self._rest = [each[room:] for each in wanted]
         else:
             header = [[_FAULT] * count + [0]] * size  # to be told, instead of waited for
-        message[:, : count + 1] = torch.tensor(header, dtype=kind)
+        message[:, : count + 1] = torch.tensor(header, dtype=kind, device="cpu")
         each = [message.shape[1]] * size
         self._room, self._told = room, self._communicator.alltoall(message.view(-1), each, each)
         if fault is not None:

@@ -78,7 +78,7 @@ class ShardedEmbedding(nn.Module):
         with torch.no_grad():
             if initialize is None:
                 # Ranks that have one seed must not give different ids the same row.
-                seed = int(torch.randint(2**31, ())) * self.cut.size + self.cut.rank
+                seed = int(torch.randint(2**31, (), device="cpu")) * self.cut.size + self.cut.rank
                 self.weight.normal_(generator=torch.Generator(self.weight.device).manual_seed(seed))
             else:
                 initialize(self.weight)

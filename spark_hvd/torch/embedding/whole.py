@@ -93,7 +93,7 @@ def _gather(part: torch.Tensor, cut: Cut, root_rank: int | None) -> torch.Tensor
     """The whole that has these parts; empty on ranks that are not to get it."""
     communicator = current().communicator
     kept = root_rank in (None, communicator.rank)
-    whole = torch.empty(cut.rows if kept else 0, *part.shape[1:], dtype=part.dtype)
+    whole = torch.empty(cut.rows if kept else 0, *part.shape[1:], dtype=part.dtype, device="cpu")
     step = max(1, _CHUNK // max(1, part[:1].nbytes * cut.size))
     for start in range(0, cut.rows_of(0), step):
         counts = [max(0, min(step, cut.rows_of(rank) - start)) for rank in range(cut.size)]

@@ -70,7 +70,7 @@ def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
     """
     parts = []
     for piece in in_pieces(sizes):
-        memory = torch.empty(piece[-1][1], dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(piece[-1][1], dtype=torch.uint8, pin_memory=True, device="cpu")
         parts += [memory[start:end] for start, end in piece]
     return parts
 

@@ -155,7 +155,7 @@ def in_memory(
     for (numel, dtype), is_small in zip(kinds, small, strict=True):
         buffers = next(mapped)
         if is_small:
-            buffer = torch.zeros(numel, dtype=dtype)
+            buffer = torch.zeros(numel, dtype=dtype, device="cpu")
             sums.append((buffer, CopiedSum(buffer, [buffers, next(mapped)], pipes)))
         else:
             sums.append((buffers[pipes.place], SharedSum(buffers, pipes)))

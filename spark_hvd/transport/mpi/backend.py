@@ -88,8 +88,16 @@ def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
 
 
 def _require_same(parent: MPI.Intracomm, rank: int, size: int) -> None:
-    if (rank, size) != (parent.rank, parent.size):
+    if (rank, size) == (parent.rank, parent.size):
+        return
+    said = f"this process is rank {rank} of {size} for its launcher, but rank {parent.rank} of {parent.size} for MPI. "
+    if parent.size == 1:  # a library that knows nothing of whoever has started this process
+        from spark_hvd.transport.mpi.library import MPI
+
+        name, version = MPI.get_vendor()
         raise RuntimeError(
-            f"this process is rank {rank} of {size} for its launcher, but rank {parent.rank} of {parent.size} for MPI. "
-            "Over MPI both must count alike: let one mpiexec start all ranks, one process each."
+            f"{said}mpi4py has loaded {name} {'.'.join(map(str, version))}. If the tools of another MPI have started "
+            "the process, have both of one: pip install mpi4py mpich, network=Network(mpi='openmpi') for Open MPI 4, "
+            "or that library's own mpiexec."
         )
+    raise RuntimeError(f"{said}Over MPI both must count alike: let one mpiexec start all ranks, one process each.")

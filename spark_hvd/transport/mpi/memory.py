@@ -54,4 +54,4 @@ def room(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """An uninitialised tensor within reach, for what is to become one like another."""
     if reaches(like):
         return like.new_empty(shape)
-    return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")
