@@ -249,4 +249,6 @@ def _join(
         "127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=fd
     )
     me = WorldLayout.from_hosts(hosts).of_process(rank)
-    context.join(World(me, Endpoint("127.0.0.1", port)), kv, timeout=timeout)
+    # NCCL refuses ranks that share a GPU.
+    backend = "gloo" if os.environ.get("SPARK_HVD_TEST_DEVICE") == "cuda" else None
+    context.join(World(me, Endpoint("127.0.0.1", port)), kv, timeout=timeout, backend=backend)

@@ -12,6 +12,9 @@ import time
 from dataclasses import dataclass, field
 from shutil import which
 
+from tests.gpu.conftest import DEVICE
+
+MEMCHECK = ("compute-sanitizer", "--tool", "memcheck")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20")
 
 
@@ -41,7 +44,10 @@ STEPS = [
     Step("collectives and commits", (*PYTEST, "tests/gpu/test_collectives.py", "tests/gpu/test_elastic_state.py"), 420),
     Step("training", (*PYTEST, "tests/gpu/test_training.py"), 240),
     Step("torch's own race detector", ("-m", "tests.gpu.alone"), 240, {"TORCH_CUDA_SANITIZER": "1"}),
-    Step("memory errors", ("-m", "tests.gpu.alone"), 300, under=("compute-sanitizer", "--tool", "memcheck")),
+    Step("ranks as one process", (*PYTEST, "tests/oracle/test_training.py"), 300, {"SPARK_HVD_TEST_DEVICE": DEVICE}),
+    Step("what a step costs", ("-m", "benchmarks.gpu_step", "--rounds", "3"), 240),
+    # NCCL asks for kernels of other GPUs first, which is no error of ours.
+    Step("memory errors", ("-m", "tests.gpu.alone"), 300, under=(*MEMCHECK, "--report-api-errors", "no")),
 ]
 
 
