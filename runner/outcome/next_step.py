@@ -40,6 +40,10 @@ _ORDINAL = (
     'already. Leave torch.cuda.set_device(hvd.local_rank()) out and use device "cuda", or take '
     "hvd.local_rank() % torch.cuda.device_count()."
 )
+_SAME_GPU = (
+    "NCCL refuses two ranks on one GPU, and tensors of two are on the same. A rank's own is its current device when your "
+    'function starts: use "cuda" rather than "cuda:0".'
+)
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
 _TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
 _LIGHTNING = (
@@ -83,6 +87,8 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
             return next((text for name, text in _SIGNALS.items() if name in failure.error), "")
         case FailureKind.EXIT if failure.exitcode is not None and not failure.traceback:
             return _EXIT
+        case FailureKind.EXCEPTION if "Duplicate GPU detected" in failure.error:
+            return _SAME_GPU
         case FailureKind.EXCEPTION if failure.echo:
             return _ECHO
         case FailureKind.EXCEPTION if "self.parallel_devices[self.local_rank]" in failure.traceback:

@@ -180,6 +180,7 @@ def test_a_timeout_shows_what_ranks_did_and_each_stack_once() -> None:
         ),
         (failed(0, "MisconfigurationException: You requested gpu: [0, 1]\n But"), True, "LOCAL_RANK"),
         (failed(0, "RuntimeError: Connection closed by peer", echo=True), True, "network"),
+        (failed(0, "CollectiveError: ... Duplicate GPU detected : rank 0 and", echo=True), False, "current device"),
         (failed(0), True, ""),
         (failed(0, "still running", kind=FailureKind.TIMEOUT), True, ""),
     ],
