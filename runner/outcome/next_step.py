@@ -41,8 +41,8 @@ _ORDINAL = (
     "hvd.local_rank() % torch.cuda.device_count()."
 )
 _SAME_GPU = (
-    "NCCL refuses two ranks on one GPU, and tensors of two are on the same. A rank's own is its current device when your "
-    'function starts: use "cuda" rather than "cuda:0".'
+    "NCCL refuses two ranks on one GPU, and tensors of two are on the same. A rank's own is its current device when "
+    'your function starts: use "cuda" rather than "cuda:0".'
 )
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
 _TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
