@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -67,6 +69,7 @@ class ShardLoader(Generic[T_co]):
         self._reader: Reader[Any] | None = None
         self._process = 0
         self._place: tuple[int, int] | None = None
+        self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that is no rank, as a spawned worker of a DataLoader: it reads what this rank would."""
@@ -145,6 +148,9 @@ class ShardLoader(Generic[T_co]):
         if reader is not None:
             reader.close()
 
+    def _watch(self) -> None:
+        """The next epoch is known here, and given by nobody yet."""
+
     def _rank_and_size(self) -> tuple[int, int]:
         return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
 
@@ -213,24 +219,62 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
     """Whole batches, for ``for`` loops, Lightning, and ``DataLoader(loader, batch_size=None)``.
 
     In worker processes of a DataLoader each takes every n-th batch, and reads all; ``num_workers=0`` is quicker unless
-    ``collate_fn`` is slow, because the loader reads ahead by threads of its own.
+    ``collate_fn`` is slow, because the loader reads ahead by threads of its own. Workers end with their epoch, and this
+    process does not learn what they gave: call ``set_epoch`` before each epoch, or all have the order of the first.
     """
 
     __module__ = "spark_hvd.data"
 
+    _given: mmap.mmap | None = None
+    """Shared with forked workers: for each, by its number, whether it has begun the epoch that comes next here."""
+    _passes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See base class."""
+        return super().__getstate__() | {"_given": None}
+
     def __iter__(self) -> Iterator[T_co]:
         """See base class."""
-        batches, worker = super().__iter__(), get_worker_info()
-        return batches if worker is None else itertools.islice(batches, worker.id, None, worker.num_workers)
+        worker = get_worker_info()
+        if worker is None:
+            return super().__iter__()
+        if self._given is not None:
+            place = worker.id % len(self._given)
+            if self._given[place] and not self._passes and self._asked.shuffle and worker.id == 0:
+                warnings.warn(
+                    f"a DataLoader with num_workers={worker.num_workers} gives epoch {self._next.epoch} of data set "
+                    f"{self._name!r} once more, in the same order: its workers are new ones, which begin where this "
+                    "loader is in their parent. Call set_epoch(epoch) of the loader before each epoch, or pass "
+                    "persistent_workers=True, or num_workers=0",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._given[place], self._passes = 1, self._passes + 1
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See base class."""
+        super().set_epoch(epoch)
+        self._watch()
 
     def state_dict(self) -> dict[str, Any]:
         """See base class.
 
         Raises:
-            RuntimeError: in a worker process, which does not know what the others gave.
+            RuntimeError: worker processes of a DataLoader give batches, and do not know what the others gave.
         """
-        if get_worker_info() is not None:
+        if get_worker_info() is not None or (self._given is not None and self._given.find(b"\1") >= 0):
             raise RuntimeError(
-                "state_dict in a worker process of a DataLoader: expected num_workers=0, where one process counts"
+                "state_dict where worker processes of a DataLoader give the batches: expected num_workers=0, where one "
+                "process counts"
             )
         return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_state_dict(state)
+        self._watch()
+
+    def _watch(self) -> None:
+        if get_worker_info() is None:
+            self._given = mmap.mmap(-1, mmap.PAGESIZE)

@@ -326,6 +326,29 @@ def a_dropped_optimizer_lets_go(rank: int, size: int) -> None:
     assert_matches(model, oracle)
 
 
+def a_parameter_of_two_optimizers(rank: int, size: int) -> None:
+    """The later optimizer alone reduces its gradient; the earlier one steps from that, or is an error on all ranks."""
+    model, oracle = net(), net()
+    makers = [sgd, lambda params: torch.optim.AdamW(params, eps=1e-3)]
+    first, second = [DistributedOptimizer(make(model.parameters())) for make in makers]
+    plain = [make(oracle.parameters()) for make in makers]
+    for step in range(STEPS):
+        for optimizer in (second, plain[0]):
+            optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
+        plain[step % 2].step()
+        if step % 2:
+            second.step()
+            continue
+        with pytest.raises(RuntimeError, match="made later trains a parameter of this one"):
+            first.step()
+        second.synchronize()
+        with first.skip_synchronize():
+            first.step()
+    assert_matches(model, oracle, 1e-5)
+
+
 def checkpointing(rank: int, size: int) -> None:
     """Reentrant checkpoints nest backwards, whose ends are not the end of the step."""
     from torch.utils.checkpoint import checkpoint

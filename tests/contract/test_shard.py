@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,27 @@ def test_data_loaders(shard: DatasetShard) -> None:
     loader.set_epoch(0)
     spawned = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert rows_of(spawned) == list(range(ROWS))
+
+
+def test_data_loaders_whose_workers_end_with_their_epoch(shard: DatasetShard) -> None:
+    one, loader = shard.torch_batches(10, shuffle=True), shard.torch_batches(10, shuffle=True)
+    wanted = [rows_of(one), rows_of(one)]
+    workers = DataLoader(loader, batch_size=None, num_workers=2, worker_init_fn=_warnings_are_errors)
+    assert rows_of(workers) == wanted[0]
+    with pytest.raises(RuntimeWarning, match=r"gives epoch 0 of data set 'train' once more.*Call set_epoch"):
+        rows_of(workers)
+    with pytest.raises(RuntimeError, match="expected num_workers=0, where one process counts"):
+        loader.state_dict()
+    loader.set_epoch(1)
+    assert loader.state_dict() == one.state_dict() | {"position": [1, []]}
+    assert rows_of(workers) == wanted[1]
+    loader.set_epoch(0)
+    kept = DataLoader(loader, batch_size=None, num_workers=2, persistent_workers=True)
+    assert [rows_of(kept), rows_of(kept)] == wanted
+
+
+def _warnings_are_errors(worker: int) -> None:
+    warnings.simplefilter("error", RuntimeWarning)
 
 
 def test_the_state_goes_on_where_it_was_taken(shard: DatasetShard) -> None:

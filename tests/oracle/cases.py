@@ -60,7 +60,7 @@ class Step:
         after: As `before`.
         between_passes: Names of :data:`ON_GRADS`.
         end: "step", or "skip", which is a backward without a step, or "sam": one, a move uphill, and another one.
-        uses_branch: Whether the model uses all of its layers.
+        branch: Who uses all of the model's layers: "all", "none" or "some", which is the ranks of odd numbers.
     """
 
     before: tuple[str, ...]
@@ -68,7 +68,7 @@ class Step:
     after: tuple[str, ...]
     between_passes: tuple[str, ...]
     end: str
-    uses_branch: bool
+    branch: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ STEPS = st.builds(
     after=_some(BETWEEN_STEPS + ON_GRADS),
     between_passes=_some(ON_GRADS),
     end=st.sampled_from(("step", "step", "step", "skip", "sam")),
-    uses_branch=st.booleans(),
+    branch=st.sampled_from(("all", "none", "some")),
 )
 
 

@@ -46,8 +46,8 @@ class Net(nn.Module):
         else:
             self.to(getattr(torch, case.dtype))
 
-    def forward(self, words: torch.Tensor, pixels: torch.Tensor, uses_branch: bool) -> torch.Tensor:
-        """Scores (rows, 3) of words (rows, 4) and pixels (rows, 2, 3, 3)."""
+    def forward(self, words: torch.Tensor, pixels: torch.Tensor, branches: torch.Tensor | None) -> torch.Tensor:
+        """Scores (rows, 3) of words (rows, 4) and pixels (rows, 2, 3, 3); of branches (rows, 1) 1 is for yes."""
         seen = self.conv(pixels.to(self.conv.weight.dtype))
         if "sync norm" in self.parts:
             seen = self.norm(seen)
@@ -56,8 +56,8 @@ class Net(nn.Module):
         hidden = self.embedding(words).mean(1) + seen.mean((2, 3))
         hidden = (checkpoint(self._linear, hidden, use_reentrant=False) if "checkpoint" in self.parts
                   else self._linear(hidden))  # fmt: skip
-        if uses_branch:
-            hidden = hidden + self.branch(hidden.to(self.branch.weight.dtype)).sin()
+        if branches is not None:
+            hidden = hidden + self.branch(hidden.to(self.branch.weight.dtype)).sin() * branches.to(hidden.dtype)
         return self.last(hidden.to(self.last.weight.dtype)) * self.scale + self.empty.sum()
 
     def _linear(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Training:
             if turn:
                 for action in step.between_passes:
                     self._do(action)
-            loss = self._loss(*self._rows(number, turn), step.uses_branch)
+            loss = self._loss(*self._rows(number, turn), self._branches(step.branch))
             self.losses.append(loss.item())
             loss.backward()
         return loss
@@ -178,8 +178,18 @@ class Training:
         mine = slice(None) if self.rank is None else slice(self.rank * ROWS, (self.rank + 1) * ROWS)
         return words[mine].to(DEVICE), pixels[mine].to(DEVICE), labels[mine].to(DEVICE)
 
-    def _loss(self, words: torch.Tensor, pixels: torch.Tensor, labels: torch.Tensor, uses_branch: bool) -> torch.Tensor:
-        scores = self.model(words, pixels, uses_branch)
+    def _branches(self, who: str) -> torch.Tensor | None:
+        if who == "none" or (who == "some" and self.rank is not None and self.rank % 2 == 0):
+            return None
+        ranks = torch.arange(self.case.ranks * ROWS).div(ROWS, rounding_mode="floor")[:, None]
+        if self.rank is not None:
+            ranks = ranks[:ROWS] * 0 + 1
+        return (ranks % 2).double() if who == "some" else torch.ones(len(ranks), 1, dtype=torch.float64)
+
+    def _loss(
+        self, words: torch.Tensor, pixels: torch.Tensor, labels: torch.Tensor, branches: torch.Tensor | None
+    ) -> torch.Tensor:
+        scores = self.model(words, pixels, branches)
         targets = labels.argmax(1) if self.case.loss == "cross_entropy" else labels.to(scores.dtype)
         loss: torch.Tensor = getattr(functional, self.case.loss)(scores, targets, reduction=self.case.reduction)
         return loss
@@ -219,8 +229,13 @@ class Training:
         elif action == "load_state_dict":
             for each in self.optimizers:
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
-        elif action == "grads swapped":  # for its rows' gradient no parameter gets one that is everybody's
-            _do_to_grads(action, self._graded())
+        elif action == "grads swapped":
+            # For its rows' gradient no parameter gets one that is everybody's, nor one that another optimizer reduces.
+            for each in self.optimizers:
+                params = [param for group in each.param_groups for param in group["params"]]
+                # Of the branch only some ranks have one.
+                shared = [param for param in params if param not in set(model.branch.parameters())]
+                _do_to_grads(action, [param for param in shared if param.grad is not None])
         else:
             _do_to_grads(action, [param for param in model.parameters() if param.grad is not None])
 
@@ -265,7 +280,7 @@ def _do_to_grads(action: str, params: list[torch.nn.Parameter]) -> None:
 def _optimizer(name: str, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01} if name == "SGD" else {}
     if name == "LBFGS":
-        options = {"max_iter": 2}
+        options = {"max_iter": 4, "line_search_fn": "strong_wolfe", "tolerance_change": 1e-3}
     elif name not in ("SGD", "ASGD", "Rprop", "Adafactor"):
         options = {"eps": 1e-4}  # a gradient that is zero but for rounding moves nothing then
     made: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.01, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.compression import Compression, GradientCompressor
-from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.join import require_everyone
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world, speaks_horovod
-from spark_hvd.elastic.run import WorldHook, register_world_hook
+from spark_hvd.context.standing import in_world, ordinal, speaks_horovod
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
     check_kind,
@@ -27,22 +24,11 @@ from spark_hvd.torch.optimizer.arguments import (
     names_of,
     spec_of,
 )
+from spark_hvd.torch.optimizer.live import NOT_YET, enlist, replace_owners, require_bound
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
-from spark_hvd.world.errors import MismatchError, NotInitializedError
-
-_NOT_YET = (
-    "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there is nobody to "
-    "reduce gradients with: train inside the function that is decorated with hvd.elastic.run."
-)
-_OVER = (
-    "this DistributedOptimizer was made inside an elastic function, in a world that is over. Make optimizers before "
-    "the function that is decorated with hvd.elastic.run is called, or anew in each call of it."
-)
-_elastic: list[weakref.ref[ReducedOptimizer]] = []
-"""The optimizers of an elastic rank, in the order in which they were made."""
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
@@ -54,7 +40,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
     _goes_along: bool
     """Whether it was made outside the worlds of an elastic rank, and is bound to each."""
     _unbound: str | None
-    """Why an elastic rank cannot reduce gradients now."""
+    """Why gradients cannot be reduced now."""
     _synchronized: bool
     """Whether synchronize() was called since the last step."""
 
@@ -73,9 +59,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         Raises:
             CollectiveError: a peer or the network failed.
             NotInitializedError: this is an elastic rank outside its worlds.
+            RuntimeError: a DistributedOptimizer that was made later trains a parameter of this one.
         """
-        if self._unbound is not None:
-            raise NotInitializedError(self._unbound)
+        require_bound(self)
         if self._reducer is not None:
             self._reducer.synchronize()
             self._synchronized = True
@@ -187,6 +173,8 @@ def DistributedOptimizer(
     In an elastic job it is to be called before the function that is decorated with hvd.elastic.run, and waits for
     nobody then: in each generation the optimizer is bound to the ranks of it. Or inside, anew in each call.
 
+    It replaces earlier ones that reduce gradients of its parameters: their `step` raises a RuntimeError from then on.
+
     The same object is returned, now of a class of the same name that has the methods of ReducedOptimizer too: learning
     rate schedulers and other holders of the optimizer need not know. Gradients are summed into flat buffers, bucket by
     bucket while backward goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of them.
@@ -235,6 +223,7 @@ def DistributedOptimizer(
     names = names_of(optimizer, named_parameters)
     grouped = group_indices(chosen_groups(groups, num_groups), params)
     mark_chosen(params, local_parameters)
+    replace_owners(params)
 
     if op is ReduceOp.ADASUM:
         return take_over_with_adasum(optimizer, names, process_set, compression)
@@ -250,6 +239,7 @@ def DistributedOptimizer(
         bucket_cap_mb=bucket_cap_mb,
         shared_memory=shared_memory,
         scale_local=scale_local_gradients,
+        loss_name=f"DistributedOptimizer.loss.{ordinal('loss')}" if isinstance(optimizer, torch.optim.LBFGS) else None,
     )
     if elastic_launcher.installed() is None or in_world():
         return _take_over(optimizer, recipe, recipe.open(params))
@@ -258,7 +248,7 @@ def DistributedOptimizer(
             f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
             "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
         )
-    return _take_over(optimizer, recipe, None, _NOT_YET)
+    return _take_over(optimizer, recipe, None, NOT_YET)
 
 
 def _take_over(
@@ -275,8 +265,7 @@ def _take_over(
     optimizer._goes_along = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
     recipe.scale_gradients(optimizer)
-    if elastic_launcher.installed() is not None:
-        _elastic.append(weakref.ref(optimizer))
+    enlist(optimizer)
     # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
@@ -291,8 +280,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     assert isinstance(optimizer, ReducedOptimizer)
-    if optimizer._unbound is not None:
-        raise NotInitializedError(optimizer._unbound)
+    require_bound(optimizer, synchronizes=optimizer._synchronizes)
     reducer = optimizer._reducer
     if reducer is None:
         return None
@@ -330,7 +318,7 @@ def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: 
         reducer.synchronize()
         _fill_missing(optimizer)
         _make_sparse_again(optimizer)
-        return loss
+        return optimizer._recipe.agreed(loss)
 
     return reduced
 
@@ -356,44 +344,3 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     optimizer._synchronized = False
     if optimizer._reducer is not None:
         optimizer._reducer.stepped()
-
-
-def bind_optimizers() -> None:
-    """Plan all optimizers that go from world to world anew, in the order in which they were made; collective.
-
-    Those that were made inside an elastic function have ended with the world that they were made in.
-
-    Raises:
-        MismatchError: Ranks have not made the same number of optimizers. Raised on every rank.
-        PlanMismatchError: Their parameters or settings differ. Raised on every rank.
-        CollectiveError: A peer or the network failed.
-    """
-    waiting = [each for each in _live() if each._unbound == _NOT_YET]
-    counts = allgather_object(len(waiting), name="spark_hvd.bind_optimizers")
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            raise MismatchError(
-                f"before its elastic function rank 0 made {counts[0]} DistributedOptimizers that are still there, rank "
-                f"{rank} made {count}; every rank must make the same ones in the same order, and keep them."
-            )
-    for optimizer in waiting:
-        optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
-        optimizer._unbound = None
-
-
-def release_optimizers() -> None:
-    """Take the optimizers out of a world that is over."""
-    for optimizer in _live():
-        if optimizer._reducer is not None:
-            optimizer._reducer.close()
-            optimizer._reducer = None
-        optimizer._unbound = _NOT_YET if optimizer._goes_along else _OVER
-
-
-def _live() -> list[ReducedOptimizer]:
-    found = [(ref, optimizer) for ref in _elastic if (optimizer := ref()) is not None]
-    _elastic[:] = [ref for ref, _ in found]
-    return [optimizer for _, optimizer in found]
-
-
-register_world_hook(WorldHook(bind_optimizers, release_optimizers))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.compression import Compression, GradientCompressor
+from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.context.standing import Context, current, in_world
@@ -49,6 +50,8 @@ class Recipe:
     shared_memory: bool
     scale_local: bool = True
     """Whether Average divides the gradients of local parameters, too."""
+    loss_name: str | None = None
+    """By what ranks agree on the loss of a closure, where the optimizer decides by it."""
     scaled: dict[int, torch.utils.hooks.RemovableHandle] = field(default_factory=dict)
     """The hooks that do so, by the parameters' ids."""
 
@@ -78,6 +81,22 @@ class Recipe:
         handle: torch.utils.hooks.RemovableHandle = param.requires_grad_(True).register_hook(scale)  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
         return handle
+
+    def agreed(self, loss: Any) -> Any:
+        """What a closure returned, made the same on all ranks where the optimizer decides by it; collective then.
+
+        It is reduced as gradients are. What is the same everywhere has been reduced by the closure itself.
+
+        Raises:
+            CollectiveError: A peer or the network failed.
+        """
+        if self.loss_name is None:
+            return loss
+        losses = allgather_object(float(loss), name=self.loss_name, process_set=self.process_set)
+        if len(set(losses)) == 1:
+            return loss
+        total = sum(losses) / (len(losses) if self.op is ReduceOp.AVERAGE else 1)
+        return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
     def _local_scale(self, averaged: bool) -> float:
         """By what the gradient of a local parameter is multiplied; `averaged`: it is a mean over all ranks already."""

@@ -1,0 +1,123 @@
+"""The DistributedOptimizers of this process: bound to one elastic world after the other, and replaced by later ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context.local import is_local
+from spark_hvd.elastic.run import WorldHook, register_world_hook
+from spark_hvd.torch.optimizer.recipe import Recipe
+from spark_hvd.torch.optimizer.reducer import GradientReducer
+from spark_hvd.world.errors import MismatchError, NotInitializedError
+
+NOT_YET = (
+    "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there is nobody to "
+    "reduce gradients with: train inside the function that is decorated with hvd.elastic.run."
+)
+_OVER = (
+    "this DistributedOptimizer was made inside an elastic function, in a world that is over. Make optimizers before "
+    "the function that is decorated with hvd.elastic.run is called, or anew in each call of it."
+)
+_REPLACED = (
+    "a DistributedOptimizer that was made later trains a parameter of this one, and it alone reduces the gradient. "
+    "Step with the later one, or give each parameter to one DistributedOptimizer. To make a step of this one from "
+    "gradients that the later one has reduced: later.synchronize(), then step() under this one's skip_synchronize()."
+)
+
+
+class Live(Protocol):
+    """What is needed of a DistributedOptimizer here."""
+
+    param_groups: list[dict[str, Any]]
+    _recipe: Recipe
+    _reducer: GradientReducer | None
+    _goes_along: bool
+    _unbound: str | None
+
+
+_made: list[weakref.ref[Live]] = []
+"""In the order in which they were made, without those that were replaced."""
+
+
+def enlist(optimizer: Live) -> None:
+    """Count an optimizer among those of this process."""
+    _made.append(weakref.ref(optimizer))
+
+
+def replace_owners(params: Sequence[torch.nn.Parameter]) -> None:
+    """Before an optimizer is made: earlier ones that reduce gradients of its parameters do so no more.
+
+    Both would reduce a gradient in one backward, in the memory of one of them. An earlier one that nobody holds any
+    more may be there still, until garbage is collected, at other times on other ranks: so it is no error.
+    """
+    trained = {id(param) for param in params if param.requires_grad and not is_local(param)}
+    for other in _live():
+        if any(id(param) in trained for param in _params_of(other) if param.requires_grad):
+            if other._reducer is not None:
+                other._reducer.close()
+            other._reducer, other._unbound, other._goes_along = None, _REPLACED, False
+    _made[:] = [ref for ref in _made if (other := ref()) is not None and other._unbound is not _REPLACED]
+
+
+def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:
+    """Go on only if an optimizer can reduce gradients, or takes them as they are.
+
+    Raises:
+        NotInitializedError: This is an elastic rank outside the optimizer's worlds.
+        RuntimeError: A later optimizer has replaced it.
+    """
+    if optimizer._unbound is _REPLACED:
+        if synchronizes:
+            raise RuntimeError(_REPLACED)
+    elif optimizer._unbound is not None:
+        raise NotInitializedError(optimizer._unbound)
+
+
+def bind_optimizers() -> None:
+    """Plan all optimizers that go from world to world anew, in the order in which they were made; collective.
+
+    Those that were made inside an elastic function have ended with the world that they were made in.
+
+    Raises:
+        MismatchError: Ranks have not made the same number of optimizers. Raised on every rank.
+        PlanMismatchError: Their parameters or settings differ. Raised on every rank.
+        CollectiveError: A peer or the network failed.
+    """
+    waiting = [each for each in _live() if each._unbound == NOT_YET]
+    counts = allgather_object(len(waiting), name="spark_hvd.bind_optimizers")
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise MismatchError(
+                f"before its elastic function rank 0 made {counts[0]} DistributedOptimizers that are still there, rank "
+                f"{rank} made {count}; every rank must make the same ones in the same order, and keep them."
+            )
+    for optimizer in waiting:
+        optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
+        optimizer._unbound = None
+
+
+def release_optimizers() -> None:
+    """Take the optimizers out of a world that is over."""
+    for optimizer in _live():
+        if optimizer._reducer is not None:
+            optimizer._reducer.close()
+            optimizer._reducer = None
+        optimizer._unbound = NOT_YET if optimizer._goes_along else _OVER
+
+
+def _params_of(optimizer: Live) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _live() -> list[Live]:
+    found = [(ref, optimizer) for ref in _made if (optimizer := ref()) is not None]
+    _made[:] = [ref for ref, _ in found]
+    return [optimizer for _, optimizer in found]
+
+
+register_world_hook(WorldHook(bind_optimizers, release_optimizers))
