@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,11 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 
+import spark_hvd.torch as hvd
 from spark_hvd.checkpoint import background
+from spark_hvd.data.handed import hand
 from spark_hvd.estimators import LightningEstimator, LightningModel, LocalBackend
+from tests.contract.test_shard import source_in
 from tests.ranks import RankError
 from tests.spark.lightning.support import Net, column, logs, mine_store, weights
 
@@ -146,3 +150,75 @@ def test_other_ranks_go_on_with_what_is_left(
     assert [row["epoch"] for row in history] == [1, 2, 3]
     assert all("val_loss" in row for row in history)
     assert [row["lr"] for row in history] == [0.05, 0.025, 0.0125]
+
+
+class Rows(L.Callback):
+    """Has a checkpoint say where its training stands in the data."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class Own(L.LightningModule):
+    """Notes the rows it was shown."""
+
+    def __init__(self, rows: list[tuple[int, int, int]], cut: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.layer, self.rows, self.cut = nn.Linear(1, 1), rows, cut
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if (self.current_epoch, batch_idx) == self.cut:
+            raise RuntimeError("a power cut")
+        self.rows.extend((self.current_epoch, batch_idx, int(row)) for row in batch["row"])
+        return self.layer(batch["half"].unsqueeze(1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-4)
+        steps = self.trainer.estimated_stepping_batches  # has Lightning set up its loaders before it restores them
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(steps))]
+
+
+@pytest.mark.parametrize(("every", "cut"), [(2, (1, 0)), (2, (1, 6)), (11, (1, 3)), (None, (1, 3)), (None, (2, 0))])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_trainer_of_ones_own_goes_on_where_its_checkpoint_is(
+    tmp_path: Path, every: int | None, cut: tuple[int, int]
+) -> None:
+    """Within an epoch, after the last batch of one, and between two."""
+
+    def train(cut: tuple[int, int] | None, last: Path | None, every: int | None) -> list[tuple[int, int, int]]:
+        rows: list[tuple[int, int, int]] = []
+        loader = hvd.get_dataset_shard("train").torch_batches(10, shuffle=True)
+        folder = tmp_path / ("whole" if cut is last is None else "saved")
+        saves = ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_last=True)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_epochs=3, logger=False, callbacks=[saves, Rows(loader)],
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        if cut is None:
+            trainer.fit(Own(rows, None), loader, ckpt_path=last)
+        else:
+            with pytest.raises(RuntimeError, match="a power cut"):
+                trainer.fit(Own(rows, cut), loader)
+        return rows
+
+    hvd.init()
+    hand({"train": pickle.dumps(source_in(tmp_path))})
+    try:
+        unbroken = train(None, None, None)
+        before = train(cut, None, every)
+        last = tmp_path / "saved" / "last.ckpt"
+        steps = cut[0] * 11 + cut[1]
+        saved = steps - steps % (every or 11)
+        after = train(None, last, every)
+    finally:
+        hand({})
+        hvd.shutdown()
+    assert before == unbroken[: len(before)]
+    assert [row for row in unbroken if row[0] * 11 + row[1] >= saved] == after
