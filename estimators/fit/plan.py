@@ -141,13 +141,15 @@ def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend
 
 
 def _commit_every(settings: Settings, elastic: bool) -> int | None:
-    every: int | None = settings["commit_every"]
+    every: int | None = settings.get("commit_every")  # classifiers have none
     if every is not None and not elastic:
         raise ValueError(
             f"commit_every={every} without max_num_proc: it says how often an elastic fit commits; give max_num_proc "
             "too, or checkpoint_every for checkpoints in the store"
         )
-    return every or COMMIT_EVERY * _passes(settings)[1] if elastic else None
+    if every is not None or not elastic or "trainer_args" in settings:  # each of Lightning's makes a file in memory
+        return every
+    return COMMIT_EVERY * int(settings["backward_passes_per_step"])
 
 
 def _passes(settings: Settings) -> tuple[str, int]:

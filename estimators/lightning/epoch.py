@@ -66,7 +66,7 @@ class TrainLoader:
         """Have Lightning's loop, which has begun the epoch, count the batches that were done."""
         loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
         loop.batch_progress.current.increment_by(begun)
-        fetcher.fetched += begun
+        fetcher.fetched = begun
         self._job.seed(self.trainer.current_epoch, begun)
         if begun == len(self):  # other ranks, more than the rows that are left: what follows the last batch is
             loop.batch_progress.is_last_batch = True
@@ -76,8 +76,10 @@ class TrainLoader:
 
 def not_begun(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint of Lightning as if the epoch had not begun: its ways into the middle of one differ by version."""
-    for counts in state["loops"]["fit_loop"]["epoch_progress"].values():
+    loop = state["loops"]["fit_loop"]
+    for counts in loop["epoch_progress"].values():
         counts["ready"] = counts["started"] = counts["processed"]
+    loop["epoch_loop.batch_progress"]["current"] = dict.fromkeys(loop["epoch_loop.batch_progress"]["current"], 0)
     return state
 
 

@@ -218,15 +218,15 @@ class _Fit:
         # Files that callbacks remember are here now.
         old, new = resumed["root"], self.files.root
         state["callbacks"] = parts.replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
-        state["state_dict"] = resumed["model"]
-        return state if self.job.partial_epoch is None else epoch.not_begun(state)
+        return epoch.not_begun({**state, "state_dict": resumed["model"]})
 
     # -- what the callbacks call
 
     def start(self) -> None:
         """Before the first epoch."""
-        # Lightning is not to look for the rest of an epoch: the loader goes on in one.
-        self.trainer.fit_loop.restarting = False
+        # Lightning is not to look for the rest of an epoch: the loader goes on in one. With max_steps
+        # the setter of this loop would say that it is to.
+        self.trainer.fit_loop._restarting = self.trainer.fit_loop.epoch_loop.restarting = False
         if len(self.loader) != self.job.steps:  # with other ranks
             self.trainer.reload_dataloaders_every_n_epochs = 1  # else the length of all epochs is that of the first
         # Lightning's handler waits for the other ranks; a rank that is told to end has to end at once.

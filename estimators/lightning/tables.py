@@ -9,7 +9,7 @@ from typing import Any
 from spark_hvd.estimators.lightning.parts import PROFILERS
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
-from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, COMMIT_EVERY, SHARED
+from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, SHARED
 from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
 
 TASKS = ("multiclass", "binary", "regression")
@@ -141,7 +141,13 @@ LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + 
         'A profiler of Lightning, or its name: "simple", "advanced", "pytorch"; it writes to the store\'s logs.',
     ),
     CHECKPOINT_EVERY,
-    COMMIT_EVERY,
+    (
+        "commit_every",
+        None,
+        c.whole(1),
+        "Batches between commits of an elastic fit; by default after epochs only, as each takes a copy of all that "
+        "Lightning saves.",
+    ),
     ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
     ("find_unused_parameters", None, c.flag, "Allow parameters without gradient; by default with manual optimization."),
     ("trainer_args", {}, trainer_args, "Further keywords of lightning.Trainer: precision, gradient_clip_val, ..."),

@@ -68,7 +68,10 @@ class Cut(L.Callback):
                 file.write(f"{trainer.current_epoch}/{batch_idx} ")
 
 
-def test_resumed_equals_unbroken(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [{}, pytest.param({"max_steps": 999}, marks=pytest.mark.night)], ids=str)
+def test_resumed_equals_unbroken(
+    df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path, most: dict[str, int]
+) -> None:
     def fit(run_id: str, notes: Path, batch: int | None = None) -> LightningModel:
         torch.manual_seed(0)
         every_two = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}")
@@ -78,13 +81,13 @@ def test_resumed_equals_unbroken(df: DataFrame, estimator: Callable[..., Lightni
             batch_size=20,
             validation=0.2,
             checkpoint_every=2,
-            trainer_args={"accumulate_grad_batches": 2, "val_check_interval": 4},
+            trainer_args={"accumulate_grad_batches": 2, "val_check_interval": 4, **most},
             callbacks=[Cut(notes, batch), EarlyStopping("val_loss", patience=99), every_two],
         ).fit(df)
 
     with pytest.raises(RankError, match="a power cut"):
-        fit("cut", tmp_path / "before", 5)
-    resumed, unbroken = fit("cut", tmp_path / "after"), fit("never cut", tmp_path / "all")
+        fit(f"cut {most}", tmp_path / "before", 5)
+    resumed, unbroken = fit(f"cut {most}", tmp_path / "after"), fit(f"never cut {most}", tmp_path / "all")
     every = (tmp_path / "all").read_text().split()
     begun = every.index("1/4")
     assert (tmp_path / "after").read_text().split() == every[begun:]
