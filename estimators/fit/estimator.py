@@ -242,12 +242,15 @@ def session_to_fit(dataset: DataFrame) -> SparkSession:
     return session
 
 
-def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
-    """What every estimator gives to the model that comes out of it, as keywords."""
+def model_fields(
+    plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, state: Mapping[str, Any], history: History
+) -> dict[str, Any]:
+    """What every estimator gives to the model that comes out of it, as keywords; ``state`` is its checkpoint's."""
     labels, losses = tuple(label.column for label in spec.labels), losses_known(plan.objects)
+    epoch, heads = len(state.get("history", ())), heads_of(losses, len(labels))
     return {
         "model": model.eval(),
-        "metadata": ModelMeta(spec.inputs, labels, head_of(losses), heads=heads_of(losses, len(labels))),
+        "metadata": ModelMeta(spec.inputs, labels, head_of(losses), heads=heads, epoch=epoch),
         "history": history,
         "run_id": spec.run_id,
         "feature_columns": plan.settings["feature_cols"],

@@ -141,15 +141,23 @@ def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend
 
 
 def _commit_every(settings: Settings, elastic: bool) -> int | None:
-    if "commit_every" not in settings:  # Lightning's loop goes on between epochs
-        return None
-    every: int | None = settings["commit_every"]
+    every: int | None = settings.get("commit_every")  # classifiers have none
     if every is not None and not elastic:
         raise ValueError(
             f"commit_every={every} without max_num_proc: it says how often an elastic fit commits; give max_num_proc "
             "too, or checkpoint_every for checkpoints in the store"
         )
-    return every or COMMIT_EVERY * settings["backward_passes_per_step"] if elastic else None
+    if every is not None or not elastic or "trainer_args" in settings:  # each of Lightning's makes a file in memory
+        return every
+    return COMMIT_EVERY * int(settings["backward_passes_per_step"])
+
+
+def _passes(settings: Settings) -> tuple[str, int]:
+    """Batches of a step of the optimizer, and what the user calls them."""
+    if "trainer_args" in settings:
+        found = settings["trainer_args"].get("accumulate_grad_batches", 1)
+        return "trainer_args' accumulate_grad_batches", found if isinstance(found, int) and found > 0 else 1
+    return "backward_passes_per_step", settings["backward_passes_per_step"]
 
 
 def store_missing(reason: str) -> str:
@@ -180,11 +188,11 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
                     f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
                     "expected one for each; None leaves one as it is"
                 )
-    passes = settings.get("backward_passes_per_step", 1)
+    name_of_passes, passes = _passes(settings)
     for parameter in ("checkpoint_every", "commit_every"):
         if (every := settings.get(parameter)) is not None and every % passes:
             raise ValueError(
-                f"{parameter}={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
+                f"{parameter}={every} with {name_of_passes}={passes}: expected a multiple of it, for a "
                 "checkpoint has no gradients"
             )
     if settings["backend"] is None:

@@ -169,7 +169,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
-        fields = model_fields(plan, spec, module, history)
+        fields = model_fields(plan, spec, module, state, history)
         fields["metadata"] = replace(
             fields["metadata"], head=_head_of(self.value_of("loss")), heads=_heads_of(self.value_of("loss"))
         )

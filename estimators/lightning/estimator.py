@@ -238,4 +238,4 @@ class LightningEstimator(SparkEstimator[LightningModel]):
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
-        return LightningModel(**model_fields(plan, spec, module, history))
+        return LightningModel(**model_fields(plan, spec, module, state, history))

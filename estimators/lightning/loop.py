@@ -14,7 +14,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.errors import EstimatorError
-from spark_hvd.estimators.lightning import parts
+from spark_hvd.estimators.lightning import epoch, parts
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
@@ -132,14 +132,14 @@ class _Fit:
     def __init__(self, job: Job, files: RunFiles) -> None:
         self.job, self.files, self.asked = job, files, job.spec.trainer
         self.module = job.objects.model
-        self.first = len(job.history)
         self.pl = parts.package_of(self.module)
         self.checkpoint_io = parts.make_checkpoint_io(self.pl, self._resumed())
-        self.loader, self.batch = parts.TrainLoader(job), 0
-        self.trainer = self._trainer()
+        self.loader, self.batch = epoch.TrainLoader(job, self.save_within), 0
+        self.trainer = self.loader.trainer = self._trainer()
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
         self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
-        self.began, self.validating, self.rate = 0.0, 0.0, 0.0
+        self.began, self.validating, self.rate, self.due = 0.0, 0.0, 0.0, 0
+        self.logged: list[epoch.Logged] = []
 
     def run(self) -> History:
         job = self.job
@@ -218,14 +218,17 @@ class _Fit:
         # Files that callbacks remember are here now.
         old, new = resumed["root"], self.files.root
         state["callbacks"] = parts.replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
-        return {**state, "state_dict": resumed["model"]}
+        return epoch.not_begun({**state, "state_dict": resumed["model"]})
 
     # -- what the callbacks call
 
     def start(self) -> None:
         """Before the first epoch."""
-        # The checkpoint lies between two epochs: Lightning is not to look for the rest of one.
-        self.trainer.fit_loop.restarting = False
+        # Lightning is not to look for the rest of an epoch: the loader goes on in one. With max_steps
+        # the setter of this loop would say that it is to.
+        self.trainer.fit_loop._restarting = self.trainer.fit_loop.epoch_loop.restarting = False
+        if len(self.loader) != self.job.steps:  # with other ranks
+            self.trainer.reload_dataloaders_every_n_epochs = 1  # else the length of all epochs is that of the first
         # Lightning's handler waits for the other ranks; a rank that is told to end has to end at once.
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
@@ -233,12 +236,23 @@ class _Fit:
         """Before everybody else's on_train_epoch_start; the epoch before this one is complete now, schedulers too."""
         if self.trainer.current_epoch > len(self.job.history):
             self.finish_epoch()
-        self.job.seed(self.trainer.current_epoch)
-        self.job.progress = hvd.progress(self.job.steps, epoch=self.trainer.current_epoch, epochs=self.job.spec.epochs)
-        self.sums, self.rows, self.validated = Sums([], self.job.device), 0, 0
+        job, begun, optimizers = self.job, self.loader.begun, self.trainer.optimizers
+        self.due += len(self.loader) - begun
+        job.seed(self.trainer.current_epoch, begun)
+        where = {"epoch": self.trainer.current_epoch, "epochs": job.spec.epochs}
+        job.progress = hvd.progress(len(self.loader) - begun, **where)
+        self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
         self.began, self.validating = time.monotonic(), 0.0
-        optimizers = self.trainer.optimizers
         self.rate = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+        if not begun:
+            return
+        assert job.partial_epoch is not None
+        self.began -= job.partial_epoch["seconds"]
+        self.rate = job.partial_epoch["lr"]
+        for part in epoch.mine(job.partial_epoch["ranks"]):
+            self.rows, self.validated = self.rows + part["rows"], self.validated + part["validated"]
+            self.sums.values += self.sums.values.new_tensor(part["sums"])
+            self.logged.append(dict(part["logged"]))
 
     def finish_batch(self, outputs: Any, batch: Mapping[str, torch.Tensor], number: int) -> None:
         """After a batch: what training_step returned goes into the mean loss of the epoch."""
@@ -246,6 +260,8 @@ class _Fit:
         self.rows += rows
         assert self.job.progress is not None
         self.job.progress.step(rows)
+        if any(self.logged):
+            epoch.log_again(self.trainer, self.logged)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor):
             return
@@ -269,18 +285,44 @@ class _Fit:
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
         trained = sum(count for count, _ in rows)
         job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
-        behind = (len(job.history) - self.first) * job.steps - job.feed.given
-        job.feed.skip(max(0, behind))  # the epoch was left early (limit_train_batches)
+        job.feed.skip(max(0, self.due - job.feed.given))  # the epoch was left early (limit_train_batches)
+        job.report()
+        self._save(stop=last)
+
+    def save_within(self, done: int) -> None:
+        """Checkpoint within an epoch, after so many batches."""
+        job, trainer = self.job, self.trainer
+        if trainer.fit_loop.epoch_loop.batch_progress.current.completed != done:
+            return  # training_step takes batches ahead
+        if done % trainer.accumulate_grad_batches:
+            return  # a callback changed it, and there are gradients
+        sums, logged = self.sums.values.tolist(), epoch.logged(trainer)
+        part = {"rows": self.rows, "validated": self.validated, "sums": sums, "logged": logged}
+        partial = {
+            "step": done,
+            "seconds": time.monotonic() - self.began - self.validating,
+            "lr": self.rate,
+            "ranks": hvd.allgather_object(part, name="spark_hvd.partial_epoch"),
+        }
+        self._save(partial)
+        job.seed(trainer.current_epoch, done)
+
+    def _save(self, partial: Mapping[str, Any] | None = None, stop: bool = False) -> None:
+        job, trainer = self.job, self.trainer
+        buffers = dict(self.module.named_buffers())
+        if buffers and job.state is not None:  # whoever is the first rank then goes on with what rank 0 has
+            hvd.broadcast_parameters(buffers, root_rank=0)
         trainer.save_checkpoint(parts.KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
         weights = self.module.state_dict()
         if kept is not None and kept["state_dict"].keys() == weights.keys():
             weights = kept["state_dict"]  # those that were validated, where a callback averages weights
-        job.report()
-        for logger in trainer.loggers:
-            logger.save()
-        self.files.copy()
-        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root}, stop=last)
+        every = job.spec.checkpoint_every
+        if partial is None or (every and partial["step"] % every == 0):
+            for logger in trainer.loggers:
+                logger.save()
+            self.files.copy()
+        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root}, partial, stop)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,6 @@ import importlib
 import io
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,32 +56,6 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
     if (weights := weights_of(spec.sample_weight_col, batch)) is not None:
         tensors[str(spec.sample_weight_col)] = weights
     return tensors
-
-
-class TrainLoader:
-    """Batches of one epoch each time it is iterated; ``len`` of them on every rank.
-
-    Attributes:
-        weights: Of a row of each batch that was given, see :class:`~spark_hvd.data.readers.feed.Feed`.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.weights: list[float] = []
-
-    def __len__(self) -> int:
-        return self._job.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        # Nothing happens before the first batch is asked for: Lightning makes iterators that it does not use.
-        job = self._job
-        self.weights.clear()
-        for _ in range(len(self)):
-            # Lightning asks for the first batch before it begins the epoch.
-            with nullcontext() if job.progress is None else job.progress.fetching():
-                batch = batch_dict(job.spec, next(job.feed))
-            self.weights.append(job.feed.weight)
-            yield batch
 
 
 class ValidationLoader:

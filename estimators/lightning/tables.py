@@ -9,8 +9,8 @@ from typing import Any
 from spark_hvd.estimators.lightning.parts import PROFILERS
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, SHARED
 from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
-from spark_hvd.estimators.params.tables import SHARED
 
 TASKS = ("multiclass", "binary", "regression")
 
@@ -91,10 +91,6 @@ GONE = {
     "lr_scheduler_interval": _OPTIMIZERS,
     "scale_lr": f"{_OPTIMIZERS}, where self.trainer.world_size is the number of ranks",
     "gradient_compression": "gradients are averaged by DDP",
-    "commit_every": "Lightning's loop goes on between epochs, and an elastic fit commits after each; for more commits, "
-    "make epochs shorter: train_steps_per_epoch",
-    "checkpoint_every": "Lightning's loop goes on between epochs; for more checkpoints, make epochs shorter: "
-    "train_steps_per_epoch=",
     "backward_passes_per_step": "give trainer_args={'accumulate_grad_batches': ...}",
     "precision": "give trainer_args={'precision': 'bf16-mixed'}",
     "gradient_clip_norm": "give trainer_args={'gradient_clip_val': ...}",
@@ -143,6 +139,14 @@ LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + 
         None,
         profiler,
         'A profiler of Lightning, or its name: "simple", "advanced", "pytorch"; it writes to the store\'s logs.',
+    ),
+    CHECKPOINT_EVERY,
+    (
+        "commit_every",
+        None,
+        c.whole(1),
+        "Batches between commits of an elastic fit; by default after epochs only, as each takes a copy of all that "
+        "Lightning saves.",
     ),
     ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
     ("find_unused_parameters", None, c.flag, "Allow parameters without gradient; by default with manual optimization."),

@@ -74,7 +74,7 @@ class TorchEstimator(SparkEstimator[TorchModel]):
             if spec.scale_lr:
                 scale(optimizer, None, 1.0 / state["size"])
         return TorchModel(
-            **model_fields(plan, spec, trained.model, history),
+            **model_fields(plan, spec, trained.model, state, history),
             optimizer=optimizer,
             loss=plan.settings["loss"],
             loss_constructors=plan.settings["loss_constructors"],

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -15,6 +16,7 @@ from spark_hvd.data.readers.dataset import Column
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform import scoring
 from spark_hvd.runner.spark.series import quoted
+from spark_hvd.runner.watch.mlflow import allowed
 from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -29,7 +31,13 @@ _NEEDED = ("torch", "numpy", "pandas", "cloudpickle")
 
 
 def log_model(
-    planned: Planned, batch_size: int, df: DataFrame, name: str, registered_model_name: str | None, options: Any
+    planned: Planned,
+    batch_size: int,
+    df: DataFrame,
+    name: str,
+    registered_model_name: str | None,
+    options: Any,
+    row: Mapping[str, float] | None,
 ) -> Any:
     """See :meth:`spark_hvd.estimators.TorchModel.log_to_mlflow`."""
     try:
@@ -61,14 +69,19 @@ def log_model(
         if not {"pip_requirements", "conda_env"} & given.keys():
             versions = [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED]
             given["pip_requirements"] = [*versions, *given.pop("extra_pip_requirements", ())]
-        return mlflow.pyfunc.log_model(
-            name=name,
-            loader_module=_LOADER,
-            data_path=data,
-            signature=infer_signature(example, predicted),
-            registered_model_name=registered_model_name,
-            **given,
-        )
+        with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need one
+            info = mlflow.pyfunc.log_model(
+                name=name,
+                loader_module=_LOADER,
+                data_path=data,
+                signature=infer_signature(example, predicted),
+                registered_model_name=registered_model_name,
+                **given,
+            )
+            if row is not None:
+                metrics = {allowed(key): value for key, value in row.items() if key != "epoch"}
+                mlflow.log_metrics(metrics, step=int(row["epoch"]), model_id=info.model_id)
+        return info
 
 
 def _as_pandas_has_it(column: Column) -> SparkColumn:

@@ -157,7 +157,8 @@ class TorchModel(SavedParams, Model):
 
         Into the active run, or a new one, on the tracking server that is set. It takes a DataFrame of pandas with the
         feature columns, vectors and arrays as lists, and returns the columns that ``transform`` appends, with its
-        numbers (to the bit, where the same rows come in one batch and on the same kind of processor).
+        numbers (to the bit, where the same rows come in one batch and on the same kind of processor). The metrics of
+        the epoch whose weights it has, the best one with ``restore_best_weights``, are linked to it.
 
         Where it is loaded torch, numpy, pandas and cloudpickle are needed, in the versions of the driver, and the
         packages that define the classes of your network and its decoders: ``code_paths=`` takes them along. Loading it
@@ -180,7 +181,9 @@ class TorchModel(SavedParams, Model):
         from spark_hvd.estimators.torch.mlflow import log_model
 
         planned = self._planned(df, "log_to_mlflow")
-        return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options)
+        history, meta = self.value_of("history") or (), self.value_of("metadata")
+        row = history[meta.epoch - 1] if meta is not None and 0 < meta.epoch <= len(history) else None
+        return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options, row)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         session = session_of(dataset, "transform")

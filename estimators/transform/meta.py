@@ -38,6 +38,7 @@ class ModelMeta:
         head: What the output is.
         heads: What each output is, where that is known.
         shapes: Of each output for one row; None to find out with two rows of zeros when transform is called.
+        epoch: After how many epochs of the history the weights were these; 0 where that is not known.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -45,6 +46,7 @@ class ModelMeta:
     head: Head
     shapes: tuple[Shape, ...] | None = None
     heads: tuple[Head, ...] = ()
+    epoch: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-ready dicts and lists."""
@@ -67,6 +69,7 @@ class ModelMeta:
             Head(**data["head"]),
             None if data["shapes"] is None else tuple(tuple(shape) for shape in data["shapes"]),
             tuple(Head(**each) for each in data.get("heads", ())),
+            data.get("epoch", 0),
         )
 
 

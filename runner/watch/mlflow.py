@@ -117,15 +117,15 @@ def _batches(values: list[Value], params: Mapping[str, str], tags: Mapping[str, 
     from mlflow.entities import Metric, Param, RunTag
 
     if params:
-        yield {"params": [Param(_allowed(name), value) for name, value in params.items()]}
+        yield {"params": [Param(allowed(name), value) for name, value in params.items()]}
     for start in range(0, len(values), _MOST_A_CALL):
         some = values[start : start + _MOST_A_CALL]
-        yield {"metrics": [Metric(_allowed(name), value, at, step) for name, value, at, step in some]}
+        yield {"metrics": [Metric(allowed(name), value, at, step) for name, value, at, step in some]}
     if tags:
-        yield {"tags": [RunTag(_allowed(name), value) for name, value in tags.items()]}
+        yield {"tags": [RunTag(allowed(name), value) for name, value in tags.items()]}
 
 
-def _allowed(name: str) -> str:
+def allowed(name: str) -> str:
     """The name with characters that MLflow accepts."""
     return _NOT_ALLOWED.sub("_", name)[:250]
 

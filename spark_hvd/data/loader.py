@@ -32,8 +32,9 @@ VERSION = 2
 class ShardLoader(Generic[T_co]):
     """This rank's batches. Each ``iter()`` gives the next epoch; all ranks get the same number of batches.
 
-    Leaving an epoch early is allowed; the next ``iter()`` then begins the next epoch. Several threads may share an
-    iterator: each batch goes to one of them.
+    Leaving an epoch early is allowed; the next ``iter()`` then begins the next epoch. An iterator begins its epoch with
+    the first batch: one that is made and not used, as Lightning makes them, leaves none out. Several threads may share
+    an iterator: each batch goes to one of them.
 
     In the state of an elastic training, the next ``iter()`` after ranks have changed gives the rest of the epoch. Where
     the last batch had been given but the loop had not ended, the rest is empty: the loop ends this epoch then.
@@ -100,14 +101,16 @@ class ShardLoader(Generic[T_co]):
         rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
             raise DataError(too_few(self._name, self._source.rows, size))
+        return _Epoch(self._begin, self._collate, self._row_weights)
+
+    def _begin(self, epoch: _Epoch[T_co]) -> tuple[Feed[Any], int, int]:
+        """Begin the next epoch: its batches, its number, how many batches these ranks have of it."""
         start = self._next
-        feed = Feed(self._opened(), self._sharding, rank, size, start)
-        # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
-        left = feed.left if feed.position.epoch == start.epoch else 0
-        self._next = Position(start.epoch + 1)
-        self._now, epoch = feed, _Epoch(feed, self._collate, self._row_weights, start.epoch, left)
+        feed = Feed(self._opened(), self._sharding, *self._rank_and_size(), start)
+        self._next, self._now = Position(start.epoch + 1), feed
         self._loop = weakref.ref(epoch)  # whether a loop still holds it
-        return epoch
+        # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
+        return feed, start.epoch, feed.left if feed.position.epoch == start.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands in the data, as JSON-ready values: the same on all ranks, for any number of them.
@@ -173,15 +176,13 @@ class ShardLoader(Generic[T_co]):
 class _Epoch(Iterator[T_co]):
     def __init__(
         self,
-        feed: Feed[Any],
+        begin: Callable[[_Epoch[T_co]], tuple[Feed[Any], int, int]],
         collate: Callable[[Any], T_co] | None,
         row_weights: Callable[[Any, int, float], None] | None,
-        number: int,
-        left: int,
     ) -> None:
-        self._feed, self._collate, self._row_weights = feed, collate, row_weights
-        self.number, self._left = number, left
-        self._ended = False
+        self._begin, self._collate, self._row_weights = begin, collate, row_weights
+        self._feed: Feed[Any] | None = None
+        self.number, self._left, self._ended = 0, 0, False
         self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
 
     @property
@@ -191,6 +192,8 @@ class _Epoch(Iterator[T_co]):
 
     def __next__(self) -> T_co:
         with self._lock:
+            if self._feed is None:
+                self._feed, self.number, self._left = self._begin(self)
             if not self._left:
                 self._ended = True
                 raise StopIteration

@@ -233,6 +233,16 @@ def _warnings_are_errors(worker: int) -> None:
     warnings.simplefilter("error", RuntimeWarning)
 
 
+def test_an_iterator_that_is_not_used_begins_no_epoch(shard: DatasetShard) -> None:
+    loader = shard.torch_batches(10, shuffle=True)
+    whole = [rows_of(loader), rows_of(loader)]
+    loader = shard.torch_batches(10, shuffle=True)
+    iter(loader)
+    early = iter(loader)
+    assert loader.state_dict() == shard.torch_batches(10, shuffle=True).state_dict()
+    assert [rows_of(loader), rows_of(early)] == whole
+
+
 def test_the_state_goes_on_where_it_was_taken(shard: DatasetShard) -> None:
     asked: dict[str, Any] = {"shuffle": True, "seed": 3, "window_rows": 20}
     loader = shard.torch_batches(10, **asked)

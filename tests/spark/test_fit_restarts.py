@@ -190,8 +190,10 @@ def killed_in_lightning() -> L.Callback:
 
 @pytest.mark.night
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("batches", [None, 5], ids=["whole passes", "left early"])
-def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, batches: int | None) -> None:
+@pytest.mark.parametrize(
+    ("batches", "every"), [(None, None), (5, None), (5, 2)], ids=["whole passes", "left early", "within an epoch"]
+)
+def test_lightning_goes_on(df: DataFrame, tmp_path: Path, batches: int | None, every: int | None) -> None:
     settings: dict[str, Any] = {
         "backend": Watched(2, verbose=0, max_restarts=1),
         "store": Store.create(tmp_path),
@@ -204,6 +206,7 @@ def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, ba
         "logger": False,
         "train_steps_per_epoch": None if batches is None else 7,
         "trainer_args": {} if batches is None else {"limit_train_batches": batches},
+        "checkpoint_every": every,
     }
     whole = LightningEstimator(model=straight_line(), **settings).fit(df)
     settings["callbacks"] = [killed_in_lightning()]
@@ -212,12 +215,18 @@ def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, ba
     assert settings["backend"].metrics == means(again.getHistory()[-1])
     assert [row["loss"] for row in again.getHistory()] == [row["loss"] for row in whole.getHistory()]
     assert [row.get("restarts", 0) for row in again.getHistory()] == [0, 0, 1, 1]
-    with pytest.raises(TypeError, match=r"no parameter 'checkpoint_every': Lightning's loop goes on between epochs"):
-        LightningEstimator(checkpoint_every=2)
 
 
 def test_parameters(df: DataFrame) -> None:
     with pytest.raises(ValueError, match=r"checkpoint_every=3 with backward_passes_per_step=2: expected a multiple"):
         estimator(checkpoint_every=3, backward_passes_per_step=2).fit(df)
+    with pytest.raises(ValueError, match=r"checkpoint_every=3 with trainer_args' accumulate_grad_batches=2: expected"):
+        LightningEstimator(
+            model=straight_line(),
+            feature_cols=["features"],
+            label_cols=["value"],
+            checkpoint_every=3,
+            trainer_args={"accumulate_grad_batches": 2},
+        ).fit(df)
     with pytest.raises(ValueError, match=r"min_num_proc=1 with max_restarts=0"):
         estimator(min_num_proc=1).fit(df)

@@ -253,6 +253,26 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def test_a_logged_model_has_the_metrics_of_its_epoch(df: DataFrame, tmp_path: Path) -> None:
+    """The best one's, which is the first where more is better; as loaded from files; registered when asked."""
+    best = estimator(
+        validation="held", epochs=3, monitor="val_loss", monitor_mode="max", restore_best_weights=True,
+        store=Store.create(tmp_path / "store"),
+    ).fit(df)  # fmt: skip
+    row = max(best.getHistory(), key=lambda each: each["val_loss"])
+    assert row["epoch"] < 3
+    best.save(f"file://{tmp_path}/saved")
+    for model in (best, TorchModel.load(f"file://{tmp_path}/saved")):
+        info = model.log_to_mlflow(df, registered_model_name="winner")
+        logged = mlflow.get_logged_model(info.model_id).metrics
+        assert {(each.key, each.value, each.step) for each in logged} == {
+            (name, value, row["epoch"]) for name, value in row.items() if name != "epoch"
+        }
+    versions = mlflow.MlflowClient().search_model_versions("name='winner'")
+    assert {str(each.version) for each in versions} == {"1", "2"}
+    assert {each.model_id for each in versions} >= {info.model_id}
+
+
 def test_what_cannot_be_logged(df: DataFrame) -> None:
     model = TorchModel(model=nn.Linear(3, 1), feature_columns=["features"], label_columns=["value"])
     with pytest.raises(ValueError, match="a DataFrame without rows: some of them tell the signature"):
