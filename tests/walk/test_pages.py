@@ -44,6 +44,7 @@ TOGETHER = [
     ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
     ["data", "estimators", "migrating-from-torchdistributor", "run-data"],
     ["checkpoints", "collectives", "ddp", "migrating-from-horovod", "progress", "timeline", "tuning"],
+    ["elastic", "embeddings", "image-classifier", "local-sgd", "predict", "transformers", "tutorial"],
 ]
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
 SHARED = {page for pages in TOGETHER for page in pages}
