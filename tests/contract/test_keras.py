@@ -56,7 +56,7 @@ def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
 def test_two_ranks_on_tensorflow() -> None:
-    ranks = Ranks(2, preload=("tensorflow",))
+    ranks = Ranks(2, preload=("tests.on_tensorflow",))
     try:
         ranks.run(keras_cases.on_tensorflow)
         for case in [keras_step_cases.what_cannot_be_compiled, *CASES]:
@@ -117,7 +117,7 @@ def train(victim: int | None, backend: str = "torch") -> dict[str, Any]:
 def test_a_lost_rank_is_replaced_without_a_trace(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"needs {backend}")
-    preload = ("keras",) if backend == "torch" else ("tensorflow",)
+    preload = ("keras",) if backend == "torch" else ("tests.on_tensorflow",)
     with elastic_job(train, None, backend, count=2, preload=preload) as job:
         job.form(job.ranks)
         expected = job.finish(job.ranks)
