@@ -66,6 +66,14 @@ def place_of(test: str) -> str:
     return "cluster" if folder == "spark" and "cluster" in below[0] else f"{folder}/{below[0]}"
 
 
+def needs_jvm(place: str) -> bool:
+    """Whether tests of a place have a session of Spark."""
+    return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
+
+
+_WITH_SESSIONS = {"contract/test_petastorm_spark.py", "oracle/test_fitting.py", "oracle/test_loading.py"}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """By place, since pytest-xdist 3.8 puts its own groups into names of tests, where pytest 9.2 drops them."""
@@ -75,11 +83,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return place_of(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            # A JVM uses a minute of CPU until it is warm: the last process has Spark's tests when no others are left.
+            if node is self.nodes[-1] and len(self.nodes) > 2:
+                others = (place for place in self.workqueue if not needs_jvm(place))
+                if (place := next(others, None)) is not None:
+                    self.workqueue.move_to_end(place, last=False)
+            super()._assign_work_unit(node)
+
     config.option.loadscopereorder = False
     return ByPlace(config, log)
 
 
-_ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+_LEFT_OUT = {
+    mark: re.compile(rf"^pytestmark = (\[[^\]]*)?pytest\.mark\.{mark}\b", re.MULTILINE)
+    for mark in ("slow", "night", "gpu")
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -87,8 +106,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
     marks, text = config.option.markexpr, collection_path.read_text()
-    nothing = ("not slow" in marks and _ALL_SLOW.search(text)) or (marks.startswith("slow") and "mark.slow" not in text)
-    return True if nothing else None
+    nothing = any(f"not {mark}" in marks and found.search(text) for mark, found in _LEFT_OUT.items())
+    return True if nothing or (marks.startswith("slow") and "mark.slow" not in text) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,8 +115,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = ["cluster", "multihost", "spark", "contract", "horovod"]
 
     def rank(item: pytest.Item) -> int:
-        place = place_of(item.nodeid).split("/")[0]
-        return order.index(place) if place in order else len(order)
+        place = place_of(item.nodeid)
+        folder = "spark" if needs_jvm(place) and place != "cluster" else place.split("/")[0]
+        return order.index(folder) if folder in order else len(order)
 
     items.sort(key=rank)
 

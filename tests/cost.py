@@ -1,12 +1,14 @@
 """Where the tests' time goes: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
 
-CPU is that of the process which runs a test and of all below it, ranks, JVMs and executors included. What one of these
-does after the test is the next test's. A test with little CPU waits for deadlines or for a core.
+CPU is that of the process which runs a test and of all below it, ranks, JVMs and executors included, those too whose
+parent has ended. What one of these does after the test is the next test's. A test with little CPU waits for deadlines
+or for a core.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections import Counter
@@ -17,6 +19,7 @@ import psutil
 import pytest
 
 LINES = 10
+_PR_SET_CHILD_SUBREAPER = 36
 
 _seconds: Counter[str] = Counter()
 _cpu: Counter[str] = Counter()
@@ -47,6 +50,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 def pytest_collection_finish() -> None:
     """What is used before the first test is not the first test's."""
     global _cpu_before
+    # A JVM outlives the program that has started it: it becomes a child of this process, and can be asked at its end.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _cpu_before = _cpu_now()
 
 

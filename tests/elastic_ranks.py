@@ -6,6 +6,7 @@ import contextlib
 import copy
 import faulthandler
 import functools
+import importlib
 import os
 import queue
 import select
@@ -115,8 +116,10 @@ class PipeLauncher:
         return bool(fields[0])
 
 
-def _nursery(address: Any) -> None:
-    """Fork ranks from a process that has loaded what optimizers import, which takes seconds."""
+def _nursery(address: Any, preload: tuple[str, ...]) -> None:
+    """Fork ranks from a process that has loaded what optimizers import, which takes seconds, and more modules."""
+    for name in preload:
+        importlib.import_module(name)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = Client(address)
@@ -206,11 +209,11 @@ class TrainState:
 
 
 class _Nursery:
-    """Where ranks come from; one for all tests of this process."""
+    """Where ranks come from; one for all tests of this process whose ranks have the same modules loaded."""
 
-    def __init__(self) -> None:
-        self._listener = Listener(f"\0spark_hvd-elastic-ranks-{os.getpid()}")
-        process = fork_context().Process(target=_nursery, args=(self._listener.address,), daemon=True)
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        self._listener = Listener("\0" + "-".join(["spark_hvd-elastic-ranks", str(os.getpid()), *preload]))
+        process = fork_context().Process(target=_nursery, args=(self._listener.address, preload), daemon=True)
         process.start()
         self._orders = self._listener.accept()
 
@@ -228,7 +231,7 @@ class Rank:
 
     def __init__(self, job: ElasticJob, number: int) -> None:
         self.number = number
-        self._pipe, self.pid = _the_nursery().fork()
+        self._pipe, self.pid = _the_nursery(job.preload).fork()
         self._end = os.pidfd_open(self.pid)
         place = WorldLayout.of_ranks([HOST] * (number + 1)).ranks[number]
         self._pipe.send_bytes(cloudpickle.dumps((job.fn, job.args, job.timeout, place)))
@@ -273,8 +276,10 @@ class Rank:
 class ElasticJob:
     """Processes that run one function, and come together in generations."""
 
-    def __init__(self, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> None:
-        self.fn, self.args, self.timeout = fn, args, timeout
+    def __init__(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS, preload: tuple[str, ...] = ()
+    ) -> None:
+        self.fn, self.args, self.timeout, self.preload = fn, args, timeout, preload
         self.ranks: list[Rank] = []
         self.generation = -1
 

@@ -152,7 +152,8 @@ def build(row: Row, extras: str | None) -> None:
     subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
-    install = [row.executable, "-m", "pip", "install", "-qq"]
+    # The tests of a row import a part of what is installed, which Python compiles when it is first imported.
+    install = [row.executable, "-m", "pip", "install", "-qq", "--no-compile"]
     if extras is None:
         subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)
         ours = ["--no-deps", "-e", "."]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,13 +18,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
 
 
 def left_in(folder: str, before: set[str]) -> set[str]:
@@ -44,7 +48,15 @@ class Ranks:
     Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
-    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float = SECONDS,
+        join: bool = True,
+        hosts: Sequence[str] = (),
+        preload: Sequence[str] = (),
+    ) -> None:
         """Fork the processes from a server that has torch loaded: a tenth of a second instead of seconds.
 
         They have the environment that the first world found, and end without their exit handlers.
@@ -54,6 +66,7 @@ class Ranks:
             timeout: Seconds until a collective fails, and until a call of run() does.
             join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
             hosts: What they take for the host of each, ranks of one host together; by default the same for all.
+            preload: Modules that take seconds to import: rank 0 does so, and forks the others.
         """
         self.size = size
         self._timeout = timeout
@@ -61,18 +74,13 @@ class Ranks:
         port = listener.getsockname()[1]
         if not join:
             listener.close()
-        context = fork_context()
-        self.processes = []
-        self._pipes: list[Connection] = []
+        calls, self._pipes = [], []
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            ours, theirs = fork_context().Pipe()
             given = listener if join and rank == 0 else None
-            args = (rank, size, port, given, join, timeout, hosts, theirs)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
+            calls.append((rank, size, port, given, join, timeout, hosts, theirs))
             self._pipes.append(ours)
+        self.processes = start_ranks(_serve, calls, preload)
         listener.close()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -104,8 +112,9 @@ class Ranks:
         return answer
 
     def _exit_code(self, rank: int) -> int | None:
-        self.processes[rank].join(5)
-        return self.processes[rank].exitcode
+        process = self.processes[min(rank, len(self.processes) - 1)]
+        process.join(5)
+        return process.exitcode
 
     def close(self) -> None:
         """End the processes, by force if a rank hangs."""
@@ -185,6 +194,47 @@ def fork_context() -> ForkServerContext:
     # torch._dynamo is what the first optimizer of a process imports: two seconds of CPU in every rank otherwise.
     context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks", "tests.frozen"])
     return context
+
+
+def start_ranks(
+    serve: Callable[..., None], calls: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()
+) -> list[ForkServerProcess]:
+    """Start a process for each call of `serve`; if modules are loaded before, one process, which forks the others.
+
+    Args:
+        serve: What ranks do, a function of a module.
+        calls: Arguments of each; sockets and pipes are closed here, and in the other ranks.
+        preload: Modules that take seconds to import.
+    """
+    context, processes = fork_context(), []
+    for target, args in [(_load_and_fork, (preload, serve, calls))] if preload else [(serve, call) for call in calls]:
+        processes.append(context.Process(target=target, args=args, daemon=True))
+        processes[-1].start()
+    for call in calls:
+        _close_all(call)
+    return processes
+
+
+def _load_and_fork(preload: Sequence[str], serve: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    for name in preload:
+        importlib.import_module(name)
+    mine, *others = calls
+    for call in others:
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            mine = call
+            break
+    for call in calls:
+        if call is not mine:
+            _close_all(call)
+    serve(*mine)
+    os._exit(0)
+
+
+def _close_all(call: tuple[Any, ...]) -> None:
+    for each in call:
+        if isinstance(each, (Connection, socket.socket)):
+            each.close()
 
 
 def _quiet_port() -> int:

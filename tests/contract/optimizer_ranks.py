@@ -6,11 +6,11 @@ import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.ranks import fork_context
+from tests.ranks import fork_context, start_ranks
 
 CASE_SECONDS = 200
 
@@ -18,23 +18,17 @@ CASE_SECONDS = 200
 class Ranks:
     """Runs `case(rank, size)` on every rank at once; a failure on any rank fails the call."""
 
-    def __init__(self, size: int, seconds: int = CASE_SECONDS) -> None:
-        self.size, self._seconds = size, seconds
+    def __init__(self, size: int, seconds: int = CASE_SECONDS, preload: Sequence[str] = ()) -> None:
+        self.size, self._seconds, self._preload = size, seconds, preload
         self._started = False
 
     def _start(self) -> None:
-        context = fork_context()
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name) / "meeting"
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, str(meeting), theirs))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        pipes = [fork_context().Pipe() for _ in range(self.size)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        calls = [(rank, self.size, str(meeting), theirs) for rank, (_, theirs) in enumerate(pipes)]
+        self._processes = start_ranks(_serve, calls, self._preload)
         self._started = True
 
     def run(self, case: Callable[[int, int], None]) -> None:

@@ -43,7 +43,7 @@ STEPS_BY_HAND = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+    ranks = Ranks(2, preload=("keras",))
     yield ranks
     ranks.close()
 
@@ -56,7 +56,7 @@ def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
 def test_two_ranks_on_tensorflow() -> None:
-    ranks = Ranks(2)
+    ranks = Ranks(2, preload=("tests.on_tensorflow",))
     try:
         ranks.run(keras_cases.on_tensorflow)
         for case in [keras_step_cases.what_cannot_be_compiled, *CASES]:
@@ -117,11 +117,12 @@ def train(victim: int | None, backend: str = "torch") -> dict[str, Any]:
 def test_a_lost_rank_is_replaced_without_a_trace(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"needs {backend}")
-    with elastic_job(train, None, backend, count=2) as job:
+    preload = ("keras",) if backend == "torch" else ("tests.on_tensorflow",)
+    with elastic_job(train, None, backend, count=2, preload=preload) as job:
         job.form(job.ranks)
         expected = job.finish(job.ranks)
     assert expected[0]["steps"] == 3 * 6
-    with elastic_job(train, 1, backend, count=2) as job:
+    with elastic_job(train, 1, backend, count=2, preload=preload) as job:
         fresh = job.start()
         job.form(job.ranks[:2])
         job.ranks[1].await_end()

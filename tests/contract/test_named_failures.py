@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -214,13 +214,22 @@ def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path:
     play(end, size, victim, moment, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.night), 1])
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.night), 3])
-def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
+def stop_at(moments: Iterable[str], size: int, victim: int, folder: Path) -> None:
     with ThreadPoolExecutor(len(MOMENTS)) as pool:  # they wait for most of the time
-        for done in [pool.submit(play, "stopped", size, victim, moment, tmp_path) for moment in MOMENTS]:
+        for done in [pool.submit(play, "stopped", size, victim, moment, folder) for moment in moments]:
             done.result()
+
+
+@pytest.mark.slow
+def test_a_rank_is_stopped(tmp_path: Path) -> None:
+    stop_at(["submitted", "large in flight"], 3, 1, tmp_path)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_is_stopped_at_any_moment(size: int, victim: int, tmp_path: Path) -> None:
+    stop_at(MOMENTS, size, victim, tmp_path)
 
 
 STALL = {"stall_warning": 0.8, "stall_timeout": 1.5}
@@ -374,7 +383,7 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "victim"),
-    [("raise ValueError('mine')", 1), pytest.param("raise SystemExit(1)", 0, marks=pytest.mark.slow)],
+    [("raise ValueError('mine')", 1), pytest.param("raise SystemExit(1)", 0, marks=pytest.mark.night)],
 )
 def test_programs_that_end(end: str, victim: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -21,6 +21,17 @@ from tests.contract.optimizer_ranks import Ranks
 Case = Callable[[int, int], None]
 ALONE = (optimizer_odd_cases.peer_dies, join_cases.a_rank_dies_while_others_have_joined)  # they end their ranks
 
+# What two ranks show by day, and the other cases of three.
+AT_NIGHT = dict.fromkeys(
+    [
+        join_cases.random_shares,
+        join_cases.several_passes,
+        join_cases.sparse_gradients,
+        join_cases.what_needs_every_rank,
+    ],
+    pytest.mark.night,
+)
+
 
 def cases_of(module: ModuleType) -> list[Case]:
     """The module's public functions of (rank, size)."""
@@ -79,7 +90,7 @@ def test_two_ranks(two: Ranks, case: Case) -> None:
         shared_memory_cases.copies_of_abandoned_sums,
         shared_memory_cases.ways_by_size,
         shared_memory_cases.shares_of_small_buckets,
-        *cases_of(join_cases),
+        *(pytest.param(case, marks=AT_NIGHT.get(case, ())) for case in cases_of(join_cases)),
     ],
     ids=lambda case: case.__name__,
 )

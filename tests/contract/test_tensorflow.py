@@ -33,11 +33,12 @@ CASES = [
     for case in (*vars(tensorflow_cases).values(), *vars(tape_cases).values())
     if inspect.isfunction(case) and list(inspect.signature(case).parameters) == ["rank", "size"]
 ]
+PRELOAD = ("tests.on_tensorflow",)
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, 240)  # the first case imports TensorFlow, which takes a busy machine half a minute
+    ranks = Ranks(2, 240, preload=PRELOAD)  # which takes a busy machine half a minute
     yield ranks
     ranks.close()
 
@@ -81,13 +82,12 @@ def train(victim: int | None) -> dict[str, Any]:
     return {"weights": weights.numpy().tobytes(), "batch": state.batch}
 
 
-@pytest.mark.slow  # three processes import TensorFlow
 @pytest.mark.timeout(300)
 def test_a_lost_rank_is_replaced_without_a_trace() -> None:
-    with elastic_job(train, None, count=2) as job:
+    with elastic_job(train, None, count=2, preload=PRELOAD) as job:
         job.form(job.ranks)
         expected = job.finish(job.ranks)
-    with elastic_job(train, 1, count=2) as job:
+    with elastic_job(train, 1, count=2, preload=PRELOAD) as job:
         fresh = job.start()
         job.form(job.ranks[:2])
         job.ranks[1].await_end()
@@ -114,27 +114,28 @@ def shares_of_threads() -> list[float]:
     return sorted((each / sum(spent) for each in spent), reverse=True)
 
 
-@pytest.mark.slow  # imports TensorFlow
-def test_a_rank_computes_in_as_many_threads_as_it_has_cores() -> None:
-    for threads, alone in (("1", True), ("2", False)):
-        (shares,) = run_local(shares_of_threads, num_proc=1, env={"OMP_NUM_THREADS": threads})
-        assert (shares[0] > 0.95) is alone, shares
+@pytest.mark.parametrize(("threads", "alone"), [("1", True), pytest.param("2", False, marks=pytest.mark.night)])
+def test_a_rank_computes_in_as_many_threads_as_it_has_cores(threads: str, alone: bool) -> None:
+    (shares,) = run_local(shares_of_threads, num_proc=1, env={"OMP_NUM_THREADS": threads})
+    assert (shares[0] > 0.95) is alone, shares
 
 
-@pytest.mark.slow  # imports TensorFlow
+def said_by(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stderr
+
+
+WARNING = "one thread to run operations in"
+
+
 def test_so_does_one_that_others_have_launched() -> None:
-    code = "import spark_hvd.tensorflow, tests.contract.test_tensorflow as t; assert t.shares_of_threads()[0] > 0.95"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    said = said_by(
+        "import spark_hvd.tensorflow, tests.contract.test_tensorflow as t; assert t.shares_of_threads()[0] > 0.95"
+    )
+    assert WARNING not in said
 
 
-@pytest.mark.slow  # imports TensorFlow
 def test_one_thread_for_all_operations_is_warned_of() -> None:
-    code = "import tensorflow as tf; {}; import spark_hvd.tensorflow"
-    says = [
-        subprocess.run(
-            [sys.executable, "-c", code.format(f"tf.config.threading.set_inter_op_parallelism_threads({threads})")],
-            check=True, capture_output=True, text=True,
-        ).stderr
-        for threads in (1, 2)
-    ]  # fmt: skip
-    assert ["one thread to run operations in" in each for each in says] == [True, False]
+    threads = "import tensorflow as tf; tf.config.threading.set_inter_op_parallelism_threads(1)"
+    assert WARNING in said_by(f"{threads}; import spark_hvd.tensorflow")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(loading)
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
-TOGETHER = 8
+TOGETHER = 6
 """Data sets of a run."""
 
 

@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(RANKS, timeout=300)  # the first case imports TensorFlow
+    ranks = Ranks(RANKS, timeout=300, preload=("tests.on_tensorflow",))  # a busy machine takes its time
     yield ranks
     ranks.close()
 

@@ -326,7 +326,7 @@ def test_files_of_the_session_reach_the_ranks(
     assert run(theirlib.train, num_proc=2, spark=spark) == [40, 41]
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day: a program under spark-submit in test_command_line.py, and files of a session above
 def test_run_under_spark_submit_with_py_files(tmp_path: Path) -> None:
     import pyspark
 

@@ -19,12 +19,13 @@ from torch import nn
 from spark_hvd import run_local
 from spark_hvd.estimators import DataError, KerasModel, LocalBackend, Store, TorchModel
 from spark_hvd.runner import MlflowTracker, RankFailedError, Reporting, RunResult
+from tests.later import Later
 from tests.spark.estimator_support import estimator, frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-mlflow: Any = pytest.importorskip("mlflow")
+mlflow: Any = Later("mlflow")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.slow,

@@ -286,7 +286,7 @@ if sys.argv[3] == "killed":
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("end", ["ended", "killed"])
+@pytest.mark.parametrize("end", ["ended", pytest.param("killed", marks=pytest.mark.night)])
 def test_data_go_with_their_driver_unless_it_is_killed(store: Store, path: str, end: str) -> None:
     command = [sys.executable, "-c", DRIVER, path, store.url, end]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:

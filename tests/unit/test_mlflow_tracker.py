@@ -17,9 +17,10 @@ from spark_hvd.runner.watch import mlflow as mlflow_tracker
 from spark_hvd.runner.watch.mlflow import MlflowTracker
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.tracking import Tracking, facts_of
+from tests.later import Later
 from tests.unit.test_history import vitals
 
-mlflow: Any = pytest.importorskip("mlflow")
+mlflow: Any = Later("mlflow")
 FACTS = facts_of(RunConfig(num_proc=2), "train", spark="4.3.0", gpus=None)
 
 

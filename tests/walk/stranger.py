@@ -12,6 +12,9 @@ from tests.jvm import SHORT_LIVED
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "spark.driver.extraJavaOptions": SHORT_LIVED,
+    # One daemon for SQL and RDDs, with torch, as of the sessions of the other tests.
+    "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
+    "spark.python.daemon.module": "tests.warm_daemon",
     "spark.log.level": "OFF",
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend
+from tests.later import Later
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-
-class _Later:
-    """Keras, loaded when a test runs. Each of pytest's workers collects all tests, and Keras takes 0.7 GiB."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("keras"), name)
-
-
-keras: Any = _Later()
+keras: Any = Later("keras")
 
 
 def net(outputs: int = 1, activation: str | None = None, dropout: float = 0.0) -> Any:

@@ -28,7 +28,8 @@ class Warm:
         return 2
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list:
-        self._world = self._world or Ranks(2, timeout=180.0)  # a rank that imports trackers is late
+        # A rank that imports trackers is late.
+        self._world = self._world or Ranks(2, timeout=180.0, preload=("lightning",))
         try:
             return self._world.run(fn, *args)
         except RankError:

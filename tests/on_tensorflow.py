@@ -1,0 +1,7 @@
+"""TensorFlow, and Keras on it, loaded once by a process that forks ranks: it takes ten seconds of CPU."""
+
+import os
+
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+
+import tensorflow  # noqa: F401 - which loads Keras, on the backend that is named above
