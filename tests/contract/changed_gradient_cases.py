@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from torch import nn
 
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.torch.outer.local_sgd import LocalSGD
+from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import PlanMismatchError
-from tests.contract.optimizer_cases import reducer_of
+from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, loss_of, net, reducer_of
 
 STEPS = 6
 Change = Callable[[nn.Sequential], object]
@@ -249,3 +253,32 @@ def cast_to_different_dtypes_is_an_error_on_all(rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 _loss(model, rank, step).backward()
                 optimizer.step()
+
+
+def copies(rank: int, size: int) -> None:
+    """A copy is plain, and says so rather than step alone; made a distributed one, it trains as the original does."""
+    makers = [
+        lambda each, net: DistributedOptimizer(each, net.named_parameters()),
+        lambda each, net: DistributedOptimizer(each, net.named_parameters(), op=ReduceOp.ADASUM),
+        lambda each, net: LocalSGD(net, each, 2),
+    ]
+    for make in makers:
+        model = net()
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        for step in range(2 * STEPS):
+            if step == STEPS:  # after a whole round of LocalSGD
+                copied, again = copy.deepcopy((model, optimizer))
+                pickled, loaded = pickle.loads(pickle.dumps((model, optimizer)))
+                for other, there in ((again, copied), (loaded, pickled)):
+                    assert type(other) is torch.optim.SGD
+                    with pytest.raises(RuntimeError, match=r"is a copy of a distributed one"):
+                        other.step()
+                    assert_same_bits(there)
+                again = make(again, copied)
+                with pytest.raises(ValueError, match=r"already one of hvd\."):
+                    make(again, copied)
+            for each, there in [(optimizer, model), *([(again, copied)] if step >= STEPS else [])]:
+                each.zero_grad()
+                loss_of(there, batch(rank, step)).backward()
+                each.step()
+        assert_matches(copied, model, 1e-6)

@@ -14,11 +14,12 @@ from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import current, in_world, ordinal
 from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.plan import require_same
+from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 
 
-class AdasumOptimizer(torch.optim.Optimizer):
+class AdasumOptimizer(TakenOver):
     """What DistributedOptimizer(op=Adasum) adds to the methods of the optimizer it is given."""
 
     _deltas: _Deltas
@@ -106,12 +107,8 @@ def take_over_with_adasum(
             lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
         )
     others = process_set if elastic or _has_others(process_set) else None
-    base = type(optimizer)
-    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    optimizer.__class__ = type(base.__name__, (AdasumOptimizer, base), namespace)
-    assert isinstance(optimizer, AdasumOptimizer)
+    optimizer = take_over(optimizer, AdasumOptimizer)
     deltas = optimizer._deltas = _Deltas(others, compression)
-    # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())
     return optimizer

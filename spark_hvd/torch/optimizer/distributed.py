@@ -27,11 +27,12 @@ from spark_hvd.torch.optimizer.arguments import (
 from spark_hvd.torch.optimizer.live import NOT_YET, enlist, replace_owners, require_bound
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
+from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 
 
-class ReducedOptimizer(torch.optim.Optimizer):
+class ReducedOptimizer(TakenOver):
     """What DistributedOptimizer adds to the methods of the optimizer it is given."""
 
     _reducer: GradientReducer | None
@@ -211,8 +212,6 @@ def DistributedOptimizer(
         TypeError: `optimizer` is no optimizer.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """
-    if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer):
-        raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
     check_kind(optimizer)
     check_passes(backward_passes_per_step)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
@@ -254,11 +253,7 @@ def DistributedOptimizer(
 def _take_over(
     optimizer: torch.optim.Optimizer, recipe: Recipe, reducer: GradientReducer | None, unbound: str | None = None
 ) -> ReducedOptimizer:
-    base = type(optimizer)
-    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    # A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid.
-    optimizer.__class__ = type(base.__name__, (ReducedOptimizer, base), namespace)
-    assert isinstance(optimizer, ReducedOptimizer)
+    optimizer = take_over(optimizer, ReducedOptimizer)
     optimizer._recipe = recipe
     optimizer._reducer = reducer
     optimizer._unbound = unbound
@@ -266,7 +261,6 @@ def _take_over(
     optimizer._synchronizes, optimizer._synchronized = True, False
     recipe.scale_gradients(optimizer)
     enlist(optimizer)
-    # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer

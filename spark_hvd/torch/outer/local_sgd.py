@@ -13,9 +13,8 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import in_world, ordinal
 from spark_hvd.elastic.run import WorldHook, register_world_hook
-from spark_hvd.torch.optimizer.adasum import AdasumOptimizer
 from spark_hvd.torch.optimizer.arguments import check_kind
-from spark_hvd.torch.optimizer.distributed import ReducedOptimizer
+from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
 from spark_hvd.torch.outer.compressors import RowCompressor
 from spark_hvd.torch.outer.loop import OuterLoop, OuterSettings
 from spark_hvd.world import launcher as elastic_launcher
@@ -28,11 +27,12 @@ _live: weakref.WeakSet[OuterLoop] = weakref.WeakSet()
 """Those of this process."""
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(TakenOver):
     """What LocalSGD and DiLoCo add to the methods of the optimizer they are given."""
 
     __module__ = "spark_hvd.torch"
 
+    made_by = "LocalSGD or DiLoCo"
     _loop: OuterLoop
 
     @property
@@ -210,9 +210,6 @@ def _take_over(
     outer: torch.optim.Optimizer | None,
 ) -> OuterOptimizer:
     check_kind(optimizer)
-    if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer | OuterOptimizer):
-        what = "LocalSGD or DiLoCo" if isinstance(optimizer, OuterOptimizer) else "DistributedOptimizer"
-        raise ValueError(f"{kind}: the optimizer is already one of hvd.{what}: give it a plain torch optimizer")
     _check_numbers(sync_every, overlap)
     if not isinstance(compression, RowCompressor) and not all(
         callable(getattr(compression, method, None)) for method in ("compress", "decompress")
@@ -239,11 +236,7 @@ def _take_over(
     if outer is not None:
         _retarget(outer, {id(param): anchor for param, anchor in zip(params, loop.anchors, strict=True)})
     _live.add(loop)
-    base = type(optimizer)
-    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    # A class swap, and hooks, for the reasons that DistributedOptimizer has them.
-    optimizer.__class__ = type(base.__name__, (OuterOptimizer, base), namespace)
-    assert isinstance(optimizer, OuterOptimizer)
+    optimizer = take_over(optimizer, OuterOptimizer)
     optimizer._loop = loop
     optimizer.register_step_pre_hook(lambda own, args, kwargs: loop.before_step())
     optimizer.register_step_post_hook(lambda own, args, kwargs: loop.after_step())
