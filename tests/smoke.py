@@ -136,6 +136,13 @@ def test_run_local() -> None:
     assert spark_hvd.run_local(train, **MINE) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
+def test_run_local_says_nothing_of_its_own() -> None:
+    code = "import os, spark_hvd; print(spark_hvd.run_local(os.getpid, num_proc=2, verbose=0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "spark_hvd" not in done.stderr, "Python 3.12 warns of forks"
+
+
 def test_elastic(spark: SparkSession) -> None:
     results = spark_hvd.run_elastic(train_elastic, args=[8], spark=spark, min_num_proc=1, **MINE)
     assert {step for step, _, _ in results} == {8}

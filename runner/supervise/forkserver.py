@@ -28,6 +28,7 @@ import struct
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -291,6 +292,9 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
 def main(folder: str, fd: str, anchor: str, linger: str) -> int:
     """Import what ranks need, then serve requests for processes."""
     listener = socket.socket(fileno=int(fd))
+    # Python 3.12 and newer warn of a fork wherever there are threads. Those of the libraries that are imported here, such
+    # as jemalloc's in pyarrow, are ready for forks.
+    warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     if _listens(listener):
         listener.listen(BACKLOG)  # again: the kernel tells who connects of the process that did so last
     with listener, contextlib.suppress(psutil.NoSuchProcess):
