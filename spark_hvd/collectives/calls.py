@@ -117,8 +117,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         with self._lock:
             called = self._unnamed.next(kind) if name is None else name
             known = self._known.as_before(called, tensor, how)
-            if known is None:
-                return None
+            if known is None or (in_place and tensor is not None and 0 in tensor.stride()):
+                return None  # a tensor of expand() is refused on the longer way
             if self._failure.text is not None:  # not by another function, as below: such calls are many
                 self._failure.require_none()
             if name is None:

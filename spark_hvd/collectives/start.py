@@ -14,7 +14,7 @@ from spark_hvd.collectives.messages import Request, dtype_text
 from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
-from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault
+from spark_hvd.transport.shapes import even_rows, require_dense, require_places, require_rows, split_fault
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
@@ -60,7 +60,7 @@ def start_allreduce(
 
     Raises:
         TypeError: The dtype has no such reduction, or cannot be scaled.
-        ValueError: The process set is not this rank's, or the tensors are on several devices.
+        ValueError: The process set is not this rank's, the tensors are on several devices, or one cannot take a result.
     """
     queue = queue_of(process_set)
     if len(tensors) == 1:
@@ -68,6 +68,8 @@ def start_allreduce(
         if handle is not None:
             return handle
     reducing.check(tensors)
+    if in_place:
+        require_places(tensors)
     request = _request("allreduce", tensors, reducing)
     return queue.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
@@ -109,6 +111,8 @@ def start_broadcast(
         handle = queue.again("broadcast", name, tensors[0], how, result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
+    if in_place:
+        require_places(tensors)
     request = _request("broadcast", tensors)._replace(root=int(root_rank))
     return queue.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 

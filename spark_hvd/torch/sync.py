@@ -15,7 +15,7 @@ from spark_hvd.context.standing import current, speaks_horovod
 from spark_hvd.elastic.skeleton import broadcast_all
 from spark_hvd.elastic.sync import broadcast_content
 from spark_hvd.transport.communicator import Communicator
-from spark_hvd.transport.shapes import require_dense, require_root
+from spark_hvd.transport.shapes import require_dense, require_places, require_root
 from spark_hvd.world.errors import MismatchError
 
 Description = list[tuple[str, str, list[int]]]
@@ -32,7 +32,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `params` is something else, or `root_rank` is no rank.
+        ValueError: `params` is something else, a tensor has one place in memory for several elements, or `root_rank` is
+            no rank.
         MismatchError: A tensor's name, dtype or shape differs between ranks. Raised on every rank, and no tensor has
             changed.
         CollectiveError: A peer or the network failed.
@@ -141,6 +142,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
                 "broadcast_object."
             )
         require_dense(tensor)
+    require_places(tensor for _, tensor in named)
     return named
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -52,3 +52,15 @@ def require_dense(tensor: torch.Tensor) -> None:
         raise TypeError("a DTensor holds another part on every rank; pass its to_local() or full_tensor().")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"a tensor on device {tensor.device} cannot be sent; move it to the CPU or a CUDA device.")
+
+
+def require_places(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise a ValueError for a tensor that cannot take a result, as several of its elements are one place in memory."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() and any(
+            stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, as expand() makes it, has one "
+                "place in memory for several elements, and cannot take the result; pass tensor.contiguous()."
+            )

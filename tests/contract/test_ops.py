@@ -213,6 +213,24 @@ def test_tensors_without_plain_memory_are_refused_and_the_world_lives(world: Ran
     world.run(fn)
 
 
+def test_tensors_whose_elements_share_memory_take_no_result(world: Ranks) -> None:
+    def fn() -> None:
+        rows = torch.full((3, 1), float(hvd.rank()))
+        for name in (None, "known", "known"):
+            assert hvd.allreduce(rows.expand(3, 4), op=hvd.Sum, name=name).shape == (3, 4)
+            for call in (
+                lambda t: hvd.allreduce_(t, op=hvd.Sum, name="known"),
+                lambda t: hvd.broadcast_(t, 0, name="known"),
+                lambda t: hvd.grouped_allreduce_([torch.ones(1), t], op=hvd.Sum, name="grouped"),
+                lambda t: hvd.broadcast_parameters({"expanded": t}),
+            ):
+                with pytest.raises(ValueError, match=r"as expand\(\) makes it.*pass tensor\.contiguous\(\)"):
+                    call(rows.expand(3, 4))
+        assert hvd.allreduce_(rows.expand(3, 1), op=hvd.Max).tolist() == [[hvd.size() - 1.0]] * 3
+
+    world.run(fn)
+
+
 def test_odd_strides(world: Ranks) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
