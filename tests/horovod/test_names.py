@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,9 +14,6 @@ from click.testing import CliRunner
 from spark_hvd.runner.cli import main
 from spark_hvd.runner.cli.command_horovodrun import main as horovodrun
 from tests.conftest import not_activated
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 WHEEL = Path(__file__).parents[2] / "examples" / "horovod_package"
 SCRIPT = """
@@ -192,20 +189,6 @@ def test_run_of_horovod(capfd: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             run_here(train, (2.0,), np=1, **options)  # type: ignore[arg-type]
-
-
-def test_run_of_horovod_spark(spark: SparkSession) -> None:
-    from spark_hvd.runner.compat.horovod import run_on_spark
-
-    def train() -> Any:
-        import horovod.torch as hvd
-
-        hvd.init()
-        return hvd.rank(), hvd.size()
-
-    assert run_on_spark(train, num_proc=2, verbose=0, env={"A": "b"}, start_timeout=60) == [(0, 2), (1, 2)]
-    with pytest.raises(ValueError, match="PYSPARK_PYTHON"):
-        run_on_spark(train, executable="python")
 
 
 def test_loaders() -> None:

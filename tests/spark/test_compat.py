@@ -183,6 +183,20 @@ def test_horovod_runner(spark: SparkSession, np: int, shown: str, capfd: pytest.
     assert ("rank 1" in capfd.readouterr().out) == (shown == "all")
 
 
+def test_run_of_horovod_spark(spark: SparkSession) -> None:
+    from spark_hvd.runner.compat.horovod import run_on_spark
+
+    def train() -> Any:
+        import horovod.torch as hvd
+
+        hvd.init()
+        return hvd.rank(), hvd.size()
+
+    assert run_on_spark(train, num_proc=2, verbose=0, env={"A": "b"}, start_timeout=60) == [(0, 2), (1, 2)]
+    with pytest.raises(ValueError, match="PYSPARK_PYTHON"):
+        run_on_spark(train, executable="python")
+
+
 def test_horovod_runner_says_what_it_expects() -> None:
     with pytest.raises(ValueError, match="driver_log_verbosity='some': expected one of 'log_callback_only', 'all'"):
         HorovodRunner(np=1, driver_log_verbosity="some")
