@@ -292,8 +292,8 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
 def main(folder: str, fd: str, anchor: str, linger: str) -> int:
     """Import what ranks need, then serve requests for processes."""
     listener = socket.socket(fileno=int(fd))
-    # Python 3.12 and newer warn of a fork wherever there are threads. Those of the libraries that are imported here, such
-    # as jemalloc's in pyarrow, are ready for forks.
+    # From 3.12 on Python warns of a fork where there are threads. Those of what is imported here, such as jemalloc's in
+    # pyarrow, are ready for forks.
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     if _listens(listener):
         listener.listen(BACKLOG)  # again: the kernel tells who connects of the process that did so last
