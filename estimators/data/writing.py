@@ -89,11 +89,7 @@ def write_partition(
 ) -> Iterator[pa.RecordBatch]:
     """Write the rows of one partition, then yield one report; nothing for a partition without rows.
 
-    Args:
-        task: What to write, and where to.
-        batches: The rows.
-        partition: Number of the partition, from which the split is drawn.
-        attempt: Unique among all task attempts, those that Spark retries or runs twice included: makes file names.
+    The split is drawn from the partition's number; ``attempt`` is unique among all task attempts and names the files.
     """
     report = WriteReport()
     try:

@@ -40,14 +40,6 @@ def train_on_ranks(
 ) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
 
-    Args:
-        plan: Of the fit.
-        spec: What ranks are told.
-        num_proc: Number of ranks.
-        framework: Of the model.
-        rows: The run's ``data``, where ranks are handed their rows.
-        facts: Further ones for a tracker.
-
     Raises:
         DataError: there are fewer rows than ranks.
         CheckpointError: the run has a checkpoint that does not fit.

@@ -53,12 +53,6 @@ def feeds(plan: FitPlan) -> bool:
 def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float | str | None, seed: int) -> RowsForRanks:
     """The rows of a DataFrame, computed once for training and validation.
 
-    Args:
-        df: The data.
-        columns: Those that models see.
-        validation: As of :func:`spark_hvd.estimators.data.materialize.materialize`.
-        seed: Of the draw.
-
     Raises:
         ValueError, DataError: ``validation`` is none.
     """

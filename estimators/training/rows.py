@@ -96,12 +96,7 @@ class Rows:
 def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, uses: Uses | None = None) -> Rows:
     """Open the rows of a data set.
 
-    Args:
-        name: Of the DataFrame in the run's ``data``, where ``spec.dataset`` has no files. All ranks are to call this.
-        spec: What is read.
-        batch_size: Rows in a batch.
-        drop_last: Leave out the batch at the end that is not full.
-        uses: What columns are for.
+    All ranks are to call this for a DataFrame of the run's ``data``, where ``spec.dataset`` has no files.
 
     Raises:
         DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that cannot be used,

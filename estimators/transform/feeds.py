@@ -71,11 +71,11 @@ class TensorFeed:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         return tuple(spec.column.name for spec in self.inputs)
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         return batches
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], None]:
@@ -137,7 +137,7 @@ class CollatedFeed:
     window: int | None = None
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         if self.window is None:
             yield from batches
             return

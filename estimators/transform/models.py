@@ -263,13 +263,7 @@ def _check_predecessor(place: Path) -> None:
 
 
 class Shipped:
-    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs.
-
-    Args:
-        name: Of the function, for messages.
-        function: On the driver.
-        data: Its pickle, in a worker.
-    """
+    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
         self.name, self._function, self._data = name, function, data

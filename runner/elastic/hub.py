@@ -61,11 +61,7 @@ def _plain_fields(kind: type[Event]) -> dict[str, Any]:
 
 
 class ElasticState(HubLogic):
-    """See the module's description. Pure.
-
-    Args:
-        limits: Of the run.
-    """
+    """See the module's description. Pure."""
 
     KINDS: ClassVar[Kinds] = {
         "hello": {"attempt": int, "host": str, "task": int},
@@ -93,7 +89,6 @@ class ElasticState(HubLogic):
         """What workers have returned, where agents were asked to hand it over."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
-        """See base class."""
         agent, kind = message["rank"], message["type"]
         self.record_heartbeat(agent, now)
         if kind == "hello":
@@ -115,12 +110,10 @@ class ElasticState(HubLogic):
         return [] if kind == "alive" else self._told(_event(message), now)
 
     def record_heartbeat(self, rank: int, now: float) -> None:
-        """See base class."""
         if rank in self._liveness:
             self._liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
-        """See base class."""
         self._liveness.tick(now)
         patience = _SUSPECT_AFTER if self.membership.waits_for_the_silent else SILENT_AFTER
         sends = []
@@ -130,7 +123,6 @@ class ElasticState(HubLogic):
         return sends + self._act(self.membership.tick(self._clock.at(now)))
 
     def stop(self, reason: str) -> list[Send]:
-        """See base class."""
         return self._act(self.membership.stop(reason))
 
     def lost(self, agent: int, why: str, now: float) -> list[Send]:
@@ -144,7 +136,6 @@ class ElasticState(HubLogic):
         return self._told(AgentLeaving(agent, why), now)
 
     def examine(self) -> list[Send]:
-        """See base class."""
         return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
 
     @property
@@ -154,12 +145,10 @@ class ElasticState(HubLogic):
 
     @property
     def most_ranks(self) -> int:
-        """See base class."""
         return self.membership.limits.max_num_proc
 
     @property
     def all_gone(self) -> bool:
-        """See base class."""
         return not self._present
 
     @property
@@ -233,15 +222,7 @@ class _Labelled(Listener):
 
 
 class ElasticHub(HubServer):
-    """Runs an :class:`ElasticState` behind a socket, in a thread of its own.
-
-    Args:
-        limits: Of the run.
-        bind_host: Address to listen on.
-        public_host: Address that agents connect to, where it is another one.
-        listener: Takes what ranks say besides.
-        ports: Where it may listen; None for any port.
-    """
+    """Runs an :class:`ElasticState` behind a socket, in a thread of its own."""
 
     _state: ElasticState
 

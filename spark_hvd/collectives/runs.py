@@ -41,11 +41,7 @@ class _Started:
 class Runs:
     """See the module's description.
 
-    Args:
-        members: Of the process set.
-        tracing: The process' timeline.
-        release: Told of handles whose collective has ended, before they are completed; from any thread.
-        cannot_run: Told why this rank cannot start what all the others start.
+    ``release`` is told of handles whose collective has ended, before they are completed, from any thread.
     """
 
     def __init__(

@@ -141,9 +141,6 @@ def expect(me: RankInfo) -> None:
 
     init() then does nothing, who-am-I questions are answered from it, and collectives raise NotInitializedError.
     :func:`join` replaces it by a world, :func:`abandon` brings one back.
-
-    Args:
-        me: Who I am for the time being.
     """
     with standing.lock:
         assert standing.context is None, "a rank that is in a world has its place there"

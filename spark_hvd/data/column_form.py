@@ -40,13 +40,7 @@ class Part:
 
 
 class ColumnForm(Form[Part, Columns]):
-    """Batches as numpy arrays or tensors.
-
-    Args:
-        convert: :func:`~spark_hvd.data.columns.numpy_batch` or :func:`~spark_hvd.data.columns.torch_batch`.
-        features: What is stacked.
-        concatenate: Joins arrays of the kind that ``convert`` makes.
-    """
+    """Batches as numpy arrays or tensors. ``concatenate`` joins arrays of the kind that ``convert`` makes."""
 
     def __init__(
         self,
@@ -59,7 +53,6 @@ class ColumnForm(Form[Part, Columns]):
         self._convert, self._features, self._concatenate = convert, features, concatenate
 
     def of(self, table: pa.Table, where: str) -> Part:
-        """See base class."""
         return self.of_batch(single(self._tables.of(table, where)), where)
 
     def of_batch(self, batch: pa.RecordBatch | PackedRows, where: str) -> Part:
@@ -82,15 +75,12 @@ class ColumnForm(Form[Part, Columns]):
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
-        """See base class."""
         return self._tables.row_bytes(table, where)
 
     def window(self, asked: Round) -> _PartWindow:
-        """See base class."""
         return _PartWindow(asked)
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
-        """See base class."""
         for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
             found: Columns = {}
@@ -104,7 +94,6 @@ class ColumnForm(Form[Part, Columns]):
             yield found
 
     def kept(self, rows: Part) -> Part:
-        """See base class."""
         return copy.deepcopy(rows)
 
 
@@ -120,7 +109,6 @@ class _PartWindow(Window[Part]):
         self._rows = asked.rows
 
     def put(self, number: int, rows: Part) -> None:
-        """See base class."""
         self._like = rows
         if rows.arrays:
             self._arrays.put(number, list(rows.arrays.values()))
@@ -128,7 +116,6 @@ class _PartWindow(Window[Part]):
             self._others.put(number, rows.others)
 
     def take(self) -> Part:
-        """See base class."""
         like = self._like
         arrays = dict(zip(like.arrays, self._arrays.take(), strict=True))
         others = self._others.take() if like.others.num_columns else like.others

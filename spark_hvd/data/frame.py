@@ -61,21 +61,17 @@ class FrameSource(DataSource):
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class."""
         return self.spool.schema
 
     @property
     def rows(self) -> int:
-        """See base class."""
         return int(self.counts.sum())
 
     @property
     def layout(self) -> int:
-        """See base class."""
         return zlib.crc32(self.counts.tobytes())
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """See base class."""
         seed = asked.seed if asked.shuffle else None
         return UnitSharding(
             self.rows,
@@ -88,7 +84,6 @@ class FrameSource(DataSource):
         )
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return SpoolReader(self.spool, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
 
     @property
@@ -152,11 +147,9 @@ class UnitSharding(Sharding):
         return batches * (rows // steps) + min(batches, rows % steps)
 
     def share(self, position: Position, rank: int, size: int) -> list[Interval]:
-        """See base class."""
         return self._shares(position, size)[rank]
 
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
-        """See base class."""
         seed = seed_of(self.seed, position.epoch)
         whole = _pieces_of(self.counts, owned_by(self.parts[rank], size, self.counts), seed)
         found: list[Interval] = []
@@ -188,20 +181,12 @@ class UnitSharding(Sharding):
 
 
 class UnitReader(Reader[BatchT]):
-    """Reads the rows that a rank takes of units; a subclass finds those of some pieces.
-
-    Args:
-        counts: Rows of each unit.
-        owned: What the rank takes of them.
-        asked: What is read.
-        form: Makes batches.
-    """
+    """Reads the rows that a rank takes of units; a subclass finds those of some pieces."""
 
     def __init__(self, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT]) -> None:
         self._counts, self._owned, self._asked, self._form = counts, owned, asked, form
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
-        """See base class."""
         assert not isinstance(share, Turns)
         if not sizes:
             return
@@ -240,11 +225,7 @@ class SpoolReader(UnitReader[BatchT]):
 def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) -> Spool:
     """The rows that are here together with those that this rank lacks. To be called by all ranks.
 
-    Args:
-        name: Of the data set.
-        spool: The rows that are here.
-        moves: See :func:`moves_of`.
-        part: Of this rank, which ranks of its task differ in.
+    ``part`` is this rank's, in which ranks of a task differ.
 
     Raises:
         DataError: the disk does not take the rows.

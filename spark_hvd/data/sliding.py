@@ -77,11 +77,9 @@ class WindowSource(FrameSource):
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class."""
         return self.series.schema
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return WindowReader(self.series, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
 
 

@@ -97,20 +97,16 @@ class ParquetSource(DataSource):
 
     @property
     def rows(self) -> int:
-        """See base class."""
         return self.dataset.rows
 
     @property
     def layout(self) -> int:
-        """See base class."""
         return zlib.crc32(repr([group.rows for group in self.dataset.row_groups]).encode())
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """See base class."""
         return self.dataset.sharding(batch_size, drop_last, shuffle=asked.shuffle)
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return ArrowReader(ReaderSpec(dataset=self.dataset, store=self.store, **asdict(asked)), form)
 
 

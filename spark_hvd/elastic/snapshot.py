@@ -51,10 +51,7 @@ class Commit:
     def value(self, name: str, *, own: bool) -> Any:
         """The value of a name.
 
-        Args:
-            name: One that was committed.
-            own: Whether its tensors are to be new ones, where they were; else they are the buffers themselves, on the
-                CPU, only to be copied from.
+        With ``own``, its tensors are new ones, where they were; else the buffers, on the CPU, only to be copied from.
         """
         self.wait()
         made: dict[int, torch.Tensor] = {}
@@ -105,12 +102,7 @@ class Snapshots:
     ) -> None:
         """Begin a commit; plain objects and all tensors that are not stable are copied before this returns.
 
-        Args:
-            number: Of the commit.
-            content: Values by name.
-            extras: Kept beside it, by reference.
-            stable: Keys (:func:`spark_hvd.elastic.skeleton.tensor_key`) of tensors that will not change before
-                :meth:`wait_copied` is called.
+        ``extras`` are kept by reference; ``stable`` has keys of tensors that do not change before :meth:`wait_copied`.
 
         Raises:
             TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.

@@ -62,21 +62,17 @@ class TorchCommunicator(Communicator):
 
     @property
     def rank(self) -> int:
-        """See base class."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See base class."""
         return self._size
 
     @property
     def fact_device(self) -> torch.device:
-        """See base class."""
         return self._fact_device
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         check_op(tensor.dtype, op)
         mine, dense = to_dense(tensor)
@@ -108,7 +104,6 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allreduce", [work], finish)
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
@@ -152,7 +147,6 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allgather", works, lambda: out)
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_root(root_rank, self._size)
         mine, dense = to_dense(tensor)
@@ -166,7 +160,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "broadcast", [work], finish)
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_rows(tensor, "reducescatter")
         check_op(tensor.dtype, op)
@@ -204,7 +197,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "reducescatter", [work], finish)
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
@@ -225,7 +217,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "alltoall", [work], lambda: out)
 
     def barrier(self) -> Handle[None]:
-        """See base class."""
         # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
         token = torch.zeros(1, device=self._fact_device)
         work = self._start("barrier", lambda: dist.all_reduce(token, group=self._group, async_op=True))

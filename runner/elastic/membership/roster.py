@@ -15,9 +15,6 @@ _GREATEST_BACKOFF = 16.0
 class Roster:
     """See the module's description.
 
-    Args:
-        exclusion: Says which hosts get no new workers.
-
     Attributes:
         agents: Those alive, by number.
         workers: All there have been, by number.

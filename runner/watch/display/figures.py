@@ -80,16 +80,7 @@ def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) 
 def draw(
     axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
 ) -> None:
-    """Draw curves and label them.
-
-    Args:
-        axes: Of :func:`figure_of`.
-        curves: One alone is not named.
-        x: Label of the x axis.
-        y: Label of the y axis.
-        title: Above.
-        whole: Whether x only has whole numbers.
-    """
+    """Draw curves and label them. A curve alone is not named; ``whole`` says that x has whole numbers only."""
     for number, curve in enumerate(curves):
         colour = curve.colour or COLOURS[number % len(COLOURS)]
         dash = curve.dash or DASHES[number % len(DASHES)]
@@ -107,12 +98,7 @@ def draw(
 
 
 def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
-    """Draw lines where worlds begin, and what they are; names that would meet are put above each other.
-
-    Args:
-        axes: With the limits that they are to have.
-        generations: Where each begins, on the x axis.
-    """
+    """Draw lines where worlds begin, and what they are; names that would meet are put above each other."""
     left, right = axes.get_xlim()
     ends: list[float] = []  # of the last name in each row, from 0 to 1 of the axes
     for place, one in generations:

@@ -55,13 +55,7 @@ class TableColumn:
 
 
 def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
-    """The run as lines; names that the function gave have no colours in them, and no line breaks.
-
-    Args:
-        snapshot: The run.
-        width: Columns of text there is room for; no line is longer.
-        most_rows: Ranks there is room for.
-    """
+    """The run as lines; names that the function gave have no colours in them, and no line breaks."""
     return [replace(line, text=_plain(line.text)) for line in _lines(snapshot, width, most_rows)]
 
 

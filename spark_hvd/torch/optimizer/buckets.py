@@ -168,12 +168,7 @@ def fingerprint(specs: Sequence[ParamSpec], settings: Mapping[str, Any]) -> str:
 def describe_mismatch(
     params_by_rank: Sequence[Sequence[Mapping[str, Any]]], settings_by_rank: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Say in one sentence where the first rank that differs from rank 0 does so.
-
-    Args:
-        params_by_rank: for each rank its `ParamSpec.fields()` in order.
-        settings_by_rank: for each rank its settings of DistributedOptimizer.
-    """
+    """Say in one sentence where the first rank that differs from rank 0 does so."""
     first = params_by_rank[0]
     for rank, params in enumerate(params_by_rank):
         for index, (ours, theirs) in enumerate(zip(first, params, strict=False)):

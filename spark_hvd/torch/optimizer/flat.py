@@ -171,8 +171,7 @@ class FlatBucket:
     def fill(self, presence: Presence = Presence.HERE) -> None:
         """Bring every gradient into the buffer, scaled and compressed, and let `param.grad` be the view of it.
 
-        Args:
-            presence: Where it is that of a rank that has joined, the gradients are zeros.
+        Those of a rank that has joined are zeros.
         """
         self.misfits = []
         if presence >= Presence.JOINED:
@@ -325,11 +324,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def complete(self, correction: float | torch.Tensor) -> None:
-        """Make what was received the gradients, those included that this rank lacked but others had.
-
-        Args:
-            correction: A further factor.
-        """
+        """Make what was received the gradients, those included that this rank lacked but others had."""
         if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
             self._body.mul_(self._postscale * correction.to(self._flat.device, non_blocking=True))
         elif (scale := self._postscale * correction) != 1.0:
@@ -371,14 +366,7 @@ def make_buckets(
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
 
-    Args:
-        plans: The same on every rank.
-        params: All parameters.
-        specs: What they are, in the same order.
-        reduction: How gradients are scaled and compressed.
-        pipes: For buckets that are reduced in memory: between the ranks of one host, or the levels of several.
-        exchange: Gives every rank the facts of all ranks, in rank order.
-        memory: Of all buckets.
+    The plans are the same on every rank; with ``pipes``, buckets are reduced in memory.
     """
     leads = [specs[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)

@@ -66,14 +66,6 @@ class Levels:
     ) -> Levels | None:
         """Make the groups of the slices; collective over `group`.
 
-        Args:
-            process_set_id: 0 for all ranks.
-            ranks: Of the set, in the world, ascending.
-            hosts: Of each of them.
-            wanted: Whether this rank agrees.
-            groups: Of the world.
-            group: A process group of the set.
-
         Returns:
             None, on every rank, if there is one level only, one does not agree, or Gloo carries nothing.
         """
@@ -108,10 +100,6 @@ class Levels:
         self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
     ) -> list[list[torch.Tensor]] | None:
         """Make buffers that the ranks of each host share; collective, with the same kinds on every rank.
-
-        Args:
-            kinds: Number of elements and dtype of each.
-            ask: Gives every rank the facts of all ranks of the set, in rank order.
 
         Returns:
             For each buffer that of every rank on this host; None, on every rank, if one has no memory to share.
@@ -180,12 +168,7 @@ def spread_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int
 
 
 class Hierarchy:
-    """The two levels of a process set, for buffers that are summed time and again in one order; one thread at a time.
-
-    Args:
-        levels: Where I stand.
-        pipes: Between the ranks of this host.
-    """
+    """The two levels of a process set, for buffers summed again and again in one order; one thread at a time."""
 
     def __init__(self, levels: Levels, pipes: Pipes) -> None:
         self.levels = levels

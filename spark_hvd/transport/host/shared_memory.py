@@ -27,9 +27,7 @@ SMALL = 1 << 19
 class SharedSum:
     """The sum of a large buffer over all ranks, time and again: each rank sums its share, in place.
 
-    Args:
-        buffers: Every rank's, in rank order; mine belongs to the reduction from :meth:`start` to :meth:`wait`.
-        pipes: Between the ranks.
+    Mine belongs to the reduction from :meth:`start` to :meth:`wait`.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], pipes: Pipes) -> None:
@@ -86,11 +84,7 @@ class CopiedSum:
 
     The ranks wait for each other once a sum and not twice, as there are two copies that take turns. A rank overwrites
     the copy of the sum before last, and it does so only when all have come to the last sum: then nobody reads it.
-
-    Args:
-        buffer: Mine, which nobody else sees; it belongs to the reduction from :meth:`start` to :meth:`wait`.
-        copies: For either turn every rank's copy, in rank order.
-        pipes: Between the ranks.
+    ``copies`` has every rank's for either turn; ``buffer`` is the reduction's from :meth:`start` to :meth:`wait`.
     """
 
     def __init__(self, buffer: torch.Tensor, copies: Sequence[Sequence[torch.Tensor]], pipes: Pipes) -> None:
@@ -137,11 +131,6 @@ def in_memory(
 ) -> list[tuple[torch.Tensor, SharedSum | CopiedSum]] | None:
     """Make buffers that are summed in memory, each in the way that suits its size; collective.
 
-    Args:
-        kinds: Number of elements and dtype of each, the same on every rank.
-        pipes: Between the ranks, all on one host.
-        exchange: Gives every rank the facts of all ranks, in rank order.
-
     Returns:
         Each buffer, zeros, and what sums it; None, on every rank, if some rank cannot map another's memory.
     """
@@ -167,10 +156,7 @@ def sum_share(
 ) -> None:
     """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
 
-    Args:
-        buffers: Flat, of one dtype and length, in rank order.
-        place: Whose share.
-        finish: Makes the result of a sum, in place and element by element, while it is in the cache.
+    ``finish`` makes the result of a sum element by element, while it is in the cache.
     """
     numel, size = buffers[0].numel(), len(buffers)
     start, end = numel * place // size, numel * (place + 1) // size

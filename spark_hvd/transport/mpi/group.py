@@ -48,12 +48,7 @@ else:
 
 
 class MpiProcessGroup(_ProcessGroup):
-    """See torch.distributed.ProcessGroup. Ranks in its methods count in the group.
-
-    Args:
-        name: By which torch.distributed knows it.
-        endpoint: What it talks over, and closes in the end.
-    """
+    """See torch.distributed.ProcessGroup. Ranks in its methods count in the group."""
 
     def __init__(self, name: str, endpoint: MpiEndpoint) -> None:
         super().__init__(endpoint.rank, endpoint.size)
