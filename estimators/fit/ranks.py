@@ -18,7 +18,7 @@ from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
 from spark_hvd.estimators.training.order import check_order, order_of
 from spark_hvd.estimators.training.packing import PackedModule, pack
-from spark_hvd.estimators.training.rows import layout_of, too_few
+from spark_hvd.estimators.training.rows import too_few
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework, train
 from spark_hvd.estimators.training.validating import validate
@@ -60,7 +60,7 @@ def train_on_ranks(
         if plan.settings["random_seed"] is None:  # else the order of rows would be another
             spec = replace(spec, seed=state["seed"])
         if rows is None:  # else ranks do it, once they know the rows
-            check_order(state, order_of(spec, spec.train.rows, layout_of(spec.train)), spec.run_id)
+            check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)
         history = History(state["history"])
     if len(history) < spec.epochs:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
 from spark_hvd.data.readers.blocks import TensorForm
-from spark_hvd.data.readers.dataset import Column, DatasetMeta
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
@@ -106,7 +105,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
         if not spec.training:  # which rows a batch has does not matter: a rank reads what lies together
             sharding = replace(sharding, lanes=0)
-        return Rows(open_reader(spec), sharding, layout_of(spec.dataset), spec.dataset.columns)
+        return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
     told = source_of(name)
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
@@ -169,8 +168,3 @@ def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
             f"normalisation, has no variance: {sharding.rows} rows, batch_size={spec.batch_size}. Expected two rows in "
             f"each batch of a rank. Next: {'a larger ' if spec.batch_size == 1 else ''}{next_step} or num_proc"
         )
-
-
-def layout_of(dataset: DatasetMeta) -> int:
-    """See :attr:`Rows.layout`."""
-    return zlib.crc32(repr([group.rows for group in dataset.row_groups]).encode())

@@ -20,6 +20,7 @@ from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.hierarchy import Hierarchy
 from spark_hvd.transport.host.shared_memory import sum_share
 from spark_hvd.transport.host.sliced import SlicedStaging
 from spark_hvd.transport.local import LocalCommunicator
@@ -183,7 +184,8 @@ def open_members(
     communicator = TorchCommunicator(group)
     if dist.get_backend(group) != MPI_BACKEND:
         wanted = config.shared_memory and config.hierarchical_allreduce
-        sliced = SlicedStaging.open(process_set_id, ranks, hosts, wanted, groups, group)
+        levels = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
+        sliced = None if levels is None else SlicedStaging.open(levels, process_set_id, groups, group)
         ends = connections if sliced is None else Several([connections, sliced.connections, sliced])
         return Members(ranks, hosts, place, communicator, staging, slots, ends, nccl, sliced=sliced)
     on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)

@@ -71,7 +71,7 @@ class ColumnForm(Form[Part, Columns]):
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
             arrays=arrays,
-            others=_table(batch.select([name for name in batch.schema.names if name not in early])),
+            others=table_of(batch.select([name for name in batch.schema.names if name not in early])),
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
@@ -97,7 +97,8 @@ class ColumnForm(Form[Part, Columns]):
         return copy.deepcopy(rows)
 
 
-def _table(batch: pa.RecordBatch | PackedRows) -> pa.Table:
+def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
+    """Rows as Arrow has them, in one piece."""
     return pa.Table.from_batches([batch.batch() if isinstance(batch, PackedRows) else batch])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -101,7 +100,7 @@ class ParquetSource(DataSource):
 
     @property
     def layout(self) -> int:
-        return zlib.crc32(repr([group.rows for group in self.dataset.row_groups]).encode())
+        return self.dataset.layout
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         return self.dataset.sharding(batch_size, drop_last, shuffle=asked.shuffle)

@@ -14,17 +14,14 @@ from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
 from spark_hvd.torch.optimizer.memory import BucketMemory, Handed, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
-from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
-from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
+from spark_hvd.transport.host.hierarchy import Hierarchy, HostSharing
+from spark_hvd.transport.host.shared_memory import MemorySum, in_memory
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
 FUSED_COPY_NUMEL = 16_384
-
-MemorySum = SharedSum | CopiedSum | HierarchicalSum
-"""What sums a bucket in memory, whether by itself or with the network between hosts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,18 +50,9 @@ class SlicedStaging(Forkable):
 
     @classmethod
     def open(
-        cls,
-        process_set_id: int,
-        ranks: Sequence[int],
-        hosts: Sequence[str],
-        wanted: bool,
-        groups: Groups,
-        group: dist.ProcessGroup,
+        cls, hierarchy: Hierarchy, process_set_id: int, groups: Groups, group: dist.ProcessGroup
     ) -> SlicedStaging | None:
-        """Make and map memory; see :meth:`spark_hvd.transport.host.hierarchy.Levels.open`."""
-        hierarchy = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
-        if hierarchy is None:
-            return None
+        """Make and map memory; collective over `group`. None, on every rank, if one has none to share."""
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
         parts = hierarchy.levels.map_all([(_PIECE, torch.uint8)] * _PARTS, ask)
         if parts is None:
