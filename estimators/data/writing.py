@@ -58,11 +58,8 @@ class WriteTask:
 class WriteReport:
     """What a task did. Turns into JSON and back.
 
-    Attributes:
-        measured: Of the rows that it read.
-        files: One dict a file: split, name, bytes, and groups: the rows of each row group.
-        error: Text of the error that ended it, "" if none did.
-        kind: Name of the error's class.
+    A file is a dict: split, name, bytes, and groups, the rows of each row group. ``error`` and ``kind`` are of the
+    error that ended it.
     """
 
     measured: ColumnFindings = field(default_factory=ColumnFindings)

@@ -26,10 +26,7 @@ _HELD = "__held"
 class RowsForRanks:
     """What a fit gives its run.
 
-    Attributes:
-        data: Of the run.
-        train: The columns of the rows to train on; how many there are is known to ranks alone.
-        validation: Those of the rows to validate on, if there are such.
+    ``train`` and ``validation`` are their columns; how many rows there are is known to ranks alone.
     """
 
     data: Mapping[str, Any]

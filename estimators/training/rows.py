@@ -64,11 +64,7 @@ def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
 class Rows:
     """Rows of an epoch.
 
-    Attributes:
-        reader: Gives them; to be closed.
-        sharding: How ranks share them.
-        layout: A number that differs where their order does, for the same seed and epoch.
-        columns: Of the data set, as far as they are known.
+    ``layout`` differs where their order does, for the same seed and epoch; the columns are as far as they are known.
     """
 
     reader: Reader[Batch]

@@ -57,11 +57,8 @@ class ModelFeed(Protocol):
 class TensorFeed:
     """One tensor for each column.
 
-    Attributes:
-        inputs: In the order of the struct's fields.
-        decoders: Functions of one value, by the name of their column.
-        names: Of the arguments; none where the model takes them in order.
-        what: Is done with the rows, for messages.
+    Inputs and arguments are in the order of the struct's fields; without ``names`` the model takes them in order.
+    ``what`` is done, for messages.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -49,11 +49,8 @@ torch's objects cost it 0.1 s. It comes before the first model, which may go lat
 class ModelSource:
     """Where a worker gets its model from.
 
-    Attributes:
-        key: The same for the same model, hex digits.
-        structure: Of a PackedModule.
-        weights: Of a PackedModule, in pieces.
-        loader: Makes the model instead; called in a worker.
+    ``key`` is the same for the same model, hex digits. Its parts are a PackedModule's, the weights in pieces; or a
+    worker calls ``loader``.
     """
 
     key: str

@@ -140,10 +140,7 @@ def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]]
 class NetworkTrial:
     """Who reached whom.
 
-    Attributes:
-        driver: Where the driver listened; None where it could not.
-        tasks: What the tasks found.
-        during: The driver's time when the job began and when it ended.
+    ``driver`` is where it listened, if it could; ``during`` is its time when the job began and when it ended.
     """
 
     driver: tuple[str, int] | None = None

@@ -32,13 +32,7 @@ ALL_PAIRS_UP_TO = 16
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """What every task is to try.
-
-    Attributes:
-        hub: The driver's; None where it has none that executors could know.
-        ports: Where ranks may listen; None for any port.
-        interfaces: The run's ``interfaces``.
-    """
+    """What every task is to try. ``hub`` is the driver's, if it has one that executors could know."""
 
     hub: HubAddress | None
     ports: PortRange | None

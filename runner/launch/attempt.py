@@ -47,18 +47,7 @@ _PATIENCE_HERE = 3
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is the same whenever the ranks of a run are started.
-
-    Attributes:
-        session: The Spark session.
-        config: What was asked for.
-        payload: The pickled call.
-        name: Of the function, for Spark's UI.
-        run_id: Unique name of the run.
-        resources: What each task takes.
-        monitor: Where output goes.
-        data: What ranks are given.
-    """
+    """What is the same whenever the ranks of a run are started."""
 
     session: SparkSession
     config: RunConfig
@@ -141,10 +130,7 @@ class Attempt:
 class Contact:
     """What is said of tasks that are not heard of, and taken back once they are.
 
-    Attributes:
-        size: Number of ranks.
-        address: Where this program listens, in words.
-        patience: Seconds; see ``_UNHEARD``.
+    ``address`` is where this program listens, in words; for ``patience`` in seconds, see ``_UNHEARD``.
     """
 
     size: int

@@ -29,11 +29,7 @@ _log = logging.getLogger(__name__)
 class TaskAttempt:
     """One attempt of a task.
 
-    Attributes:
-        number: Spark's, unique in the application.
-        runs: Whether it has neither ended nor been lost, as far as Spark knows.
-        executor: Where.
-        leaving: Whether that executor is being decommissioned.
+    ``number`` is unique in the application; ``leaving`` says that its executor is being decommissioned.
     """
 
     number: int

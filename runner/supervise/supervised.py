@@ -92,13 +92,7 @@ _BEHIND_SECONDS = 0.02  # between two tries where the hub is behind with the out
 class RankJob:
     """A rank for a supervisor to run.
 
-    Attributes:
-        order: What the rank is told.
-        env: Complete environment of the rank.
-        payload: The pickled call.
-        mpi: How MPI comes up, if it is the backend.
-        start_timeout: Seconds for the process to come up and to join the others' world.
-        timeout: The run's ``timeout=``, for messages.
+    ``start_timeout`` is also for joining the others' world; ``timeout``, the run's, is for messages.
     """
 
     order: RankOrder

@@ -23,11 +23,7 @@ Columns = dict[str, Any]
 class Part:
     """Rows that were read together.
 
-    Attributes:
-        rows: Number of rows.
-        names: Of what is in a batch, in order.
-        arrays: Of all rows.
-        others: Columns that are no arrays.
+    ``names`` are of what is in a batch, in order; ``others`` are columns that are no arrays.
     """
 
     rows: int

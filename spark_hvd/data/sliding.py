@@ -47,11 +47,7 @@ _log = logging.getLogger(__name__)
 class Problem:
     """What is wrong with some series.
 
-    Attributes:
-        times: How often in all.
-        series: In how many.
-        key: Of one of them.
-        there: How often in that one.
+    ``times`` is how often in all, in so many ``series``; ``there`` is how often in the one that has the ``key``.
     """
 
     times: int

@@ -64,12 +64,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class ParquetSource(DataSource):
-    """Parquet files that all ranks reach, read in place.
-
-    Attributes:
-        dataset: What is known of them.
-        store: Opens them.
-    """
+    """Parquet files that all ranks reach, read in place."""
 
     dataset: DatasetMeta
     store: Store

@@ -274,10 +274,7 @@ class Spool:
 class SpoolSource:
     """What a rank is told of a DataFrame's rows.
 
-    Attributes:
-        folder: Where its task writes them, together with those of the task's other ranks.
-        part: Which share of the rows is the rank's.
-        parts: Of how many.
+    Its task writes them to ``folder``, with those of its other ranks, who share the rows out in ``parts``.
     """
 
     folder: str

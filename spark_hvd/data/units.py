@@ -78,12 +78,7 @@ def units_of(part: int, parts: int) -> range:
 class Move(NamedTuple):
     """Rows of a unit that one rank sends to another.
 
-    Attributes:
-        source: The rank that has them.
-        target: The rank that lacks them.
-        unit: Their unit.
-        first: The first one, in the order of the DataFrame.
-        rows: How many.
+    ``first`` is the number of the first one, in the order of the DataFrame.
     """
 
     source: int

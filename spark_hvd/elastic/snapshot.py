@@ -32,13 +32,8 @@ from spark_hvd.transport.torch_private import changes, copy_all
 class Commit:
     """One set of buffers, and what the commit in it is.
 
-    Attributes:
-        number: Of the commit.
-        extras: Whatever the owner wants to find again.
-        skeletons: By name; plain objects in them are copies.
-        buffers: The copies of the tensors, on the CPU, by the number of their references.
-        devices: Where each of them was.
-        events: The ends of the copies from GPUs, and of which.
+    Skeletons are by name, and plain objects in them copies; ``buffers`` are on the CPU, by the number of their
+    references, copied from ``devices``.
     """
 
     number: int = -1

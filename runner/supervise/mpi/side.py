@@ -90,12 +90,7 @@ _LINES_KEPT = 40
 class MpiPlan:
     """What a supervisor knows of MPI.
 
-    Attributes:
-        layout: All ranks.
-        kind: "mpich" or "openmpi".
-        token: Names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
-        address: By which other ranks reach this host.
-        ports: Where mpiexec may listen; None for any.
+    ``token`` names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
     """
 
     layout: WorldLayout

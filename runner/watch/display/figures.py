@@ -35,15 +35,8 @@ _NAME_WIDTH = 0.25
 class Curve:
     """A line, and the band around it, if there is one.
 
-    Attributes:
-        label: For the legend.
-        x: Its places.
-        y: Its values.
-        low: Lower edge of the band, a value for each place.
-        high: Upper edge.
-        points: Whether to mark the places.
-        colour: None for the next.
-        dash: As matplotlib names line styles; None: one that tells lines apart where colours do not.
+    ``low`` and ``high`` are the band's edges, a value for each place. By default it has the next colour, and a dash
+    that tells it apart too.
     """
 
     label: str

@@ -23,9 +23,7 @@ _VERDICT_LINES = 6
 class Line:
     """One line, and how it is to look where there are colours.
 
-    Attributes:
-        text: Without its end.
-        style: In rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
+    ``style`` is in rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
     """
 
     text: str
@@ -36,11 +34,8 @@ class Line:
 class TableColumn:
     """One column of the table.
 
-    Attributes:
-        heading: Above it.
-        place: How much it matters; where there is no room for all, those with the highest number go first.
-        cells: One for each row.
-        whole: That of the whole run, below them.
+    ``place`` tells how much it matters: where there is no room for all, those with the highest number go first.
+    ``whole`` is the run's cell.
     """
 
     heading: str

@@ -75,10 +75,8 @@ class ParamSpec:
 class BucketPlan:
     """One bucket.
 
-    Attributes:
-        members: indices of its parameters, in the order in which their gradients become ready.
-        offsets: where each member's gradient starts in the flat buffer, in elements.
-        numel: elements in the buffer, padding included.
+    ``members`` are indices in the order in which gradients become ready; ``offsets`` and ``numel``, padding included,
+    are elements.
     """
 
     members: tuple[int, ...]
