@@ -22,17 +22,7 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import (
-    ROW,
-    UNITS,
-    Piece,
-    Seed,
-    mixing,
-    moves_of,
-    order_in_units,
-    owned_by,
-    windows_of,
-)
+from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
 
 TOGETHER = 1 << 20
 """Windows that are shuffled together: of each, only its number is in memory."""

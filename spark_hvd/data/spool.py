@@ -19,18 +19,7 @@ from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import single
 from spark_hvd.data.readers.sharding import Ints, stretches
-from spark_hvd.data.units import (
-    ID,
-    STRIDE,
-    UNIT,
-    UNITS,
-    Piece,
-    Seed,
-    mixing,
-    order_in_units,
-    units_of,
-    windows_of,
-)
+from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Piece, Seed, mixing, order_in_units, units_of, windows_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """What is sorted at once, whichever is reached first: the memory of a writer."""

@@ -12,12 +12,7 @@ import torch.distributed as dist
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
-from spark_hvd.transport.shapes import (
-    even_rows,
-    require_dense,
-    require_root,
-    require_rows,
-)
+from spark_hvd.transport.shapes import even_rows, require_dense, require_root, require_rows
 
 T = TypeVar("T")
 _OPS = {
