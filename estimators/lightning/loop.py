@@ -151,10 +151,7 @@ class _Fit:
             # With manual optimization it is on, for there is no telling from one batch.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
-                self.module,
-                self.loader,
-                validation,
-                ckpt_path=parts.KEEP if job.resumed is not None else None,
+                self.module, self.loader, validation, ckpt_path=parts.KEEP if job.resumed is not None else None
             )
         self.files.copy()
         if not job.history:

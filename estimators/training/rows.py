@@ -115,11 +115,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         raise DataError(too_few(source.rows, name, hvd.size()))
     spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
     asked = Asked(
-        columns=spec.columns,
-        shuffle=spec.shuffle,
-        seed=spec.seed,
-        window_rows=spec.window_rows,
-        workers=spec.workers,
+        columns=spec.columns, shuffle=spec.shuffle, seed=spec.seed, window_rows=spec.window_rows, workers=spec.workers
     )
     sharding = source.sharding(batch_size, drop_last, asked)
     return Rows(source.open(asked, form_of(spec)), sharding, source.layout, spec.dataset.columns)

@@ -159,11 +159,7 @@ class Monitor(Listener):
             _log.warning("%s has failed (%r); the run goes on without it", observer, error, exc_info=True)
 
 
-def make_monitor(
-    config: CommonConfig,
-    fn: Callable[..., Any],
-    size: int,
-) -> Monitor:
+def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Monitor:
     """The monitor of a run.
 
     Raises:

@@ -73,11 +73,7 @@ def failure_report(
 
 
 def timeout_report(
-    failures: Sequence[Failed],
-    size: int,
-    timeout: float,
-    hang: HangVerdict | None = None,
-    where: Where | None = None,
+    failures: Sequence[Failed], size: int, timeout: float, hang: HangVerdict | None = None, where: Where | None = None
 ) -> str:
     """Write a run that was ended because its time was up: where every rank stood."""
     running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]

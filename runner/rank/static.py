@@ -201,13 +201,7 @@ class StaticRank:
         except (UnreachableError, MpiMismatchError) as error:
             raise SetupFailure(str(error), error) from error
         context.join(
-            World(
-                me,
-                Endpoint(host, port),
-                self._order.generation,
-                secret=self._order.secret,
-                ports=ports,
-            ),
+            World(me, Endpoint(host, port), self._order.generation, secret=self._order.secret, ports=ports),
             self._kv,
             timeout=self._order.collective_timeout,
             backend=self._settle_gpu(me),

@@ -329,12 +329,7 @@ def _name(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> st
 
 
 def _start(
-    python: Interpreter,
-    folder: str,
-    given: socket.socket,
-    env: Mapping[str, str | None],
-    anchor: int,
-    linger: float,
+    python: Interpreter, folder: str, given: socket.socket, env: Mapping[str, str | None], anchor: int, linger: float
 ) -> None:
     path = os.pathsep.join(os.path.abspath(entry) for entry in python.path if entry)
     started = subprocess.Popen(

@@ -120,12 +120,7 @@ class RunView:
     """
 
     def __init__(
-        self,
-        title: str,
-        size: int,
-        now: float,
-        price_per_hour: float | None = None,
-        gpus_per_rank: int | None = None,
+        self, title: str, size: int, now: float, price_per_hour: float | None = None, gpus_per_rank: int | None = None
     ) -> None:
         self.title = title
         self._size = size

@@ -155,12 +155,7 @@ class Runs:
         self._tracing.wake()
 
     def _run_on_gpu(
-        self,
-        number: int,
-        batch: Batch,
-        works: Sequence[Work | None],
-        handles: list[NamedHandle[Any]],
-        queued_ns: int,
+        self, number: int, batch: Batch, works: Sequence[Work | None], handles: list[NamedHandle[Any]], queued_ns: int
     ) -> None:
         started_ns = time.monotonic_ns()
         device = self._device_of(batch, handles)

@@ -89,11 +89,7 @@ class Snapshots:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(
-        self,
-        number: int,
-        content: Mapping[str, Any],
-        extras: Any = None,
-        stable: Collection[Hashable] = (),
+        self, number: int, content: Mapping[str, Any], extras: Any = None, stable: Collection[Hashable] = ()
     ) -> None:
         """Begin a commit; plain objects and all tensors that are not stable are copied before this returns.
 

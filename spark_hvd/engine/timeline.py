@@ -22,10 +22,7 @@ class WorldTimeline:
     """
 
     def __init__(
-        self,
-        tracing: Tracing,
-        on_thread: Callable[[Callable[[], None]], None],
-        tell_all: Callable[[Decision], None],
+        self, tracing: Tracing, on_thread: Callable[[Callable[[], None]], None], tell_all: Callable[[Decision], None]
     ) -> None:
         self._tracing = tracing
         self._on_thread = on_thread

@@ -88,8 +88,7 @@ class TorchCommunicator(Communicator):
         # Neither Gloo nor NCCL multiplies complex numbers.
         gathered = dense.new_empty((self._size, *dense.shape))
         work = self._start(
-            "allreduce",
-            lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True),
+            "allreduce", lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -106,8 +105,7 @@ class TorchCommunicator(Communicator):
             return FinishedHandle(out)
         if len(set(rows)) == 1:
             work = self._start(
-                "allgather",
-                lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True),
+                "allgather", lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True)
             )
             return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
@@ -124,8 +122,7 @@ class TorchCommunicator(Communicator):
         padded[: rows[self._rank]] = dense
         gathered = dense.new_empty((self._size, *padded.shape))
         work = self._start(
-            "allgather",
-            lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True),
+            "allgather", lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -178,8 +175,7 @@ class TorchCommunicator(Communicator):
                 wire = _padded(wire, rows)
             share = wire.new_empty((rows[0], *wire.shape[1:]))
             work = self._start(
-                "reducescatter",
-                lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True),
+                "reducescatter", lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True)
             )
 
         def finish() -> torch.Tensor:

@@ -66,10 +66,7 @@ def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
     notes = [words.note(row) for row in rows]
     longest = max(map(len, notes), default=0)
     columns = _that_fit(columns_of(rows, snapshot), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
-    lines = [
-        title,
-        Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim"),
-    ]
+    lines = [title, Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim")]
     for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
         text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [said] * bool(said))
         style = "dim" if row.quiet else "yellow" if row.skew is not None else ""

@@ -29,11 +29,7 @@ _OPS = {
     "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }
-_BITWISE = {
-    "BAND": MPI.BAND,
-    "BOR": MPI.BOR,
-    "BXOR": MPI.BXOR,
-}
+_BITWISE = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
 
 Part = tuple[Operation, Callable[[], None]]
 """An operation under way, and what is left to do when it has ended."""

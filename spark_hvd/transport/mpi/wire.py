@@ -26,11 +26,7 @@ _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 }
 
 # MPI has no standard names for them. A sum in the wider type is also the better one.
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.SUM: MPI.SUM,
