@@ -25,9 +25,7 @@ _NO_TEXT = re.compile(
 def harmless(text: str, *, colors: bool = True) -> str:
     """The text without anything that a terminal would take for a command.
 
-    Args:
-        text: Somebody else's.
-        colors: Keep those that set colours and the like (SGR).
+    With ``colors``, those that set colours and the like (SGR) stay.
     """
     return _NO_TEXT.sub(lambda found: (found["color"] or "") if colors else "", text)
 

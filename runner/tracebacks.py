@@ -132,9 +132,6 @@ def _source(frame: Frame) -> str:
 def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
     """Fold the stacks of many ranks, and put together the ranks whose folded stacks are the same.
 
-    Args:
-        stacks: A fault handler's text, by rank; those without any are left out.
-
     Returns:
         Ranks and lines, in the order of the first rank of each group.
     """

@@ -25,10 +25,6 @@ _locks: set[int] = set()
 class Scratch:
     """A new folder; the first one that a process makes in a place removes what others left there.
 
-    Args:
-        purpose: A word for its name.
-        parent: The folder to make it in; None for this process' temporary directory.
-
     Attributes:
         path: Of the folder. It goes with :meth:`close`, with this object, and with the process.
 

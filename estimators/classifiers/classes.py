@@ -21,13 +21,7 @@ _INTEGERS = {"tinyint", "smallint", "int", "bigint", "boolean"}
 
 
 def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
-    """The classes of ``column``, from all rows; one job.
-
-    Args:
-        df: Of the fit.
-        column: Text, numbers or booleans; or arrays of 0 and 1.
-        features: The column beside it, which may have no nulls either.
-        who: Asks for it; the Spark UI shows the name.
+    """The classes of ``column``, from all rows; one job. ``features``, the column beside it, may have no nulls either.
 
     Raises:
         DataError: nulls, with their number; arrays of several lengths; one class, or very many; another type.

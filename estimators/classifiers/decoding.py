@@ -22,7 +22,6 @@ class DecodedImages(Inputs):
     decoder: ImageDecoder
 
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
-        """See base class."""
         return {"image": self.decoder(values)}
 
 
@@ -35,7 +34,6 @@ class ImageCollate(Collate):
     seed: int = 0
 
     def __call__(self, rows: pa.RecordBatch, training: bool) -> Batch:
-        """See base class."""
         augment = self.augment if training else None
         images, kept = self.inputs.decoder.rows_of(rows, self.column, augment, self.seed)
         labels = rows.column(self.labels.column)
@@ -46,21 +44,15 @@ class ImageCollate(Collate):
 
 
 class CountSkipped(Callback):
-    """Puts the images that an epoch went on without into its row of the history, as "undecodable".
-
-    Args:
-        decoder: That of the batches; counts those of this rank.
-    """
+    """Puts the images that an epoch went on without into its row of the history, as "undecodable"."""
 
     def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder, self._before = decoder, 0
 
     def on_epoch_begin(self, state: TrainState) -> None:
-        """See base class."""
         self._before = self._decoder.skipped
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """See base class."""
         here = torch.tensor([self._decoder.skipped - self._before], device="cpu")
         everywhere = int(hvd.allreduce(here, op=hvd.Sum, name="spark_hvd.undecodable"))
         if everywhere:

@@ -122,9 +122,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             loss=labels.loss,
             metrics=[labels.accuracy],
             optimizer=partial(
-                adamw,
-                lr=settings["learning_rate"] or prepared.learning_rate,
-                weight_decay=settings["weight_decay"],
+                adamw, lr=settings["learning_rate"] or prepared.learning_rate, weight_decay=settings["weight_decay"]
             ),
             lr_scheduler=partial(warmup_and_decay, warmup=settings["warmup"]),
             lr_scheduler_interval="step",

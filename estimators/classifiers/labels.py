@@ -78,9 +78,7 @@ class Labels:
     def predicted(self, scores: torch.Tensor, threshold: float) -> tuple[Any, torch.Tensor]:
         """Predicted labels, and probabilities (rows, size); ``scores`` are (rows, size).
 
-        Args:
-            scores: Before softmax or sigmoid.
-            threshold: Of the probability of a class, where each row has several.
+        The threshold is that of a class's probability, where each row has several.
         """
         scores = scores.float()
         if not self.classes:

@@ -54,7 +54,6 @@ class Tokens(Inputs):
         return cls(fast, tuple(names))
 
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
-        """See base class."""
         rows = self.tokenizer.encode_batch_fast(values)
         return {name: torch.tensor([getattr(row, _KINDS[name]) for row in rows], device="cpu") for name in self.names}
 

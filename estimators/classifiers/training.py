@@ -20,9 +20,7 @@ class Inputs(Protocol):
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
         """The tensors (rows, ...) by name, always the same names; in the order of the model's arguments.
 
-        Args:
-            values: Of the column, without nulls.
-            training: Whether the model is trained on them, which may change them at random.
+        Where ``training``, they may be changed at random.
         """
 
 

@@ -55,10 +55,6 @@ _REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "time
 def session_of(frame: Any, what: str) -> SparkSession:
     """The session of a DataFrame.
 
-    Args:
-        frame: What the user gave.
-        what: It was given to.
-
     Raises:
         TypeError: it is no DataFrame of Spark.
         ClusterError: its session has been stopped.
@@ -78,12 +74,7 @@ def session_of(frame: Any, what: str) -> SparkSession:
 def check_columns(schema: T.StructType, names: Sequence[str], what: str, *, exact: bool = True) -> None:
     """Check that a DataFrame has the columns that a parameter names, each once.
 
-    Args:
-        schema: Of the DataFrame.
-        names: Of the columns, exactly as in the schema: upper and lower case differ, dots are part of a name.
-        what: The parameter that names them, for the message ("feature_cols").
-        exact: Whether the DataFrame's session tells upper from lower case, as
-            :func:`spark_hvd.runner.spark.session.tells_case_apart` says.
+    ``what`` is the parameter that names them; ``exact`` tells whether upper and lower case differ in the session.
 
     Raises:
         DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has

@@ -166,9 +166,7 @@ def fingerprint(df: DataFrame) -> str | None:
 def key_of(found: str | None, extra: Sequence[Any]) -> str:
     """Name of the directory for data: the same for the same data written in the same way, else never the same.
 
-    Args:
-        found: The DataFrame's fingerprint.
-        extra: All else that decides what the files hold: values whose repr tells them apart.
+    ``extra`` is all else that decides what the files hold: values whose repr tells them apart.
     """
     return _digest([FORMAT, found or uuid.uuid4().hex, _process, [repr(value) for value in extra]])
 

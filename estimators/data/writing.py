@@ -58,11 +58,8 @@ class WriteTask:
 class WriteReport:
     """What a task did. Turns into JSON and back.
 
-    Attributes:
-        measured: Of the rows that it read.
-        files: One dict a file: split, name, bytes, and groups: the rows of each row group.
-        error: Text of the error that ended it, "" if none did.
-        kind: Name of the error's class.
+    A file is a dict: split, name, bytes, and groups, the rows of each row group. ``error`` and ``kind`` are of the
+    error that ended it.
     """
 
     measured: ColumnFindings = field(default_factory=ColumnFindings)
@@ -89,11 +86,7 @@ def write_partition(
 ) -> Iterator[pa.RecordBatch]:
     """Write the rows of one partition, then yield one report; nothing for a partition without rows.
 
-    Args:
-        task: What to write, and where to.
-        batches: The rows.
-        partition: Number of the partition, from which the split is drawn.
-        attempt: Unique among all task attempts, those that Spark retries or runs twice included: makes file names.
+    The split is drawn from the partition's number; ``attempt`` is unique among all task attempts and names the files.
     """
     report = WriteReport()
     try:

@@ -34,11 +34,9 @@ class Begun(Tracker):
         self._starts, self._runs = starts, runs
 
     def start(self, facts: Facts) -> None:
-        """See base class."""
         self._starts()
 
     def take(self, vitals: Vitals) -> None:
-        """See base class."""
         self._runs()
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
@@ -75,12 +73,7 @@ class Order:
         self._done: Ticket | None = None
 
     def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
-        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun.
-
-        Args:
-            waiting: The checkpoints that are there, the oldest first.
-            wants_no_more: Whether the ranks have asked for no more.
-        """
+        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun."""
         if self.turn is not None:
             if wants_no_more and not self.turn.begun:
                 self.turn.stop.set()

@@ -296,8 +296,7 @@ def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table
 def importing(name: str) -> Iterator[None]:
     """Import a module in a thread, and have it when this ends; in between this thread is to import nothing of torch's.
 
-    Args:
-        name: Of the module. One that cannot be imported is for its user to report.
+    One that cannot be imported is for its user to report.
     """
 
     def load() -> None:

@@ -57,11 +57,6 @@ def label_of(uid: str, settings: Settings) -> str:
 def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     """What parameters, which were checked, come to. Fields of TrainSpec and Objects called as parameters are those.
 
-    Args:
-        name: Of the estimator's class.
-        settings: The parameters.
-        label: Tells the fit from others of the estimator.
-
     Raises:
         ValueError: a run to go on with has no store, and executors may be on several hosts.
         StoreError: ranks would not see the store.

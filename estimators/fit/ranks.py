@@ -18,7 +18,7 @@ from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
 from spark_hvd.estimators.training.order import check_order, order_of
 from spark_hvd.estimators.training.packing import PackedModule, pack
-from spark_hvd.estimators.training.rows import layout_of, too_few
+from spark_hvd.estimators.training.rows import too_few
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework, train
 from spark_hvd.estimators.training.validating import validate
@@ -40,14 +40,6 @@ def train_on_ranks(
 ) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
 
-    Args:
-        plan: Of the fit.
-        spec: What ranks are told.
-        num_proc: Number of ranks.
-        framework: Of the model.
-        rows: The run's ``data``, where ranks are handed their rows.
-        facts: Further ones for a tracker.
-
     Raises:
         DataError: there are fewer rows than ranks.
         CheckpointError: the run has a checkpoint that does not fit.
@@ -68,7 +60,7 @@ def train_on_ranks(
         if plan.settings["random_seed"] is None:  # else the order of rows would be another
             spec = replace(spec, seed=state["seed"])
         if rows is None:  # else ranks do it, once they know the rows
-            check_order(state, order_of(spec, spec.train.rows, layout_of(spec.train)), spec.run_id)
+            check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)
         history = History(state["history"])
     if len(history) < spec.epochs:
         try:

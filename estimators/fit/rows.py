@@ -26,10 +26,7 @@ _HELD = "__held"
 class RowsForRanks:
     """What a fit gives its run.
 
-    Attributes:
-        data: Of the run.
-        train: The columns of the rows to train on; how many there are is known to ranks alone.
-        validation: Those of the rows to validate on, if there are such.
+    ``train`` and ``validation`` are their columns; how many rows there are is known to ranks alone.
     """
 
     data: Mapping[str, Any]
@@ -52,12 +49,6 @@ def feeds(plan: FitPlan) -> bool:
 
 def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float | str | None, seed: int) -> RowsForRanks:
     """The rows of a DataFrame, computed once for training and validation.
-
-    Args:
-        df: The data.
-        columns: Those that models see.
-        validation: As of :func:`spark_hvd.estimators.data.materialize.materialize`.
-        seed: Of the draw.
 
     Raises:
         ValueError, DataError: ``validation`` is none.

@@ -28,7 +28,6 @@ class KerasFramework(Framework):
     """Trains a Keras model."""
 
     def fit(self, job: Job) -> History:
-        """See base class."""
         try:
             return _KerasFit(job).run()
         except Exception as error:

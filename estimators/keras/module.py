@@ -122,10 +122,6 @@ def _own_objects(written: str, used: Iterable[Any]) -> dict[str, Any]:
     """Names -> classes and functions that another process cannot import, as they are of a script or a notebook.
 
     Keras writes down names only.
-
-    Args:
-        written: What it has written down.
-        used: Objects whose classes may not be registered.
     """
     import keras
 

@@ -117,7 +117,6 @@ class LightningFramework(Framework):
     """Trains a LightningModule."""
 
     def fit(self, job: Job) -> History:
-        """See base class."""
         if job.stopped:
             return job.history
         parts.be_quiet()
@@ -152,10 +151,7 @@ class _Fit:
             # With manual optimization it is on, for there is no telling from one batch.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
-                self.module,
-                self.loader,
-                validation,
-                ckpt_path=parts.KEEP if job.resumed is not None else None,
+                self.module, self.loader, validation, ckpt_path=parts.KEEP if job.resumed is not None else None
             )
         self.files.copy()
         if not job.history:
@@ -339,9 +335,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _means(ranks: Sequence[Mapping[str, float]], rows: Sequence[tuple[int, int]]) -> dict[str, float]:
     """The mean over those ranks that have a metric; what was logged with sync_dist is equal on all, and stays so.
 
-    Args:
-        ranks: The metrics of each.
-        rows: How many each has trained on, and how many it has validated on: metrics named ``val...`` are of these.
+    Metrics named ``val...`` are weighted by the rows that a rank has validated on, others by those it has trained on.
     """
     means = {}
     for name in dict.fromkeys(name for metrics in ranks for name in metrics):

@@ -98,13 +98,7 @@ class ParquetDatasetPiece:
 class ParquetDataset:
     """A directory of Parquet files, ``name=value`` directories included, or a list of files.
 
-    Args:
-        path_or_paths: A directory, a file, or a list of files, as the file system wants them.
-        filesystem: An fsspec or pyarrow file system; the local one if None.
-        filters: Conditions on partition columns: a list of (name, operator, value), all of which must hold, or a list
-            of such lists, one of which must. Other columns are not looked at, as ever in this class.
-        validate_schema: Accepted for the signature; files are not compared.
-        metadata_nthreads: Accepted for the signature.
+    ``filters`` see partition columns only; ``validate_schema`` and ``metadata_nthreads`` are there for the signature.
     """
 
     def __init__(

@@ -136,7 +136,6 @@ class PetastormReader(Reader[Batch]):
         self._closed = False
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[Batch, None, None]:
-        """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
@@ -162,7 +161,6 @@ class PetastormReader(Reader[Batch]):
         yield from cut(self._gathered(line, share), self._layout, sizes)
 
     def close(self) -> None:
-        """See base class."""
         self._closed = True
         for pool in self._busy:
             pool.interrupt()

@@ -27,11 +27,9 @@ class TorchFramework(Validates):
     """Trains a plain ``torch.nn.Module``."""
 
     def fit(self, job: Job) -> History:
-        """See base class."""
         return _Loop(job).run()
 
     def validate(self, job: Job, ranks: int) -> dict[str, float]:
-        """See base class."""
         measure = Measure(job)
         return measure.means(measure.validated(ranks))
 

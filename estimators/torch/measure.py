@@ -18,11 +18,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Measure:
-    """The model of a job, its losses and metrics.
-
-    Args:
-        job: The training, or one of its validations; its model goes to the device.
-    """
+    """The model of a job, its losses and metrics."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.spec = job, job.spec
@@ -39,9 +35,7 @@ class Measure:
     def validated(self, ranks: int | None = None) -> Sums:
         """The sums over the rows to validate on that are this rank's. All ranks are to call it.
 
-        Args:
-            ranks: Have the batches that so many ranks would have, and their losses count for the same: each of ours
-                takes those of some of them. None for those of the ranks that there are.
+        With ``ranks``, the batches are those that so many would have, and each of ours takes those of some of them.
         """
         assert self.job.validation is not None
         self.model.eval()

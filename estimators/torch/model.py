@@ -61,17 +61,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Planned:
-    """A prediction for the rows of a DataFrame, before it runs.
-
-    Attributes:
-        model: As it is.
-        packed: As it travels.
-        specs: What it takes.
-        decoders: Of the columns that it takes.
-        plan: The columns to make of its outputs.
-        outputs: How many it has.
-        head: What the output is.
-    """
+    """A prediction for the rows of a DataFrame, before it runs."""
 
     model: torch.nn.Module
     packed: PackedModule

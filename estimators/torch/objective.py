@@ -27,11 +27,7 @@ def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> li
 class Objective:
     """``sum(weight[i] * loss[i](output[i], label[i]))``, a mean over the rows of a batch.
 
-    Args:
-        losses: One for all labels, or one for each.
-        weights: One for each label; None for ``1 / labels`` each.
-        labels: Number of labels.
-        reshape_labels: Give labels the shape of outputs; off where shapes were asked for.
+    A weight is ``1 / labels`` by default. Labels get the shape of outputs unless shapes were asked for.
 
     Raises:
         ValueError: the numbers of losses, weights and labels do not fit.
@@ -73,10 +69,7 @@ class Objective:
     ) -> torch.Tensor:
         """The loss, of shape (); of outputs and labels that went through :meth:`transform_outputs`.
 
-        Args:
-            outputs: One for each label.
-            labels: Of (rows, ...) each.
-            sample_weights: Of (rows,); see :class:`WeightedLoss`.
+        Outputs and labels are (rows, ...), one for each label; ``sample_weights`` are (rows,).
         """
         if sample_weights is None:
             parts = [loss(output, label) for loss, output, label in zip(self.losses, outputs, labels, strict=True)]

@@ -107,11 +107,7 @@ def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | No
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
     """Predict a batch, and its first row alone, with the model that is to be trained, so that no trained model fails.
 
-    Args:
-        model: As it would come out of the fit, untrained.
-        inputs: What it takes of a batch.
-        needed: False where the training does not call the model as transform does, so that it may be trained for
-            another use: a batch that fails is a warning then.
+    Where the training does not call the model as transform does (not ``needed``), a batch that fails is a warning.
 
     Raises:
         ModelError: the batch fails and ``needed`` is true; or the batch does not fail and its first row alone does.

@@ -70,10 +70,7 @@ class LossReduction:
 def reduction_seen(loss: Callable[..., Any], output: torch.Tensor, label: torch.Tensor) -> str | None:
     """What the loss of a batch is of those of two parts: their mean by rows ("mean"), their "sum", or None of both.
 
-    Args:
-        loss: Gives a number.
-        output: Of (rows, ...), one row at least.
-        label: Likewise.
+    Output and label are (rows, ...), with one row at least.
     """
     if len(output) == 1:
         output, label = torch.cat([output, output]), torch.cat([label, label])
@@ -122,12 +119,7 @@ class WeightedLoss:
             self._elements.reduction = "none"
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The loss, of shape ().
-
-        Args:
-            output: Of (rows, ...).
-            label: Likewise.
-            weights: Of (rows,).
+        """The loss, of shape (). Output and label are (rows, ...), weights (rows,).
 
         Raises:
             ValueError: the loss does not give single rows, or another number where all weights are 1.
@@ -211,9 +203,7 @@ class Shares:
     def part(self, labels: Sequence[torch.Tensor], rows: int) -> torch.Tensor | None:
         """This rank's share of what each loss of all ranks divides by, after that of the rows; None where rows say it.
 
-        Args:
-            labels: Of this rank.
-            rows: How many of its rows came.
+        ``rows`` is how many of this rank's rows came.
         """
         divisors = [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
         if not self._counted and divisors == [None] * len(divisors):
@@ -224,12 +214,8 @@ class Shares:
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """The factor of each loss. Where ranks have to ask each other, all are to call it.
 
-        Weights of rows change nothing here: a weighted loss divides by what it divides by without them.
-
-        Args:
-            labels: Of this rank.
-            rows: How many of its rows came.
-            weight: That of a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
+        Weights of rows change nothing here: a weighted loss divides by what it divides by without them. ``weight`` is
+        that of a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
         """
         size = hvd.size()
         if size == 1:

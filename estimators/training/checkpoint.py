@@ -39,9 +39,7 @@ class Checkpoints:
     def save(self, states: Mapping[str, Mapping[str, Any]], superseded: Callable[[], Iterable[str]] = tuple) -> None:
         """Copy states, and have them written one after the other while training goes on; one such save at a time.
 
-        Args:
-            states: By the names of the checkpoints: dicts, lists, numbers, text and tensors, nothing else.
-            superseded: Gives the names of those to delete once these are written.
+        States hold dicts, lists, numbers, text and tensors; ``superseded`` gives what to delete once they are written.
 
         Raises:
             TypeError: something else is in one.

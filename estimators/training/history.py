@@ -86,10 +86,7 @@ class History(list[Row]):
 def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
     """The key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
 
-    Args:
-        row: Of a history.
-        monitor: What is asked for.
-        late: Whether the row may get those of validation later, each with one of the training.
+    Where ``late``, the row may get values of validation later, each with one of the training.
 
     Raises:
         ValueError: the row has no such key.

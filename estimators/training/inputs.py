@@ -63,11 +63,6 @@ def stacked(
 ) -> list[torch.Tensor]:
     """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``.
 
-    Args:
-        specs: Of the tensors.
-        tensors: On the CPU.
-        device: Where the result is to be.
-
     Raises:
         DataError: there is no dtype that holds all of them: integers are too large for that of the others.
     """

@@ -132,9 +132,7 @@ class MeetingPlace:
 class LateValidation:
     """A rank's side of it. All ranks call the same, so that their histories stay the same.
 
-    Args:
-        place: Of the run.
-        says: Whether rank 0 tells what it waits for.
+    Where it ``says`` so, rank 0 tells what it waits for.
     """
 
     def __init__(self, place: MeetingPlace, says: bool) -> None:
@@ -159,9 +157,7 @@ class LateValidation:
     def collect(self, history: History, *, wait: bool) -> Iterator[Row]:
         """Take in what has been told, in the order of epochs; gives each as a row of its own, once.
 
-        Args:
-            history: Gets it.
-            wait: Until what is under way has ended.
+        With ``wait``, what is under way is waited for.
         """
         began = time.monotonic()
         said = not self._says or hvd.rank() != 0

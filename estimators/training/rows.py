@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
 from spark_hvd.data.readers.blocks import TensorForm
-from spark_hvd.data.readers.dataset import Column, DatasetMeta
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
@@ -65,11 +64,7 @@ def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
 class Rows:
     """Rows of an epoch.
 
-    Attributes:
-        reader: Gives them; to be closed.
-        sharding: How ranks share them.
-        layout: A number that differs where their order does, for the same seed and epoch.
-        columns: Of the data set, as far as they are known.
+    ``layout`` differs where their order does, for the same seed and epoch; the columns are as far as they are known.
     """
 
     reader: Reader[Batch]
@@ -96,12 +91,7 @@ class Rows:
 def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, uses: Uses | None = None) -> Rows:
     """Open the rows of a data set.
 
-    Args:
-        name: Of the DataFrame in the run's ``data``, where ``spec.dataset`` has no files. All ranks are to call this.
-        spec: What is read.
-        batch_size: Rows in a batch.
-        drop_last: Leave out the batch at the end that is not full.
-        uses: What columns are for.
+    All ranks are to call this for a DataFrame of the run's ``data``, where ``spec.dataset`` has no files.
 
     Raises:
         DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that cannot be used,
@@ -111,7 +101,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
         if not spec.training:  # which rows a batch has does not matter: a rank reads what lies together
             sharding = replace(sharding, lanes=0)
-        return Rows(open_reader(spec), sharding, layout_of(spec.dataset), spec.dataset.columns)
+        return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
     told = source_of(name)
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
@@ -125,11 +115,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         raise DataError(too_few(source.rows, name, hvd.size()))
     spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
     asked = Asked(
-        columns=spec.columns,
-        shuffle=spec.shuffle,
-        seed=spec.seed,
-        window_rows=spec.window_rows,
-        workers=spec.workers,
+        columns=spec.columns, shuffle=spec.shuffle, seed=spec.seed, window_rows=spec.window_rows, workers=spec.workers
     )
     sharding = source.sharding(batch_size, drop_last, asked)
     return Rows(source.open(asked, form_of(spec)), sharding, source.layout, spec.dataset.columns)
@@ -174,8 +160,3 @@ def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
             f"normalisation, has no variance: {sharding.rows} rows, batch_size={spec.batch_size}. Expected two rows in "
             f"each batch of a rank. Next: {'a larger ' if spec.batch_size == 1 else ''}{next_step} or num_proc"
         )
-
-
-def layout_of(dataset: DatasetMeta) -> int:
-    """See :attr:`Rows.layout`."""
-    return zlib.crc32(repr([group.rows for group in dataset.row_groups]).encode())

@@ -158,12 +158,7 @@ class Job:
         torch.manual_seed(seed % 2**63)  # more is too much for torch
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
-        """Append the row of an epoch to the history; whoever watches is told of its means, instead of a batch's loss.
-
-        Args:
-            means: Losses and metrics, over the rows of all ranks.
-            rest: What else the row has.
-        """
+        """Append the row of an epoch to the history; whoever watches is told of its means, not of a batch's loss."""
         if self.late is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
@@ -177,8 +172,7 @@ class Job:
     def collect(self, *, wait: bool) -> None:
         """Take what validations beside the training have told into the history, on all ranks.
 
-        Args:
-            wait: Until what is under way has ended; ranks have asked for no more.
+        With ``wait``, what is under way is waited for; ranks have asked for no more.
         """
         assert self.late is not None
         self.came_late = []
@@ -205,13 +199,8 @@ class Job:
         """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
 
         It is copied here, and written while training goes on. In an elastic fit it is also committed, on all ranks,
-        which may end here and go on from it.
-
-        Args:
-            weights: Of the model.
-            rest: Gives the state of optimizer and scheduler, as plain data and tensors.
-            partial_epoch: Within an epoch, what it needs to go on, as plain data; its "step" is the batches done.
-            stop: Whether this epoch is the last one, since a callback wishes so.
+        which may end here and go on from it. ``partial_epoch`` is what an epoch needs to go on, its "step" the batches
+        done; ``stop`` says that this one is the last.
 
         Raises:
             HostsUpdatedInterrupt: the ranks of an elastic fit are to change; to be left to who has called ``fit``.

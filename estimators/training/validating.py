@@ -28,12 +28,6 @@ def validate(
 ) -> tuple[Ticket, dict[str, float]] | None:
     """Validate the newest checkpoint that waits; it becomes the best one, if validation is what tells that.
 
-    Args:
-        spec: Of the training.
-        packed: Its objects.
-        framework: Of the model.
-        results: What was told of the checkpoints before.
-
     Returns:
         Which it was, and its losses and metrics, as the history has them; None where none waits any more.
     """

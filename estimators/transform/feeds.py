@@ -57,11 +57,8 @@ class ModelFeed(Protocol):
 class TensorFeed:
     """One tensor for each column.
 
-    Attributes:
-        inputs: In the order of the struct's fields.
-        decoders: Functions of one value, by the name of their column.
-        names: Of the arguments; none where the model takes them in order.
-        what: Is done with the rows, for messages.
+    Inputs and arguments are in the order of the struct's fields; without ``names`` the model takes them in order.
+    ``what`` is done, for messages.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -71,11 +68,11 @@ class TensorFeed:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         return tuple(spec.column.name for spec in self.inputs)
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         return batches
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], None]:
@@ -137,7 +134,7 @@ class CollatedFeed:
     window: int | None = None
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """See base class."""
+        """See :class:`ModelFeed`."""
         if self.window is None:
             yield from batches
             return

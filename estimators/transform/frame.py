@@ -21,13 +21,7 @@ _ROW = "__spark_hvd_row"
 
 
 def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> DataFrame:
-    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet.
-
-    Args:
-        dataset: Has none of these columns.
-        job: What Python workers do.
-        inputs: An expression for each column of the job's feed.
-    """
+    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet."""
     # one expression for all columns: Spark runs it once, and only where one of them is used
     result = _predicted(job, inputs)
     columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(job.plan)]
@@ -36,12 +30,6 @@ def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn])
 
 def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: str) -> None:
     """Check that columns can be appended.
-
-    Args:
-        dataset: To which.
-        names: Of the columns.
-        what: Is to append them, for the message.
-        parameters: Which choose other names.
 
     Raises:
         DataError: one of them is there, or is named twice.

@@ -49,11 +49,8 @@ torch's objects cost it 0.1 s. It comes before the first model, which may go lat
 class ModelSource:
     """Where a worker gets its model from.
 
-    Attributes:
-        key: The same for the same model, hex digits.
-        structure: Of a PackedModule.
-        weights: Of a PackedModule, in pieces.
-        loader: Makes the model instead; called in a worker.
+    ``key`` is the same for the same model, hex digits. Its parts are a PackedModule's, the weights in pieces; or a
+    worker calls ``loader``.
     """
 
     key: str
@@ -263,13 +260,7 @@ def _check_predecessor(place: Path) -> None:
 
 
 class Shipped:
-    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs.
-
-    Args:
-        name: Of the function, for messages.
-        function: On the driver.
-        data: Its pickle, in a worker.
-    """
+    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
         self.name, self._function, self._data = name, function, data

@@ -31,14 +31,7 @@ from spark_hvd.world.words import count
 class Prediction:
     """All that a Python worker is told.
 
-    Attributes:
-        model: Where it gets the model from.
-        feed: What the model is called with.
-        plan: The columns to make of its outputs.
-        outputs: How many outputs of tensors the model has, in order; None where ``plan`` declares names and types.
-        head: What the output is.
-        batch_size: Rows that go through the model at once.
-        use_gpu: Whether a GPU is used where there is one.
+    ``outputs`` counts those of tensors, in order; None where ``plan`` declares names and types.
     """
 
     model: ModelSource

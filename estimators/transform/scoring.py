@@ -137,9 +137,7 @@ class ScoredModel:
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """Predictions for each row, indexed as the rows are.
 
-        Args:
-            model_input: Has the feature columns; vectors and arrays as lists or numpy arrays.
-            params: Not used.
+        Vectors and arrays are lists or numpy arrays; ``params`` are not used.
 
         Raises:
             ValueError: A column is missing, or has values of another kind or of several lengths.

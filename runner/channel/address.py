@@ -44,14 +44,8 @@ def choose_address(
     """Choose the address by which other ranks reach this host.
 
     In order: what was asked for; what the cluster manager calls this host, if that is an address of this host which
-    others can reach; the address from which packets to the driver leave.
-
-    Args:
-        host: The cluster manager's name or address of this host.
-        wanted: Interfaces by name, or networks as 10.0.0.0/8; the first that this host has is taken. Empty for no wish.
-        towards: A host that is known to be reachable, such as the driver's; None if there is none.
-        alone: Whether all ranks are on this host, so that its loopback interface will do.
-        own: This host's addresses, see :func:`own_addresses`.
+    others can reach; the address from which packets to the driver leave. Where ranks are ``alone`` on this host, its
+    loopback interface will do.
 
     Raises:
         NoAddressError: There is none as wanted, or none but loopback addresses.

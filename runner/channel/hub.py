@@ -65,13 +65,7 @@ class HubServer:
     """Runs a hub's decisions behind a socket, in a thread of its own.
 
     The first malformed message, or error of ours, ends the run: tasks are told to stop, and :attr:`failure` says why.
-
-    Args:
-        state: The decisions.
-        bind_host: Address to listen on.
-        public_host: Address that tasks connect to, where it is another one.
-        listener: Takes what ranks say besides; None for nobody.
-        ports: Where it may listen; None for any port.
+    ``public_host`` is the address that tasks connect to, where it is not the one to listen on.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.

@@ -22,14 +22,10 @@ _HUB = 0
 class Heartbeat:
     """A task's signs of life: a thread that tells the hub every second that the task is there, and hears its answers.
 
-    A thread, since the supervisor waits in one place for the fork server and in another for output to drain. It has
-    a connection of its own, so no output stands before it in a queue. ZeroMQ's own heartbeats would close a
-    connection whose other end is only suspended, and lose what is queued on it; TCP keeps both for as long as it
-    takes. It ends with :meth:`close`.
-
-    Args:
-        socket: Connected to the hub; owned by the thread from now on.
-        message: What to send.
+    A thread, since the supervisor waits in one place for the fork server and in another for output to drain. It has a
+    connection of its own, so no output stands before it in a queue. ZeroMQ's own heartbeats would close a connection
+    whose other end is only suspended, and lose what is queued on it; TCP keeps both for as long as it takes. It ends
+    with :meth:`close`. The socket, connected to the hub, is the thread's from now on.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], message: dict[str, Any]) -> None:
@@ -108,13 +104,8 @@ def zmq_url(host: str, port: int) -> str:
 class Link:
     """A task's connection to the hub.
 
-    Use :meth:`wait_connected` first: until then nothing sent can have arrived.
-
-    Args:
-        address: Of the hub.
-        rank: Mine.
-        host: Mine. With it the hub is given signs of life from hello on, and notices when they end; without it (ranks
-            beside their hub) not.
+    Use :meth:`wait_connected` first: until then nothing sent can have arrived. With a host, the hub is given signs of
+    life from hello on; not without, as of ranks beside their hub.
     """
 
     def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
@@ -145,9 +136,6 @@ class Link:
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait until both ends have proved who they are.
-
-        Args:
-            timeout: Seconds.
 
         Returns:
             False when that did not happen in time; nothing has reached, or ever will reach, the hub.

@@ -28,12 +28,7 @@ _VITALS = {  # what the user gives for a count may be a float
 
 
 def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
-    """Read one message.
-
-    Args:
-        body: What came.
-        kinds: The kinds that decide something, with the types of their fields; a field that may be None may be absent.
-        senders: The numbers that tasks of this run can have.
+    """Read one message. ``kinds`` have the types of their fields, of which one that may be None may be absent.
 
     Raises:
         ValueError: it is no message of a task of this run; says why.
@@ -64,10 +59,6 @@ def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
 
 def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
     """Read what a rank tells of itself.
-
-    Args:
-        record: Made by :meth:`spark_hvd.world.vitals.Vitals.to_message`.
-        most_ranks: That a world of this run can have.
 
     Raises:
         ValueError: it is no record of a rank of this run; says why.

@@ -26,9 +26,7 @@ SOCKETS = 24
 class Newcomers:
     """Cuts the oldest of the silent connections when there are too many.
 
-    Args:
-        listener: Not yet bound; the object belongs to the thread that the socket belongs to.
-        expected: Connections that the tasks of the run make, all of which may be silent for a moment.
+    The listener is not yet bound; all ``expected`` connections may be silent for a moment.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:
@@ -84,10 +82,6 @@ def _descriptors() -> int:
 
 def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
     """Make sure that this process can open so many more files.
-
-    Args:
-        purpose: What they are for, in the error.
-        number: How many.
 
     Raises:
         OSError: it cannot; with what to do.

@@ -45,9 +45,6 @@ def namespaces(process: str) -> list[str | None]:
 class SocketFolder:
     """A directory for sockets, locked until it is left; use it in a with statement, and not for long.
 
-    Args:
-        path: Made if it is not there.
-
     Raises:
         OSError: It cannot be made or locked, or others may write into it.
     """

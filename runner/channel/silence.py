@@ -68,9 +68,7 @@ class LivenessTracker:
 def describe(silent: Mapping[int, float], hosts: Mapping[int, str]) -> str:
     """Name ranks and hosts: ``ranks 2, 3 on 10.0.0.12 (last heard 7.1 s ago)``.
 
-    Args:
-        silent: Seconds of silence of each rank.
-        hosts: Host of each rank.
+    ``silent`` has the seconds of each rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank in sorted(silent):

@@ -74,12 +74,7 @@ class HubLogic(Protocol):
 class HubState(HubLogic):
     """Membership of one run.
 
-    Args:
-        size: World size.
-        timeout: Seconds that ranks may run after all have met, or None.
-        max_result_bytes: What the pickled values of all ranks may take together in Spark's result, which goes through
-            the driver's Java heap. What is more comes here. None for no limit.
-        may_fall_back: Whether ranks can meet elsewhere when some cannot reach this hub.
+    Values above ``max_result_bytes`` together come here, and not through the heap of Spark's driver.
     """
 
     KINDS: ClassVar[Kinds] = {
@@ -117,7 +112,6 @@ class HubState(HubLogic):
     _parts: dict[int, list[bytes]] = field(default_factory=dict)
 
     def handle(self, message: Message, now: float) -> list[Send]:
-        """See base class."""
         rank = message["rank"]
         self.record_heartbeat(rank, now)
         match message["type"]:
@@ -153,12 +147,10 @@ class HubState(HubLogic):
                 raise AssertionError(f"unknown message {other!r}")
 
     def record_heartbeat(self, rank: int, now: float) -> None:
-        """See base class."""
         if rank in self.liveness:
             self.liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
-        """See base class."""
         self.liveness.tick(now)
         if not self.fell_back and self.liveness.expired(SILENT_AFTER, now):
             return self._lose(now)
@@ -182,7 +174,6 @@ class HubState(HubLogic):
         return self._to_all(message)
 
     def examine(self) -> list[Send]:
-        """See base class."""
         return self._to_all({"type": "examine"})
 
     def describe_lost(self) -> str:
@@ -191,12 +182,10 @@ class HubState(HubLogic):
 
     @property
     def senders(self) -> range:
-        """See base class."""
         return range(self.size)
 
     @property
     def most_ranks(self) -> int:
-        """See base class."""
         return self.size
 
     @property
@@ -206,7 +195,6 @@ class HubState(HubLogic):
 
     @property
     def all_gone(self) -> bool:
-        """See base class."""
         return self.gone | self.lost.keys() >= self.attempts.keys()
 
     @property

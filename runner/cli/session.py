@@ -23,13 +23,7 @@ def is_submitted() -> bool:
 
 @contextmanager
 def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[SparkSession]:
-    """A session for one command, stopped after it.
-
-    Args:
-        master: Any Spark master URL, or ``sc://host`` for Spark Connect; None under spark-submit, or for what
-            spark-defaults.conf says.
-        conf: Settings of Spark.
-        name: What Spark's UI shows.
+    """A session for one command, stopped after it. Without a master, that of spark-submit or spark-defaults.conf.
 
     Raises:
         ClusterError: Spark cannot be started, or not reached.

@@ -23,12 +23,7 @@ def run_function(
 ) -> Any:
     """Call a function as torchrun's process would; its value is rank 0's.
 
-    Args:
-        function: To be called.
-        args: Its arguments.
-        kwargs: Its arguments.
-        one_node: See :func:`_as_torchrun`.
-        rows: The data set of :func:`get_spark_partition_data_loader`, if the run has one.
+    ``rows`` is the data set of :func:`get_spark_partition_data_loader`, if the run has one.
     """
     if rows is not None:
         from spark_hvd.runner.compat.partition import open_partition  # and so pyarrow, 0.1 s
@@ -50,9 +45,7 @@ def run_file(script: Script, one_node: bool) -> None:
 def _as_torchrun(one_node: bool) -> Iterator[None]:
     """Leave the world that the ranks have met in, and tell where they can meet again: at the same store.
 
-    Args:
-        one_node: The ranks are one node's. Else each is a node of its own, as there a Spark task is: it sees one GPU,
-            which is number 0.
+    Unless ranks are one node's, each is a node of its own, as a Spark task is there: it sees one GPU, number 0.
     """
     import torch.distributed as dist
 

@@ -29,14 +29,7 @@ def check_build() -> str:
 def describe(
     packages: Mapping[str, Package], java: str | None, managers: Mapping[str, str], petastorm: str | None
 ) -> str:
-    """Lay out what was found, as ``horovodrun --check-build`` does.
-
-    Args:
-        packages: What came of importing each.
-        java: Its version.
-        managers: Paths of MPI's process managers, by name.
-        petastorm: Its version.
-    """
+    """Lay out what was found, as ``horovodrun --check-build`` does."""
     torch, mpi = packages["torch"], packages["mpi4py"]
     library = " ".join(str(mpi.detail.get("library", "")).split())
     nccl = torch.detail.get("nccl_version") or ("built in, but no GPU here" if torch.detail.get("nccl") else None)

@@ -229,9 +229,6 @@ class _Examination:
 def all_reduced(device: str) -> None:
     """All-reduce in the ranks of a run.
 
-    Args:
-        device: "cpu" or "cuda".
-
     Raises:
         RuntimeError: the sum is wrong.
     """

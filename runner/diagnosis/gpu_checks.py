@@ -25,15 +25,7 @@ def check_gpus(
     backend: str | None,
     gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
-    """Whether every rank has a GPU of its own, where there are any.
-
-    Args:
-        spark: The application.
-        hosts: The executors' hosts.
-        tasks: Those of one barrier stage, with the GPUs that Spark assigned.
-        backend: The run's.
-        gpus_per_proc: The run's; None for what the settings give a task.
-    """
+    """Whether every rank has a GPU of its own, where there are any."""
     if not hosts:
         return
     devices = {host.key: _devices(host) for host in hosts}

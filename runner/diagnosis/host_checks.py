@@ -100,13 +100,7 @@ def _check_mpi(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | Non
 
 
 def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
-    """Whether a host has room for its ranks.
-
-    Args:
-        host: The host.
-        ranks: How many ranks it gets; 0 for the driver.
-        size: World size.
-    """
+    """Whether a host has room for its ranks. ``ranks`` is 0 for the driver."""
     here = "no rank" if not ranks else count(ranks, "rank")
     problems = list(_check_room(host, ranks, here, size))
     yield from problems

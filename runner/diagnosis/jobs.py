@@ -40,13 +40,7 @@ _NETWORK_SECONDS = 60.0
 
 
 def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources) -> SparkFacts:
-    """What the driver knows of the application; waits some seconds for executors that are still registering.
-
-    Args:
-        spark: The session.
-        asked: Tasks wanted; None for every slot.
-        resources: What each of them takes.
-    """
+    """What the driver knows of the application; waits some seconds for executors that are still registering."""
     lacking, counted = "", None
     try:
         counted = wait_for_slots(spark, asked, 20.0, resources)
@@ -78,13 +72,6 @@ def gather(
     spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[str, Any] | None, problems: list[Finding]
 ) -> tuple[HostFacts | None, list[HostFacts]]:
     """Facts of this machine and of every host, by an ordinary job: it needs no barrier, and works with too few slots.
-
-    Args:
-        spark: The session.
-        tasks: How many, so that every executor gets one.
-        local_dirs: Directories whose disks matter.
-        store: Arguments of the hosts' trial of the store.
-        problems: Takes what goes wrong on the way.
 
     Returns:
         The facts of this machine, if there are any, and those of the executors' hosts.
@@ -153,10 +140,7 @@ def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]]
 class NetworkTrial:
     """Who reached whom.
 
-    Attributes:
-        driver: Where the driver listened; None where it could not.
-        tasks: What the tasks found.
-        during: The driver's time when the job began and when it ended.
+    ``driver`` is where it listened, if it could; ``during`` is its time when the job began and when it ended.
     """
 
     driver: tuple[str, int] | None = None

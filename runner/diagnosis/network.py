@@ -32,13 +32,7 @@ ALL_PAIRS_UP_TO = 16
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """What every task is to try.
-
-    Attributes:
-        hub: The driver's; None where it has none that executors could know.
-        ports: Where ranks may listen; None for any port.
-        interfaces: The run's ``interfaces``.
-    """
+    """What every task is to try. ``hub`` is the driver's, if it has one that executors could know."""
 
     hub: HubAddress | None
     ports: PortRange | None
@@ -166,10 +160,8 @@ def check_driver(
 ) -> Iterator[Finding]:
     """Whether executors reach the driver.
 
-    Args:
-        driver: Where the driver listened; None where it could not, or has no address.
-        tasks: What the tasks found.
-        connect: Whether the driver is a client of Spark Connect, whose address is that of its way to the server.
+    ``driver`` is where it listened, if it could; a client of Spark ``connect`` tells the address of its way to the
+    server.
     """
     setting = "--conf spark.driver.host=<an address that executors reach>"
     if connect:
@@ -223,9 +215,7 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
 def clocks_ahead(tasks: Sequence[TaskNetwork], during: tuple[float, float]) -> dict[str, float]:
     """Seconds by which hosts' clocks are ahead of the driver's, at least; below 0 behind it.
 
-    Args:
-        tasks: What the tasks found.
-        during: The driver's time before and after they ran: a clock between the two may be right.
+    ``during`` is the driver's time before and after they ran: a clock between the two may be right.
     """
     began, ended = during
     return {task.name: max(task.clock - ended, 0.0) + min(task.clock - began, 0.0) for task in tasks}

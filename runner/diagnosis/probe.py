@@ -25,11 +25,6 @@ from typing import Any
 def ask(program: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run this program in a process of its own.
 
-    Args:
-        program: Its text.
-        arguments: What it is asked for, see :func:`main`.
-        seconds: Time for all imports together, and for the store.
-
     Returns:
         Its answer; ``{"error": ...}`` where there is none.
     """

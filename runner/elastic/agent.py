@@ -69,13 +69,7 @@ class _Worker:
 class Agent:
     """See the module's description.
 
-    Args:
-        link: Connection to the hub, on which hello has been said.
-        server: Gives the fork server for a worker: another one when the last was killed.
-        job: Gives what a worker runs, by its first place, this agent's slot and its number.
-        value_limit: What a pickled value may take in Spark's result, in bytes; larger ones go to the hub. None for no
-            limit.
-        executor: Spark's name of its executor; empty where there is none.
+    ``job`` gives what a worker runs. Pickled values above ``value_limit`` bytes go to the hub, not to Spark.
     """
 
     def __init__(

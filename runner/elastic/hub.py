@@ -9,36 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
-from spark_hvd.runner.elastic.membership.events import (
-    AgentLeaving,
-    AgentLost,
-    AgentUp,
-    Assign,
-    Broken,
-    Committed,
-    Decision,
-    End,
-    EndAgent,
-    Ended,
-    Entered,
-    Event,
-    Finished,
-    Joined,
-    Limits,
-    Loss,
-    Note,
-    Ready,
-    StartWorker,
-    Verdict,
-    Yielded,
-    name_of,
-)
+from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership.state import Membership
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.world.ports import PortRange
@@ -48,24 +25,20 @@ _SUSPECT_AFTER = 4.0
 """Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
 
 
-_TOLD: dict[str, type[Event]] = {
-    name_of(kind): kind for kind in (Entered, Ready, Joined, Broken, Yielded, Committed, Finished, AgentLeaving, Ended)
+_TOLD: dict[str, type[ev.Event]] = {
+    ev.name_of(kind): kind for kind in get_args(ev.Event) if kind not in (ev.AgentUp, ev.AgentLost)
 }
 """What agents tell of themselves and their workers."""
-_PLAIN: dict[Any, Any] = {tuple[str, int] | None: list | None, Loss | None: str | None}
+_PLAIN: dict[Any, Any] = {tuple[str, int] | None: list | None, ev.Loss | None: str | None}
 """What JSON has for a type."""
 
 
-def _plain_fields(kind: type[Event]) -> dict[str, Any]:
+def _plain_fields(kind: type[ev.Event]) -> dict[str, Any]:
     return {name: _PLAIN.get(hint, hint) for name, hint in get_type_hints(kind).items() if name != "agent"}
 
 
 class ElasticState(HubLogic):
-    """See the module's description. Pure.
-
-    Args:
-        limits: Of the run.
-    """
+    """See the module's description. Pure."""
 
     KINDS: ClassVar[Kinds] = {
         "hello": {"attempt": int, "host": str, "task": int},
@@ -76,7 +49,7 @@ class ElasticState(HubLogic):
     }
     FAREWELL: ClassVar[Message] = {"type": "end", "again": False}
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ev.Limits) -> None:
         self.membership = Membership(limits)
         self.notes: deque[str] = deque()
         """What is to be logged."""
@@ -93,19 +66,18 @@ class ElasticState(HubLogic):
         """What workers have returned, where agents were asked to hand it over."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
-        """See base class."""
         agent, kind = message["rank"], message["type"]
         self.record_heartbeat(agent, now)
         if kind == "hello":
             self._liveness.record_heartbeat(agent, now)
             self._present.add(agent)
             self._tasks[agent] = message["task"]
-            return self._told(AgentUp(agent, message["host"], message["task"]), now)
+            return self._told(ev.AgentUp(agent, message["host"], message["task"]), now)
         if kind == "gone":
             self._present.discard(agent)
             self._liveness.forget(agent)
             if self.membership.verdict is None and agent in self.membership.roster.agents:  # else it was given up
-                return self._told(AgentLost(agent, message["why"]), now)
+                return self._told(ev.AgentLost(agent, message["why"]), now)
             return []
         if kind == "value":
             return [Send(agent, {"type": "kept"})] if self._keep(message) else []
@@ -115,12 +87,10 @@ class ElasticState(HubLogic):
         return [] if kind == "alive" else self._told(_event(message), now)
 
     def record_heartbeat(self, rank: int, now: float) -> None:
-        """See base class."""
         if rank in self._liveness:
             self._liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
-        """See base class."""
         self._liveness.tick(now)
         patience = _SUSPECT_AFTER if self.membership.waits_for_the_silent else SILENT_AFTER
         sends = []
@@ -130,21 +100,19 @@ class ElasticState(HubLogic):
         return sends + self._act(self.membership.tick(self._clock.at(now)))
 
     def stop(self, reason: str) -> list[Send]:
-        """See base class."""
         return self._act(self.membership.stop(reason))
 
     def lost(self, agent: int, why: str, now: float) -> list[Send]:
         """Give an agent up."""
         self._present.discard(agent)
         self._given_up.add(agent)
-        return self._told(AgentLost(agent, why), now)
+        return self._told(ev.AgentLost(agent, why), now)
 
     def leaving(self, agent: int, why: str, now: float) -> list[Send]:
         """Note that an agent's executor will go."""
-        return self._told(AgentLeaving(agent, why), now)
+        return self._told(ev.AgentLeaving(agent, why), now)
 
     def examine(self) -> list[Send]:
-        """See base class."""
         return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
 
     @property
@@ -154,19 +122,17 @@ class ElasticState(HubLogic):
 
     @property
     def most_ranks(self) -> int:
-        """See base class."""
         return self.membership.limits.max_num_proc
 
     @property
     def all_gone(self) -> bool:
-        """See base class."""
         return not self._present
 
     @property
     def handed_over(self) -> bool:
         """Whether all values of a run that has ended well are here, so that Spark's job need not be waited for."""
         verdict = self.membership.verdict
-        return verdict is not None and verdict.end is End.DONE and self.values.keys() >= set(verdict.ranks)
+        return verdict is not None and verdict.end is ev.End.DONE and self.values.keys() >= set(verdict.ranks)
 
     @property
     def _job_will_hang(self) -> bool:
@@ -182,36 +148,36 @@ class ElasticState(HubLogic):
         self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
         return True
 
-    def _told(self, event: Event, now: float) -> list[Send]:
+    def _told(self, event: ev.Event, now: float) -> list[Send]:
         return self._act(self.membership.handle(event, self._clock.at(now)))
 
-    def _act(self, decisions: Iterable[Decision]) -> list[Send]:
+    def _act(self, decisions: Iterable[ev.Decision]) -> list[Send]:
         sends = []
         for decision in decisions:
             match decision:
-                case Note(text):
+                case ev.Note(text):
                     self.notes.append(text)
-                case StartWorker(agent, _, place) | Assign(agent, _, _, place):
+                case ev.StartWorker(agent, _, place) | ev.Assign(agent, _, _, place):
                     self.labels[agent] = place.rank
                     sends.append(Send(agent, _message(decision)))
-                case EndAgent(agent) if self._job_will_hang:
+                case ev.EndAgent(agent) if self._job_will_hang:
                     sends.append(Send(agent, {**_message(decision), "report": True}))
                 case _:
                     sends.append(Send(decision.agent, _message(decision)))
         return sends
 
 
-def _message(decision: Decision) -> Message:
-    return {"type": name_of(type(decision)), **asdict(decision)}
+def _message(decision: ev.Decision) -> Message:
+    return {"type": ev.name_of(type(decision)), **asdict(decision)}
 
 
-def _event(message: Message) -> Event:
+def _event(message: Message) -> ev.Event:
     kind = _TOLD[message["type"]]
     told = {"agent": message["rank"], **message}
     if told.get("store") is not None:
         told["store"] = tuple(told["store"])
     if told.get("loss") is not None:
-        told["loss"] = Loss(told["loss"])
+        told["loss"] = ev.Loss(told["loss"])
     return kind(**{field.name: told[field.name] for field in fields(kind)})
 
 
@@ -233,21 +199,13 @@ class _Labelled(Listener):
 
 
 class ElasticHub(HubServer):
-    """Runs an :class:`ElasticState` behind a socket, in a thread of its own.
-
-    Args:
-        limits: Of the run.
-        bind_host: Address to listen on.
-        public_host: Address that agents connect to, where it is another one.
-        listener: Takes what ranks say besides.
-        ports: Where it may listen; None for any port.
-    """
+    """Runs an :class:`ElasticState` behind a socket, in a thread of its own."""
 
     _state: ElasticState
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ev.Limits,
         bind_host: str,
         public_host: str | None,
         listener: Listener,
@@ -257,7 +215,7 @@ class ElasticHub(HubServer):
         super().__init__(state, bind_host, public_host, _Labelled(listener, state.labels), ports)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> ev.Verdict | None:
         """How the run has ended; None while it goes on."""
         return self._state.membership.verdict
 

@@ -81,11 +81,7 @@ def run_elastic_local(
     check_system()
     sets = given(data).without_spark("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
-    with (
-        stored(sets) as sources,
-        make_monitor(config, fn, num_proc) as monitor,
-        ExitStack() as closing,
-    ):
+    with stored(sets) as sources, make_monitor(config, fn, num_proc) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor, config.port_range)
         closing.callback(hub.close)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources)

@@ -36,13 +36,7 @@ def elastic_results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack what the ranks of the last generation have returned.
-
-    Args:
-        verdict: How the run has ended.
-        reports: Of the agents that could hand over one.
-        hang: What was known of ranks that waited for others, if that held at the end.
-        where: Tells of the run's page in Spark's UI, and is asked only if the run has failed; None if it ran elsewhere.
+    """Unpack what the ranks of the last generation have returned. ``where`` is asked only if the run has failed.
 
     Returns:
         The values in rank order.

@@ -95,15 +95,7 @@ def run_agent(
 ) -> AgentReport:
     """Be an agent until the driver has no more use for it; then another, where nobody would start the task anew.
 
-    Args:
-        spec: The run.
-        payload: The pickled call.
-        number: The first agent's, which no other has.
-        task: Index of its Spark task.
-        host: As Spark knows it.
-        executor: Spark's name of it; empty where there is none.
-        anchor: The process with which fork servers end.
-        gpus: Those that Spark assigned; None if it assigns none.
+    ``number`` is the first agent's, which no other has; fork servers end with ``anchor``.
 
     Raises:
         DriverUnreachableError: the driver cannot be reached.
@@ -159,8 +151,7 @@ def _notices(agent: Agent) -> Iterator[None]:
 def executor_of(anchor: int) -> tuple[str, str]:
     """This task's executor as Spark knows it. Only barrier tasks are told; it stands in the JVM's command.
 
-    Args:
-        anchor: The executor's JVM.
+    ``anchor`` is the executor's JVM.
 
     Returns:
         Its name and its host; each is empty where the command does not tell, as in local mode.

@@ -41,11 +41,8 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
 
     The signature stays written out, for those who read it without running it (editors, mypy); the docstring gets what
     each argument means. A name that is no argument is refused with the closest that is one. Options of a Network or a
-    Reporting are taken as arguments of their own too, with a DeprecationWarning.
-
-    Args:
-        config: The class.
-        texts: What options mean here, where that differs.
+    Reporting are taken as arguments of their own too, with a DeprecationWarning. ``texts`` say what options mean here,
+    where that differs.
     """
 
     def complete(function: Callable[Concatenate[C, P], R]) -> Callable[P, R]:

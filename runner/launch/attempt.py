@@ -47,18 +47,7 @@ _PATIENCE_HERE = 3
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is the same whenever the ranks of a run are started.
-
-    Attributes:
-        session: The Spark session.
-        config: What was asked for.
-        payload: The pickled call.
-        name: Of the function, for Spark's UI.
-        run_id: Unique name of the run.
-        resources: What each task takes.
-        monitor: Where output goes.
-        data: What ranks are given.
-    """
+    """What is the same whenever the ranks of a run are started."""
 
     session: SparkSession
     config: RunConfig
@@ -71,10 +60,6 @@ class Attempt:
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
-
-        Args:
-            tasks: Number of Spark tasks.
-            generation: How often they were started before.
 
         Raises:
             RunError: one of :func:`spark_hvd.run`.
@@ -145,10 +130,7 @@ class Attempt:
 class Contact:
     """What is said of tasks that are not heard of, and taken back once they are.
 
-    Attributes:
-        size: Number of ranks.
-        address: Where this program listens, in words.
-        patience: Seconds; see ``_UNHEARD``.
+    ``address`` is where this program listens, in words; for ``patience`` in seconds, see ``_UNHEARD``.
     """
 
     size: int
@@ -159,10 +141,7 @@ class Contact:
     def without_us(self, started: Collection[int], fell_back: bool, unheard: float) -> bool:
         """Whether the ranks may be training without this program.
 
-        Args:
-            started: The ranks that have been heard of.
-            fell_back: Whether they were told to meet without us.
-            unheard: Seconds since the tasks began to run, where none has been heard of.
+        ``unheard`` are the seconds since the tasks began to run, where no rank has been heard of.
         """
         if started and self._said and not fell_back:
             _log.warning("ranks %s have been heard of by now, and are watched from here on", sorted(started))
@@ -190,9 +169,7 @@ class Contact:
 def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
     """Open a hub on this program's side of a session's network.
 
-    Args:
-        session: The Spark session.
-        make: Given the address to listen on, and the one that tasks connect to.
+    ``make`` is given the address to listen on, and the one that tasks connect to.
 
     Raises:
         ClusterError: this program cannot listen there, or knows no address for executors.

@@ -29,12 +29,7 @@ class Grace(NamedTuple):
 
 
 class ThreadJob(Generic[T]):
-    """Calls in threads of this process, with the face of a job of Spark's; they end when their hub does.
-
-    Args:
-        work: Called once a task, with its number.
-        tasks: How many.
-    """
+    """Calls in threads of this process, with the face of a job of Spark's; they end when their hub does."""
 
     def __init__(self, work: Callable[[int], T], tasks: int) -> None:
         self._values: list[T] = []
@@ -82,13 +77,7 @@ def attend(
 ) -> None:
     """Stay with a job until it has ended, and show what its ranks say. Any error stops them before it is raised.
 
-    Args:
-        job: Runs the tasks.
-        hub: Where their ranks meet; None where they do without.
-        monitor: Shows what ranks say.
-        grace: After an error.
-        look: Called many times a second. May raise what ends the run; returns the grace of a job that is of no
-            more use.
+    ``look`` is called many times a second; it may raise, and returns the grace of a job that is of no more use.
 
     Raises:
         HubError: the hub has failed.

@@ -23,10 +23,6 @@ def torch_loading(session: SparkSession, env: Mapping[str, str | None]) -> Itera
 
     Nothing is to be done afterwards: tasks find the server by the same rules as if one of them had started it.
 
-    Args:
-        session: The session.
-        env: Changes to the ranks' environment.
-
     Raises:
         SetupError: the Python that was chosen for Spark's workers has not what they need.
         ForkServerError: this machine has another system than Linux.

@@ -83,10 +83,7 @@ def run_local(
     sets = given(data).without_spark("run_local")
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with (
-        sets.on_disk() as folders,
-        make_monitor(config, fn, num_proc) as monitor,
-    ):
+    with sets.on_disk() as folders, make_monitor(config, fn, num_proc) as monitor:
         given_data = {"sources": sets.sources, "folders": folders}
 
         def start(generation: int, lost: RunError | None) -> list[R]:

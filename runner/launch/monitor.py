@@ -40,15 +40,6 @@ class Monitor(Listener):
     """See the module's description; a context manager.
 
     Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
-
-    Args:
-        display: How it is shown.
-        title: What runs.
-        size: Ranks expected.
-        tracking: Keeps a record of it elsewhere.
-        facts: What that is told at the start.
-        price_per_hour: Of one rank; None where it is not known.
-        gpus_per_rank: None for one, where ranks have any.
     """
 
     def __init__(
@@ -79,15 +70,12 @@ class Monitor(Listener):
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
         self._output.put(rank, stream, text)
 
     def vitals(self, record: Vitals) -> None:
-        """See base class."""
         self._records.append(record)
 
     def examined(self, rank: int, found: Examination) -> None:
-        """See base class."""
         self._examinations.append((rank, found))
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
@@ -126,11 +114,7 @@ class Monitor(Listener):
             self._display.show(self._view, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
-        """The run has ended well: show its summary, and return what there is of it.
-
-        Args:
-            values: What the ranks returned, in rank order.
-        """
+        """The run has ended well: show its summary, and return what there is of it."""
         self._next_look = 0.0  # what others waited for has ended with the run, if not before
         self.flush()
         now = time.monotonic()
@@ -175,17 +159,8 @@ class Monitor(Listener):
             _log.warning("%s has failed (%r); the run goes on without it", observer, error, exc_info=True)
 
 
-def make_monitor(
-    config: CommonConfig,
-    fn: Callable[..., Any],
-    size: int,
-) -> Monitor:
+def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Monitor:
     """The monitor of a run.
-
-    Args:
-        config: Says what is to be shown.
-        fn: The function that runs.
-        size: Ranks expected.
 
     Raises:
         TypeError: the tracker is none.

@@ -28,9 +28,7 @@ _ANSWER = 3.0
 def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
     """Call ``start(generation, loss)`` until it returns, at most ``max_restarts`` times more than once.
 
-    Args:
-        start: Starts all ranks; it is given how often that was done before, and the error that ended the last time.
-        max_restarts: The limit.
+    It is given how often it was called before, and the error that ended the last time.
 
     Raises:
         RunError: the error of the last start, which says how many restarts were made, if any.

@@ -52,10 +52,7 @@ class SlotShares:
     def held(self, tasks: int, slots: int | None) -> Iterator[None]:
         """Hold slots for this run; waits until they are free.
 
-        Args:
-            tasks: How many the run takes.
-            slots: How many there would be for tasks of its kind, were no other run there: kinds differ in cores and
-                GPUs, so shares are compared. None where they cannot be counted; then there is no wait.
+        Kinds of tasks differ in cores and GPUs, so shares are compared; where ``slots`` is None there is no wait.
 
         Raises:
             KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.

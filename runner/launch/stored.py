@@ -41,10 +41,7 @@ def stored(
 ) -> Iterator[Mapping[str, bytes]]:
     """Sources of all data sets, for ranks to read; what was written for them is deleted afterwards.
 
-    Args:
-        given: The data sets.
-        store: Where to write rows to; None for a temporary folder of this machine.
-        session: Whose tasks the ranks are of; None for ranks of this machine.
+    Without a store, they go to a temporary folder of this machine; without a session, the ranks are of this machine.
 
     Raises:
         ValueError: rows are to be written, and no place is known that all hosts see; or rows are to be windows.

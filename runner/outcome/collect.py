@@ -21,15 +21,7 @@ def results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack outcomes.
-
-    Args:
-        packed: One outcome a rank, in rank order.
-        size: World size.
-        order: Ranks in the order in which their failures were heard of.
-        timeout: The run's ``timeout``.
-        hang: What was known of ranks that waited for others, if that held at the end.
-        where: Tells where the ranks were on Spark, and is asked only if some failed; None if they were not there.
+    """Unpack outcomes. ``order`` is that in which failures were heard of; ``where`` is asked only if there are some.
 
     Returns:
         The values in rank order.

@@ -18,11 +18,7 @@ _OURS = re.compile(
 
 
 def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
-    """What an exit before fn returned was.
-
-    Args:
-        exitcode: As of subprocess: negative for a signal.
-    """
+    """What an exit before fn returned was. An exit code is as of subprocess: negative for a signal."""
     if exitcode >= 0:
         return FailureKind.EXIT, f"the process exited with code {exitcode} before fn returned"
     name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
@@ -30,12 +26,7 @@ def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
 
 
 def stopped(reason: str, culprit: int | None) -> str:
-    """Why we ended a rank.
-
-    Args:
-        reason: The hub's word for it.
-        culprit: The rank that failed first, if one did.
-    """
+    """Why we ended a rank."""
     return {
         "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
         "interrupt": "stopped: the run was interrupted",
@@ -46,9 +37,7 @@ def stopped(reason: str, culprit: int | None) -> str:
 def start_took_too_long(start_timeout: float, mpi_seconds: float | None) -> str:
     """What to say of a rank that is not in the world in time.
 
-    Args:
-        start_timeout: The run's.
-        mpi_seconds: How long MPI's process manager had, if it is what did not come up.
+    ``mpi_seconds`` is how long MPI's process manager had, if it is what did not come up.
     """
     if mpi_seconds is None:
         return f"this rank had not joined the others after start_timeout={start_timeout:g} s"
@@ -89,21 +78,14 @@ def is_echo(error: BaseException) -> bool:
 
 
 def is_echoing_abort(exitcode: int, output: str) -> bool:
-    """Whether a process was aborted by JAX for the loss of another one.
-
-    Args:
-        exitcode: As of subprocess: negative for a signal.
-        output: The last that it has printed.
-    """
+    """Whether a process was aborted by JAX for the loss of another one."""
     return exitcode == -signal.SIGABRT and _JAX_ABORTS.search(output) is not None
 
 
 def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list[Failed]:
     """Sort failures, the first cause first.
 
-    Args:
-        failures: At least one.
-        order: Ranks in the order in which the hub heard of their failures; the clocks of hosts differ.
+    ``order`` has ranks as the hub heard of their failures: the clocks of hosts differ.
     """
     heard = {rank: position for position, rank in enumerate(order)}
 

@@ -73,10 +73,6 @@ _WORDS: list[tuple[re.Pattern[str], str]] = [
 def next_step(failure: Failed, *, on_spark: bool) -> str:
     """What a person should do.
 
-    Args:
-        failure: The first cause.
-        on_spark: Whether it happened in a Spark application, with hosts and executors of its own.
-
     Returns:
         One or two sentences; empty where the error itself says it, or nothing helpful can be said.
     """

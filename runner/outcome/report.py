@@ -51,15 +51,7 @@ def failure_report(
     hang: HangVerdict | None = None,
     where: Where | None = None,
 ) -> str:
-    """Write the failures of a run as text.
-
-    Args:
-        failures: All failures, sorted by :func:`spark_hvd.runner.outcome.endings.rank_failures`.
-        size: World size.
-        finished: Ranks whose fn returned.
-        hang: What was known of ranks that waited for others, if that held at the end.
-        where: Where it was on Spark; None if it was not.
-    """
+    """Write the failures of a run as text."""
     first, *others = failures
     error = first.error.splitlines()[0] if first.traceback and first.error else first.error
     cause, advice = _of_the_others(first, others, finished)
@@ -81,21 +73,9 @@ def failure_report(
 
 
 def timeout_report(
-    failures: Sequence[Failed],
-    size: int,
-    timeout: float,
-    hang: HangVerdict | None = None,
-    where: Where | None = None,
+    failures: Sequence[Failed], size: int, timeout: float, hang: HangVerdict | None = None, where: Where | None = None
 ) -> str:
-    """Write a run that was ended because its time was up: where every rank stood.
-
-    Args:
-        failures: All ranks without a value.
-        size: World size.
-        timeout: The run's.
-        hang: As for :func:`failure_report`.
-        where: As for :func:`failure_report`.
-    """
+    """Write a run that was ended because its time was up: where every rank stood."""
     running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]
     lines = [
         f"{ranks_text([f.rank for f in running])} of {size} still running after timeout={timeout:g} s; all were stopped"

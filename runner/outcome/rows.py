@@ -109,11 +109,7 @@ SCHEMA = "rank int, ok boolean, part int, chunk binary"
 def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Row]:
     """Cut a packed outcome into rows of at most ``chunk_bytes`` bytes; an empty one is still one row.
 
-    Args:
-        packed: The outcome.
-        spool: A private directory of the driver, where the driver is on this machine. Outcomes above 16 MiB then go
-            into a file there, and the row names it: Spark needs five times a result's size of Java heap for it.
-        chunk_bytes: Size of a row.
+    Above 16 MiB they go to ``spool``, of a driver on this machine: Spark needs five times a result's size of Java heap.
     """
     if packed.at_hub:
         yield packed.rank, packed.ok, _HANDED_OVER, b""
@@ -131,9 +127,7 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
 def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[Packed]:
     """Join rows, in any order, back into outcomes in rank order.
 
-    Args:
-        rows: Spark's.
-        values: By rank, the pickled values that the hub was handed.
+    ``values`` are those that the hub was handed, by rank.
     """
     parts: dict[int, list[tuple[int, bytes]]] = {}
     oks: dict[int, bool] = {}

@@ -48,12 +48,7 @@ def outlive_nccl(env: MutableMapping[str, str]) -> None:
 
 
 class ElasticRank(ElasticLauncher):
-    """See the module's description; it is the launcher that ``hvd.elastic`` talks to.
-
-    Args:
-        control: To the agent.
-        order: What to do.
-    """
+    """See the module's description; it is the launcher that ``hvd.elastic`` talks to."""
 
     def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
@@ -109,7 +104,6 @@ class ElasticRank(ElasticLauncher):
     # ---- what hvd.elastic asks ------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """See base class."""
         self._send("entered")
         with self._changed:
             self._changed.wait_for(lambda: self._assigned is not None or self._dismissed or self._closed)
@@ -154,19 +148,15 @@ class ElasticRank(ElasticLauncher):
         context.join(world, self._kv, timeout=self._order.collective_timeout, backend=backend)
 
     def broken(self, error: str) -> None:
-        """See base class."""
         self._send("broken", generation=self._generation, error=error)
 
     def yielded(self) -> None:
-        """See base class."""
         self._send("yielded", generation=self._generation)
 
     def committed(self, commits: int) -> None:
-        """See base class."""
         self._send("committed", commits=commits)
 
     def finished(self) -> bool:
-        """See base class."""
         if os.getpid() != self._pid:
             return True  # fn has forked this process, which is none of the agent's
         self._send("finished", generation=self._generation)
@@ -176,12 +166,10 @@ class ElasticRank(ElasticLauncher):
 
     @property
     def update_wanted(self) -> bool:
-        """See base class."""
         return self._update
 
     @property
     def world_failure(self) -> str | None:
-        """See base class."""
         return self._world_failure
 
     # ---- the agent ------------------------------------------------------------------------------------------------

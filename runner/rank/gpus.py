@@ -94,12 +94,7 @@ def devices_of(
 
 
 def gpu_env(devices: Sequence[str] | None, executor: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank that has these GPUs.
-
-    Args:
-        devices: What :func:`devices_of` gave it.
-        executor: The environment of the executor, whose own choices stand.
-    """
+    """Variables of a rank that has these GPUs. The executor's own choices stand."""
     ours = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # or TensorFlow takes all memory, and leaves none to torch and NCCL
     if devices and all(device.isdigit() for device in devices) and "CUDA_VISIBLE_DEVICES" not in executor:
         ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's, by which Spark counts; CUDA's own is the fastest first
@@ -133,10 +128,7 @@ def _same(entry: str, address: str) -> bool:
 def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
     """The number of an assigned GPU among those that a process sees, whose CUDA_VISIBLE_DEVICES is the executor's.
 
-    Args:
-        address: What Spark assigned.
-        visible: That; None where it is not set.
-        uuids: Of the GPUs that the process sees, as CUDA gives them, without "GPU-".
+    ``visible`` is the executor's; ``uuids`` are as CUDA gives them, without "GPU-".
 
     Raises:
         GpuError: the process does not see it.
@@ -161,11 +153,7 @@ def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
 def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) -> int | None:
     """The number, among the GPUs that this process sees, of the one that a rank makes its current device.
 
-    Args:
-        local_rank: The rank's position on its host.
-        local_size: Ranks on the host.
-        there: GPUs that it sees.
-        share: What it was told.
+    ``there`` is how many GPUs it sees.
 
     Returns:
         None where there is none.
@@ -187,11 +175,6 @@ def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) ->
 
 def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bool) -> Choice:
     """Compare the GPUs of all ranks; every rank comes to the same result.
-
-    Args:
-        ranks: Of all ranks, in rank order.
-        backend: What the run was asked for; None for a choice.
-        may_share: Whether several ranks are meant to use one GPU.
 
     Raises:
         GpuError: Spark handed one GPU to two tasks that should have one each, or NCCL was asked for and cannot work.

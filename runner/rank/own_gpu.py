@@ -18,12 +18,7 @@ _log = logging.getLogger(__name__)
 def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local: RankInfo | None = None) -> str | None:
     """Make this rank's GPU the current device, and compare with the others; every rank must call this.
 
-    Args:
-        me: This rank.
-        share: What it was told of its GPUs.
-        kv: The world's key-value store.
-        backend: What the run was asked for; None for a choice.
-        local: Whose local rank tells which GPU is its, if that is not `me`'s.
+    ``local`` is whose local rank tells which GPU is its, if not ``me``'s.
 
     Returns:
         The backend to join with.

@@ -27,11 +27,7 @@ _MOST_A_SECOND = 400
 
 
 class VitalsSender:
-    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        send: Sends a record, as plain data; called by the thread.
-    """
+    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self._send = send
@@ -89,12 +85,7 @@ class VitalsSender:
 
 
 def _pause(told: Vitals | None, age: float) -> float:
-    """Seconds until the next look.
-
-    Args:
-        told: What was seen by the last one.
-        age: Seconds of the world, or of the wait for one.
-    """
+    """Seconds until the next look."""
     if told is None:
         return _SOON
     return BEAT if age >= _YOUNG else min(BEAT, max(_OFTEN, told.size / _MOST_A_SECOND))

@@ -37,13 +37,6 @@ class UnreachableError(RuntimeError):
 def connect(host: str, port: int, whom: str, mine: str, seconds: float = SECONDS) -> None:
     """Open a connection to a rank, and close it.
 
-    Args:
-        host: Its address.
-        port: On which it listens.
-        whom: What to call it.
-        mine: What to call this rank.
-        seconds: How long to try.
-
     Raises:
         UnreachableError: Naming both ends, and what to look at.
     """
@@ -67,13 +60,6 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, secon
     """Let the first rank of every host connect to that of the next host, round in a ring.
 
     So each host's address is tried by one other: a wrong interface, or a firewall round one host, is found and named.
-
-    Args:
-        me: My rank; does nothing but on the first rank of a host.
-        ip: My address.
-        kv: The ranks' key-value store.
-        ports: Where to listen; None for any port, as Gloo does.
-        seconds: How long to try to connect.
 
     Raises:
         UnreachableError: I cannot connect.
@@ -141,12 +127,7 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
 
 
 class StaticRank:
-    """See the module's description.
-
-    Args:
-        control: To the supervisor.
-        order: What to do.
-    """
+    """See the module's description."""
 
     def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
@@ -220,13 +201,7 @@ class StaticRank:
         except (UnreachableError, MpiMismatchError) as error:
             raise SetupFailure(str(error), error) from error
         context.join(
-            World(
-                me,
-                Endpoint(host, port),
-                self._order.generation,
-                secret=self._order.secret,
-                ports=ports,
-            ),
+            World(me, Endpoint(host, port), self._order.generation, secret=self._order.secret, ports=ports),
             self._kv,
             timeout=self._order.collective_timeout,
             backend=self._settle_gpu(me),

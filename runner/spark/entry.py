@@ -11,12 +11,7 @@ def task_of(
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A task for ``mapInArrow``, as a nested function: such travel by value, so it starts even without spark_hvd there.
 
-    Args:
-        module: Of the runner.
-        function: In it, called with the unpickled `spec` and `payload`; yields record batches.
-        spec: Pickled.
-        payload: The pickled call.
-        fed: Whether the task's input is of use: the function is then called with it too.
+    Where ``fed``, the function is called with the task's input too; it yields record batches.
     """
 
     def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:

@@ -38,22 +38,12 @@ _SILENT_HOST = (
 
 
 def silent(lost: str) -> ExecutorLostError:
-    """The error for tasks that the hub has not heard of any more.
-
-    Args:
-        lost: Names ranks, hosts and times (:func:`spark_hvd.runner.channel.silence.describe`).
-    """
+    """The error for tasks that the hub has not heard of any more."""
     return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_SILENT_HOST}")
 
 
 def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
-    """Make an error with a remedy out of one of Spark's.
-
-    Args:
-        error: What the Spark job raised.
-        size: Number of ranks.
-        placement: Where the tasks were, where that is known.
-    """
+    """Make an error with a remedy out of one of Spark's."""
     text = str(error)
     if match := _SETUP.search(text):
         return SetupError(f"{match[1]} {_INSTALL}")
@@ -92,11 +82,7 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
 
 
 def translate_elastic(error: Exception) -> RunError:
-    """The same for the job of an elastic run, which Spark ends when one task has failed too often.
-
-    Args:
-        error: What the Spark job raised.
-    """
+    """The same for the job of an elastic run, which Spark ends when one task has failed too often."""
     text = str(error)
     if match := _UNREACHABLE.search(text):
         return ClusterError(match[1])

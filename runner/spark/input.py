@@ -98,12 +98,7 @@ def _numbered(schema: StructType) -> StructType:
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
-    """One frame of as many partitions as tasks, each of which has all rows of its task's ranks.
-
-    Args:
-        frames: Their columns that are given, and the number of a row's data set.
-        tasks: How many.
-    """
+    """One frame of as many partitions as tasks, each of which has all rows of its task's ranks."""
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []

@@ -29,11 +29,7 @@ _log = logging.getLogger(__name__)
 class TaskAttempt:
     """One attempt of a task.
 
-    Attributes:
-        number: Spark's, unique in the application.
-        runs: Whether it has neither ended nor been lost, as far as Spark knows.
-        executor: Where.
-        leaving: Whether that executor is being decommissioned.
+    ``number`` is unique in the application; ``leaving`` says that its executor is being decommissioned.
     """
 
     number: int
@@ -71,18 +67,9 @@ def cancel_jobs(spark: SparkSession, tag: str) -> None:
 class TaskJob:
     """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
 
-    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be
-    retried whole, and fn run twice unseen.
-
-    Args:
-        spark: The session.
-        num_tasks: Number of tasks.
-        task: Runs in each; a function of record batches, as mapInArrow takes it.
-        description: What the Spark UI shows, and in the stage's name the line of the user's that called us.
-        tag: Unique name by which the job can be cancelled; also of its group, unless the caller's thread has one.
-        profile: What each task takes from its executor; None for the application's amounts.
-        barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
-        input_frame: What the tasks are given, in as many partitions; None for nothing of use.
+    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be retried
+    whole, and fn run twice unseen. ``tag`` is unique, to cancel the job by. Without ``barrier``, tasks start as slots
+    become free.
 
     Attributes:
         fed: Whether stages come before that compute the tasks' input.
@@ -163,8 +150,7 @@ class TaskJob:
     def where(self, size: int) -> Where:
         """Where the ranks are, and the page of their stage in the Spark UI, as far as Spark tells.
 
-        Args:
-            size: Number of ranks; 0 where tasks are not fixed to ranks.
+        ``size`` is 0 where tasks are not fixed to ranks.
         """
         there = self.placement() if size else None
         return Where({} if there is None else there.executors_of_ranks(size), self._page())

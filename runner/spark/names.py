@@ -25,9 +25,7 @@ _NOT_THE_USERS = {"spark_hvd", "pyspark", "py4j", "mlflow", "threading", "concur
 def job_group(spark: SparkSession, group: str) -> Iterator[None]:
     """Put this thread's jobs into a group, unless the user has done so already and may want to cancel them by it.
 
-    Args:
-        spark: The session; with Spark Connect, which has no groups, nothing happens.
-        group: Its name; ``sparkContext.cancelJobGroup(group)`` ends its jobs.
+    With Spark Connect, which has no groups, nothing happens.
     """
     with _properties(spark, {} if _property(spark, _GROUP) else {_GROUP: group}):
         yield
@@ -37,10 +35,7 @@ def job_group(spark: SparkSession, group: str) -> Iterator[None]:
 def jobs_tagged(spark: SparkSession, tag: str, description: str) -> Iterator[None]:
     """Tag all jobs that this thread starts, so that they can be cancelled, and say what they are for.
 
-    Args:
-        spark: The session.
-        tag: See :func:`spark_hvd.runner.spark.job.cancel_jobs`.
-        description: Goes before those of ours. With Spark Connect there is none.
+    Spark Connect has no descriptions.
     """
     tagged: Any = spark if is_connect(spark) else spark.sparkContext
     add, remove = (tagged.addTag, tagged.removeTag) if tagged is spark else (tagged.addJobTag, tagged.removeJobTag)
@@ -56,13 +51,8 @@ def jobs_tagged(spark: SparkSession, tag: str, description: str) -> Iterator[Non
 def job_named(frame: DataFrame, description: str, place: str | None = None, stack: str = "") -> Iterator[None]:
     """Name the jobs that this thread starts to compute `frame`; afterwards the thread's own names hold again.
 
-    A description that the user has set stays, with ours behind it.
-
-    Args:
-        frame: One that we have made; its action must be called in here.
-        description: What the jobs are for.
-        place: For the stages, as :func:`call_site` gives it; None for the line that called us.
-        stack: How the program came there.
+    A description that the user has set stays, with ours behind it. ``frame`` is one that we have made; its action must
+    be called in here.
     """
     if is_connect(frame.sparkSession):  # the server describes jobs by their plans
         yield
@@ -77,11 +67,7 @@ def job_named(frame: DataFrame, description: str, place: str | None = None, stac
 
 
 def call_site(description: str) -> tuple[str, str]:
-    """A name for stages, with the user's line in it, and the stack that led there: what PySpark has for its own.
-
-    Args:
-        description: What the stage is for.
-    """
+    """A name for stages, with the user's line in it, and the stack that led there: what PySpark has for its own."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame = frame.f_back

@@ -31,13 +31,7 @@ def does_not_tell(spark: SparkSession, what: str, lost: str, error: Exception) -
     """Say that Spark did not answer as we know it to: in a warning, once in this process for each thing.
 
     What is asked here has no stable interface. An application that has ended, or has no record of a thing yet, is no
-    news.
-
-    Args:
-        spark: The session that was asked.
-        what: What was asked for; completes "Spark does not tell ...".
-        lost: What does not work without an answer; a sentence.
-        error: What came instead.
+    news. ``what`` completes "Spark does not tell ..."; ``lost`` is a sentence on what does not work without an answer.
     """
     from py4j.protocol import Py4JNetworkError
 
@@ -139,10 +133,7 @@ def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
 def stage_of(spark: SparkSession, tag: str, *, fed: bool = False) -> Any:
     """Spark's record of the last stage of the newest job with a tag, the one that gives the result.
 
-    Args:
-        spark: The session.
-        tag: The job's.
-        fed: Whether jobs with that tag come before, which compute its input; the stage is then told by its barrier.
+    Where ``fed``, jobs with that tag come before, which compute its input: the stage is then told by its barrier.
 
     Returns:
         None before there is one.

@@ -81,12 +81,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Reach:
-    """Looks after ranks that do not come up.
-
-    Args:
-        size: World size.
-        placement: Asks Spark where the tasks are; None where it cannot tell.
-    """
+    """Looks after ranks that do not come up."""
 
     size: int
     placement: Callable[[], Placement | None]
@@ -97,9 +92,6 @@ class Reach:
 
         Asks every ten seconds, and else returns at once. Blocks for three seconds when some host does not answer. If no
         host does, nothing is concluded: a firewall may stand before all of them.
-
-        Args:
-            started: The ranks that have come up.
         """
         if time.monotonic() < self._look_at:
             return None
@@ -129,12 +121,7 @@ class Reach:
 
 
 def unanswered(targets: Iterable[tuple[str, int]], timeout: float) -> set[tuple[str, int]]:
-    """The addresses from which nothing comes back, not even a refusal.
-
-    Args:
-        targets: Host and port of each.
-        timeout: Seconds to wait for the slowest.
-    """
+    """The addresses from which nothing comes back, not even a refusal."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
     silent: set[tuple[str, int]] = set()
     with ExitStack() as closing, selectors.DefaultSelector() as selector:

@@ -39,11 +39,7 @@ def task_slots(spark: SparkSession, resources: TaskResources) -> int | None:
 def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float, resources: TaskResources) -> int:
     """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
 
-    Args:
-        spark: The session.
-        num_proc: Tasks wanted; None for as many as there are slots.
-        start_timeout: Seconds to wait for executors that the configuration promises, and the most for others.
-        resources: What each task takes.
+    Executors that the configuration promises have ``start_timeout`` seconds, others that at most.
 
     Returns:
         The number of tasks.

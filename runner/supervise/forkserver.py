@@ -224,11 +224,7 @@ def has_computed() -> bool:
 
 
 def has_started_cuda(files: str = "/proc/self/fd") -> bool:
-    """Whether CUDA has been started in this process: it then holds a device open that nothing else needs, NVML neither.
-
-    Args:
-        files: The folder of this process's open files.
-    """
+    """Whether CUDA has been started in this process: a device is then open, as nothing else needs it, NVML neither."""
     for number in os.listdir(files):
         with contextlib.suppress(OSError):
             if os.readlink(f"{files}/{number}").startswith("/dev/nvidia-uvm"):

@@ -27,9 +27,6 @@ class LineCutter:
 
     Of what a progress bar draws over its own line, with carriage returns, one state a second becomes a line, and the
     last one. Nested bars move the cursor besides, which has no meaning among the lines of other ranks.
-
-    Args:
-        clock: In seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,13 +107,7 @@ class Tail:
 
 
 class RankOutput:
-    """See the module's description.
-
-    Args:
-        fds: The reading ends of the rank's pipes, with "out" or "err" for each.
-        link: Connection to the hub.
-        on_lines: Where output goes (stream, lines) if not to the hub.
-    """
+    """See the module's description. Output goes to ``on_lines`` (stream, lines) if that is given, else to the hub."""
 
     def __init__(self, fds: dict[int, str], link: Link, on_lines: Callable[[str, list[str]], None] | None) -> None:
         self.fds = fds
@@ -153,11 +144,7 @@ class RankOutput:
             del self._unsent[0]
 
     def end(self, grace: float) -> None:
-        """Send what is left, unfinished lines too.
-
-        Args:
-            grace: Seconds that a slow hub gets.
-        """
+        """Send what is left, unfinished lines too. A slow hub gets ``grace`` seconds."""
         for stream, cutter in self._cutters.items():
             self._emit(stream, cutter.end())
         deadline = time.monotonic() + grace

@@ -87,9 +87,7 @@ class RankProcess:
     def await_stacks(self, timeout: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
         """Ask for the stacks, and wait until they are complete: they come one thread after the other.
 
-        Args:
-            timeout: Seconds, after which there is what has come by then.
-            meanwhile: Called again and again, with seconds to wait.
+        ``meanwhile`` is called again and again, with seconds to wait.
         """
         self.ask_for_stacks()
         text, grown = "", time.monotonic()
@@ -132,10 +130,6 @@ class ForkServer:
 
     def spawn(self, env: Mapping[str, str], timeout: float) -> RankProcess:
         """Fork a rank process, which waits for its first frame on ``control``.
-
-        Args:
-            env: The rank's complete environment.
-            timeout: Seconds to wait for a server that is still importing torch.
 
         Raises:
             ForkServerError: the server ended, or did not answer in time.
@@ -257,12 +251,8 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
 def fork_server_of(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> ForkServer | None:
     """The fork server that processes of another Python will ask for; started when there is none.
 
-    It imports torch while these processes come up, and stays at least until the connection is closed.
-
-    Args:
-        python: Theirs.
-        env: Changes that they will ask for, see :func:`fork_server`.
-        anchor: That they will name.
+    It imports torch while these processes come up, and stays at least until the connection is closed. ``env`` are
+    changes that they will ask for, see :func:`fork_server`; ``anchor`` is what they will name.
 
     Returns:
         None where servers cannot be shared on this machine.
@@ -339,12 +329,7 @@ def _name(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> st
 
 
 def _start(
-    python: Interpreter,
-    folder: str,
-    given: socket.socket,
-    env: Mapping[str, str | None],
-    anchor: int,
-    linger: float,
+    python: Interpreter, folder: str, given: socket.socket, env: Mapping[str, str | None], anchor: int, linger: float
 ) -> None:
     path = os.pathsep.join(os.path.abspath(entry) for entry in python.path if entry)
     started = subprocess.Popen(

@@ -32,11 +32,7 @@ _STACKS_SECONDS = 0.3
 
 
 class Probe:
-    """An examination under way; it blocks nobody. Call :meth:`turn` when :attr:`due` has come, until it has a result.
-
-    Args:
-        process: Whom to examine.
-    """
+    """An examination under way; it blocks nobody. Call :meth:`turn` when it is :attr:`due`, until it has a result."""
 
     def __init__(self, process: RankProcess) -> None:
         self._process = process
@@ -48,9 +44,6 @@ class Probe:
 
     def turn(self, now: float) -> Examination | None:
         """Do the next part of the examination.
-
-        Args:
-            now: The monotonic clock.
 
         Returns:
             What was found, once it is complete.
@@ -99,13 +92,7 @@ _BEHIND_SECONDS = 0.02  # between two tries where the hub is behind with the out
 class RankJob:
     """A rank for a supervisor to run.
 
-    Attributes:
-        order: What the rank is told.
-        env: Complete environment of the rank.
-        payload: The pickled call.
-        mpi: How MPI comes up, if it is the backend.
-        start_timeout: Seconds for the process to come up and to join the others' world.
-        timeout: The run's ``timeout=``, for messages.
+    ``start_timeout`` is also for joining the others' world; ``timeout``, the run's, is for messages.
     """
 
     order: RankOrder
@@ -124,13 +111,7 @@ class RankJob:
 class SupervisedRank:
     """See the module's description.
 
-    Args:
-        job: What to run.
-        server: Where it is forked.
-        link: Connection to the hub.
-        poller: The supervisor's, which also polls this process from now on.
-        on_frame: Takes what the rank says, besides how far it is. It may end the rank.
-        on_lines: Where output goes (stream, lines) if not to the hub.
+    ``on_frame`` takes what the rank says, besides how far it is, and may end the rank; ``poller`` is the supervisor's.
 
     Raises:
         ForkServerError: there is no process.
@@ -209,8 +190,7 @@ class SupervisedRank:
     def let_exit(self, meanwhile: Callable[[float], object] | None = None) -> None:
         """Let a rank whose fn has returned run its exit handlers.
 
-        Args:
-            meanwhile: Called again and again, with seconds to wait for anything. None takes what this rank says.
+        ``meanwhile`` is called again and again, with seconds to wait for anything; None takes what this rank says.
         """
         self.process.control.shutdown(2)  # it lingers until this
         self._await_exit(_EXIT_GRACE, meanwhile)
@@ -218,9 +198,8 @@ class SupervisedRank:
     def end(self, term_grace: float, output_grace: float) -> None:
         """End the process with all that it has started, and take its last output; once.
 
-        Args:
-            term_grace: Seconds between SIGTERM and SIGKILL.
-            output_grace: Seconds that a slow hub gets to take the output.
+        Between SIGTERM and SIGKILL are ``term_grace`` seconds; a slow hub gets ``output_grace`` seconds to take the
+        output.
         """
         if self.ended:
             return

@@ -34,12 +34,6 @@ def supervise(
 ) -> Packed:
     """Run one rank to its end.
 
-    Args:
-        job: What to run.
-        link: Connection to the hub, on which hello has been said.
-        server: Where the process is forked.
-        on_lines: Where output goes (stream, lines) if not to the hub.
-
     Returns:
         The outcome, always: no failure of the rank raises here. When it returns, the rank's process is gone with
         everything in its process group.

@@ -99,17 +99,8 @@ class TaskSpec:
     ) -> RankJob:
         """What the supervisor of one rank is to run.
 
-        Args:
-            me: The rank.
-            address: By which other ranks reach this host.
-            gpus: Those that Spark assigned; None if it assigns none.
-            payload: The pickled call.
-            mpi: How MPI comes up, if it is the backend.
-            join_timeout: Seconds to join the others' world; None for ``start_timeout``.
-            watched: Whether the driver hears how far the rank is.
-            slot: See :class:`RankOrder`.
-            stream: Of random numbers; None for the one of the rank's number.
-            part: Which of how many parts of the rows are the rank's.
+        ``stream``, of random numbers, is by default the rank's number; ``watched`` says that the driver hears how far
+        it is.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
@@ -144,13 +135,7 @@ class TaskSpec:
 def run_task(
     spec: TaskSpec, payload: bytes, batches: Iterator[pyarrow.RecordBatch] | None = None
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Run this task's ranks and yield their outcomes as record batches of the result schema.
-
-    Args:
-        spec: The run.
-        payload: The pickled call.
-        batches: The rows of the ranks, where there are any.
-    """
+    """Run this task's ranks and yield their outcomes as record batches of the result schema."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -173,12 +158,7 @@ def run_task(
 
 
 def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
-    """Outcomes as Spark takes them: record batches of the result schema.
-
-    Args:
-        packed: The outcomes.
-        spool: See :func:`spark_hvd.runner.outcome.rows.to_rows`.
-    """
+    """Outcomes as Spark takes them: record batches of the result schema."""
     import pyarrow
 
     for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spool) for each in packed):
@@ -223,18 +203,7 @@ def run_ranks(
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run those ranks of a world that belong to this task; all ranks have met.
-
-    Args:
-        spec: The run.
-        payload: The pickled call.
-        layout: All ranks.
-        mine: Those to run.
-        links: Their connections to the hub.
-        server: Where processes are forked.
-        gpus: Those that Spark assigned to this task; None if it assigns none.
-        on_lines: Where output goes (stream, lines) if not to the hub.
-    """
+    """Run those ranks of a world that belong to this task; all ranks have met."""
     towards = None if spec.hub is None else spec.hub.host
     alone = mine[0].local_size == mine[0].size
     try:

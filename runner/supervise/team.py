@@ -77,12 +77,6 @@ def supervise_all(
 ) -> list[Packed]:
     """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
-    Args:
-        jobs: What to run.
-        links: The ranks' connections to the hub, in the same order.
-        server: Where the processes are forked.
-        on_lines: Where output goes (stream, lines) if not to the hub.
-
     Returns:
         Their outcomes, in the same order.
     """

@@ -179,14 +179,7 @@ def optimize(
 
 
 class _Trials:
-    """The objective as Optuna's threads call it.
-
-    Args:
-        objective: The user's.
-        catch: Errors after which the study goes on.
-        session: None where trials have no Spark.
-        parallel: Calls at once.
-    """
+    """The objective as Optuna's threads call it."""
 
     def __init__(
         self,

@@ -82,9 +82,7 @@ class Cost:
     def text(self, data: float | None = None, communication: float | None = None) -> str:
         """All of it in one line.
 
-        Args:
-            data: Share of the ranks' time that waited for data; None where it is not known.
-            communication: The same for communication.
+        ``data`` and ``communication`` are the shares of the ranks' time that waited for these, where they are known.
         """
         spent = f"{words.number(self.rank_seconds)} rank-seconds"
         spent += f" and {words.number(self.gpu_seconds)} GPU-seconds" if self.gpu_seconds else ""

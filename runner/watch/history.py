@@ -81,12 +81,7 @@ class RunHistory:
         self._generations: list[Generation] = []
 
     def take(self, vitals: Vitals, now: float) -> None:
-        """Note a record.
-
-        Args:
-            vitals: What a rank told.
-            now: The listener's ``time.monotonic()``.
-        """
+        """Note a record."""
         self._began = now if self._began is None else self._began
         seconds = now - self._began
         if vitals.generation >= 0:

@@ -29,11 +29,7 @@ Value = tuple[str, float, int, int]
 
 
 class Outbox:
-    """Sends values to MLflow's server in a thread of its own, so that nothing else waits for the server.
-
-    Args:
-        run_id: Of the run of MLflow.
-    """
+    """Sends values to MLflow's server in a thread of its own, so that nothing else waits for the server."""
 
     def __init__(self, run_id: str) -> None:
         from mlflow import MlflowClient, get_tracking_uri
@@ -66,12 +62,7 @@ class Outbox:
             self._tags |= tags or {}
 
     def close(self, status: str | None, timeout: float) -> None:
-        """Send the rest, and wait until it is taken or refused.
-
-        Args:
-            status: What the run has ended with; None if it is not ours to end.
-            timeout: Seconds to wait at most.
-        """
+        """Send the rest, and wait until it is taken or refused. Without a status, the run's end is not ours."""
         self._status = status
         self._closing.set()
         self._thread.join(timeout)

@@ -74,11 +74,7 @@ def grown(before: Vitals, after: Vitals) -> dict[str, float]:
 
 
 def rates(differences: Mapping[str, float]) -> Rates | None:
-    """What a rank did while its counters grew by `differences`; None where no time has passed.
-
-    Args:
-        differences: Of `GROWING`, as :func:`grown` gives them.
-    """
+    """What a rank did while its counters grew by `differences`; None where no time has passed."""
     seconds = differences["clock"]
     if seconds <= 0:
         return None
@@ -100,10 +96,6 @@ def shares(done: Rates | None, last: Vitals) -> dict[str, float | None]:
     """Data, communication and compute by name; None for what is not known.
 
     Without a loop that is watched for its data, waiting for them would count as work.
-
-    Args:
-        done: What the rank did.
-        last: Its record at the end of that time.
     """
     return {
         "data": done.data if done is not None and last.data_seconds else None,
@@ -117,9 +109,6 @@ class Recent:
 
     A record tells how many steps were done by then. Those with more steps than the one before are the marks
     between which rates are taken, so that they do not jump where a step takes several seconds.
-
-    Args:
-        record: The first one.
     """
 
     def __init__(self, record: Vitals) -> None:
@@ -163,9 +152,7 @@ class Recent:
 def slowest_of(told: Mapping[int, Rates | None], counted: bool) -> Slowest | None:
     """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.watch.view.RunView`.
 
-    Args:
-        told: What each rank did, over about the same time.
-        counted: Whether steps are told of at all; else ranks are compared by their shares of the time.
+    Where steps are not ``counted``, ranks are compared by their shares of the time.
     """
     each = {
         rank: done

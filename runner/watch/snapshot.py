@@ -157,10 +157,6 @@ class RunSnapshot:
 def shown_rows(rows: Sequence[RankRow], most: int) -> tuple[list[RankRow], int]:
     """Which ranks to show where there is no room for all: those that stand out, and the first ones.
 
-    Args:
-        rows: All, in order.
-        most: How many there is room for.
-
     Returns:
         Those to show, in order, and the number of the others.
     """

@@ -151,11 +151,7 @@ def _with_worst(share: Share, what: str) -> str:
 
 
 def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) -> dict[str, Share | None]:
-    """Put the ranks' shares together, by name.
-
-    Args:
-        parts: Of each process: its rank, its seconds, and its shares of them.
-    """
+    """Put the ranks' shares together, by name."""
     found: dict[str, Share | None] = {}
     for name in SHARES:
         known = [(rank, seconds, part) for rank, seconds, named in parts if (part := named[name]) is not None]

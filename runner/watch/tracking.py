@@ -60,9 +60,6 @@ class Tracker(Protocol):
 class Tracking:
     """A tracker that cannot disturb a run once it has begun, but may end it; or none.
 
-    Args:
-        tracker: None for none.
-
     Raises:
         TypeError: it is something else.
     """
@@ -118,13 +115,7 @@ def without_password(text: str) -> str:
 
 
 def facts_of(config: CommonConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
-    """What a tracker is told at the start.
-
-    Args:
-        config: Of the run.
-        name: Of the function.
-        more: Other things that are known; those that are None are left out.
-    """
+    """What a tracker is told at the start."""
     found: dict[str, str | int | float | None] = {
         "function": name,
         "num_proc": config.num_proc,

@@ -17,10 +17,6 @@ from spark_hvd.world.vitals import Vitals
 class RankRecord:
     """What one process of a rank has told its driver, over all worlds that it was in; and its row in the table.
 
-    Args:
-        record: The first one that it sent.
-        now: The monotonic clock.
-
     Attributes:
         start: Its first record with a step; as long as there is none, the first of all.
         end: The last one by which it had done another step; as long as there is none, the last of all.
@@ -75,13 +71,7 @@ class RankRecord:
         self.recent = Recent(record)
 
     def row(self, rank: int, now: float, slowest: Slowest | None) -> RankRow:
-        """What there is to see of it now.
-
-        Args:
-            rank: Its number in the newest world.
-            now: The monotonic clock.
-            slowest: Of all ranks, if one of them is to be marked.
-        """
+        """What there is to see of it now."""
         last, done = self.last, self.recent.done()
         pace = done if self.recent.paced else None
         silent = now - self.heard
@@ -127,22 +117,10 @@ class RunView:
 
     **Worlds.** Ranks of a newer generation replace those of the one before. What a process did counts once, whatever
     its rank is called later.
-
-    Args:
-        title: What runs: "train on 8 ranks".
-        size: Ranks expected.
-        now: The monotonic clock.
-        price_per_hour: Of one rank; None where it is not known.
-        gpus_per_rank: None for one, where ranks tell of any.
     """
 
     def __init__(
-        self,
-        title: str,
-        size: int,
-        now: float,
-        price_per_hour: float | None = None,
-        gpus_per_rank: int | None = None,
+        self, title: str, size: int, now: float, price_per_hour: float | None = None, gpus_per_rank: int | None = None
     ) -> None:
         self.title = title
         self._size = size
@@ -163,12 +141,7 @@ class RunView:
         self._verdict: str | None = None
 
     def take(self, record: Vitals, now: float) -> None:
-        """Note what a rank has told.
-
-        Args:
-            record: The rank's; of an older world than the newest it is left out.
-            now: The monotonic clock.
-        """
+        """Note what a rank has told. One of an older world than the newest is left out."""
         if record.generation < self._generation:
             return
         if record.generation > self._generation:
@@ -279,13 +252,7 @@ class RunView:
         return process
 
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
-        """What the run took.
-
-        Args:
-            now: The monotonic clock.
-            steps: Of one rank, in all worlds.
-            talks: Whether any waiting for communication was seen.
-        """
+        """What the run took."""
         seconds = now - self._started
         rank_seconds = self._rank_seconds + self._size * (now - self._sized)
         gpus = self._gpus_per_rank

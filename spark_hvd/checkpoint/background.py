@@ -39,11 +39,7 @@ def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
     """A copy of ``state`` that shares no memory with it, with tensors on the CPU.
 
     What shares memory in ``state``, such as tied weights, does so in the copy: it is written once, as without a copy.
-
-    Args:
-        state: What :func:`spark_hvd.checkpoint.format.check_plain` lets pass, and DTensors. Of those this rank's part
-            is copied.
-        memory: Where the numbers go. A former copy there is overwritten.
+    Numbers go to ``memory``, over a former copy there. Of DTensors, this rank's part is copied.
     """
     tensors = {id(tensor): tensor for tensor in _tensors_in(state)}
     parts = {key: tensor if (part := local_part(tensor)) is None else part for key, tensor in tensors.items()}
@@ -94,12 +90,7 @@ class Memory:
         self._pinned: list[Bytes] = []
 
     def take(self, sizes: Sequence[int], on_gpu: bool) -> list[Bytes]:
-        """Memory for some parts, with what was in it before.
-
-        Args:
-            sizes: Bytes of each part.
-            on_gpu: Whether a GPU is to write to it directly.
-        """
+        """Memory for some parts, with what was in it before."""
         if on_gpu:
             if [len(part) for part in self._pinned] != list(sizes):
                 self._pinned = []  # the old ones go before the new ones are made
@@ -148,10 +139,6 @@ _memory = Memory()
 class Write:
     """Something that is being written.
 
-    Args:
-        path: What, for messages.
-        do: Writes it.
-
     Attributes:
         failure: Why it could not be written, once it has ended.
         is_told: Whether the failure was raised somewhere.
@@ -194,13 +181,7 @@ class Write:
 
 
 def start(path: str, state: Mapping[str, Any], put: Callable[[dict[str, Any]], None]) -> Write:
-    """Copy a state, and have it written in the background; what was written before must have ended: :func:`finish`.
-
-    Args:
-        path: What is written, for messages.
-        state: What a checkpoint can hold.
-        put: Writes the copy, in another thread.
-    """
+    """Copy a state, and have it written in the background; what was written before must have ended: :func:`finish`."""
     global _latest
     assert _latest is None or _latest.ended, "its copy is in the memory that is used for this one"
     copy = copied(state, _memory)
@@ -279,11 +260,7 @@ class SaveHandle:
 
 
 def start_saving(write: Write | None) -> SaveHandle:
-    """The handle of a save that all ranks have just begun.
-
-    Args:
-        write: What is written by this rank.
-    """
+    """The handle of a save that all ranks have just begun."""
     global _handle
     _handle = SaveHandle(write)
     return _handle

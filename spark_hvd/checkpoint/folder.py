@@ -41,10 +41,6 @@ class Folder:
     def newest(self, wanted: int | None, read_step: Callable[[int], Found]) -> Found | None:
         """The newest checkpoint that is not damaged, with a warning for each that is; None where there is none yet.
 
-        Args:
-            wanted: Take this one and no other.
-            read_step: Reads the checkpoint of a step.
-
         Raises:
             StoreError: one cannot be read.
             CheckpointError: all are damaged, the one wanted is or is not there, or one is of a newer version.

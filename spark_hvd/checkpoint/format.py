@@ -71,12 +71,7 @@ def unpack(
 ) -> dict[str, Any]:
     """The state in the content of a file, on the CPU. No code is run by it: only tensors and plain data are unpickled.
 
-    Args:
-        data: The content.
-        path: Of the file, for messages.
-        otherwise: What to do where it cannot be used, for messages.
-        parts: What must be in it, and of what type.
-        tested: Whether the checksums are known to be right.
+    ``parts`` must be in it, of these types; ``tested`` says that the checksums are known to be right.
 
     Raises:
         CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
@@ -105,9 +100,7 @@ def unpack(
 def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
     """What ``do`` returns on rank 0, on all ranks. Alone where there is no world.
 
-    Args:
-        do: Called on rank 0.
-        name: By which ranks match their calls. One thread at a time uses it.
+    Ranks match their calls by the name, which one thread at a time uses.
 
     Raises:
         Exception: what ``do`` raised on rank 0, on all ranks.
@@ -131,9 +124,6 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
 
     One rank chooses, because hosts may list a folder differently for a moment, and reads, because a store serves one
     reader better than a thousand.
-
-    Args:
-        choose: Called on rank 0.
 
     Raises:
         Exception: what ``choose`` raised on rank 0, on all ranks.

@@ -31,14 +31,7 @@ DUPLICATE = {False: errors.DuplicateNameError, True: errors.HorovodDuplicateName
 
 
 class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
-    """See the module's description.
-
-    Args:
-        members: Of the process set.
-        link: To the coordinator.
-        tracing: The process' timeline.
-        horovod: Whether errors are Horovod's.
-    """
+    """See the module's description."""
 
     def __init__(self, members: Members, link: QueueLink[Any], tracing: Tracing, horovod: bool) -> None:
         self._link = link
@@ -61,13 +54,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
     ) -> NamedHandle[T]:
         """Be ready for a collective.
 
-        Args:
-            name: None: the next of the made-up names, so that such calls match by their order. Where that is under way
-                still, the call waits for its end, and the caller does not.
-            request: What to tell of it.
-            work: My tensors.
-            result: Makes the handle's result.
-            urgent: Whether the caller is about to wait for it, which sends it at once.
+        Calls without a name match by their order. One that is ``urgent``, as the caller is about to wait, is sent at
+        once.
 
         Raises:
             DuplicateNameError: The name is under way.
@@ -100,14 +88,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
     ) -> NamedHandle[T] | None:
         """:meth:`submit` for a call of `tensor`, or of none, that this rank has made in just this way before.
 
-        Args:
-            kind: Of collective.
-            name: As for :meth:`submit`.
-            tensor: None for a barrier.
-            how: See :func:`spark_hvd.collectives.names.how_of`.
-            result: As for :meth:`submit`.
-            in_place: Whether the result goes into `tensor`.
-            urgent: As for :meth:`submit`.
+        ``how`` is that of :func:`spark_hvd.collectives.names.how_of`.
 
         Returns:
             None if the name has no number, or the call is another than the number stands for.
@@ -179,13 +160,11 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         return handle
 
     def flush(self) -> None:
-        """See base class."""
         self.memory.publish()
         if self._outgoing or self._deferred:
             self._link.post(self)
 
     def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
-        """See base class."""
         self.memory.meet(handle, timeout)
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
@@ -197,12 +176,10 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
             return self._outgoing.take()
 
     def withdrawn(self, handle: NamedHandle[Any]) -> None:
-        """See base class."""
         self._outgoing.put(handle.name, handle.request, self._known.bit(handle.name, handle.request))
         self._link.notify(self)
 
     def watch(self) -> None:
-        """See base class."""
         self._link.look_later(self)
 
     def learn(self, id: int, use: SlotUse | None, name: str) -> None:
@@ -214,7 +191,6 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                 self._known.learn(handle, 1 << id, slot)
 
     def forget(self, handles: Sequence[NamedHandle[Any]]) -> None:
-        """See base class."""
         self._free(handles)
         if self._deferred:
             self._link.notify(self)

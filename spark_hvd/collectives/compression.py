@@ -40,12 +40,10 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See base class."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: None) -> torch.Tensor:
-        """See base class."""
         return tensor
 
 
@@ -54,13 +52,11 @@ class _Half(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """See base class."""
         wide = tensor.is_floating_point() and tensor.element_size() > 2
         return tensor.to(cls._dtype) if wide else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        """See base class."""
         return tensor.to(ctx)
 
 

@@ -58,11 +58,7 @@ def single_result(work: Work) -> torch.Tensor:
 
 
 class Execution:
-    """A batch in flight.
-
-    Args:
-        steps: Starts the collectives; yields each handle that must be done before it goes on.
-    """
+    """A batch in flight."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

@@ -18,9 +18,7 @@ _REMEMBERED = 256
 def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[list[int]]:
     """Divide tensors into batches to fuse: one dtype and one device each, in an order that all ranks find alike.
 
-    Args:
-        tensors: With the same dtypes, shapes and kinds of device on every rank.
-        limit: Bytes of a batch.
+    Dtypes, shapes and kinds of device are the same on every rank; ``limit`` is in bytes.
 
     Returns:
         The indices of the tensors of each batch.
@@ -84,9 +82,7 @@ class Batch(list[Entry]):
 def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
     """Divide entries into batches that travel together: the same operation in every respect, and of one dtype.
 
-    Args:
-        entries: In the order that the coordinator gave them.
-        threshold: Bytes of a batch; an entry is never divided, so that groups stay whole; 0: no fusion.
+    An entry is never divided, so that groups stay whole; a ``threshold`` of 0 bytes is no fusion.
     """
     done: list[Batch] = []
     filling: dict[tuple[object, ...], Batch] = {}
@@ -109,11 +105,7 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
 
 
 class Planner:
-    """Divides what all ranks run into batches, and remembers how it has divided sets of known names.
-
-    Args:
-        threshold: See :func:`plan_batches`.
-    """
+    """Divides what all ranks run into batches, and remembers how it has divided sets of known names."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold

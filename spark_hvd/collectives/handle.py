@@ -185,9 +185,7 @@ class NamedHandle(Generic[T]):
 class Moment:
     """A moment on the current stream of a CUDA device, for other streams of that device to wait for.
 
-    Args:
-        event: Recorded at that moment.
-        device: The device. It need not be the current one: a thread of its own begins with device 0.
+    The device need not be the current one: a thread of its own begins with device 0.
     """
 
     finished = False

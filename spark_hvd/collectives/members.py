@@ -20,6 +20,7 @@ from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.hierarchy import Hierarchy
 from spark_hvd.transport.host.shared_memory import sum_share
 from spark_hvd.transport.host.sliced import SlicedStaging
 from spark_hvd.transport.local import LocalCommunicator
@@ -45,10 +46,6 @@ class Staging:
     Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
     out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's
     communicator stand between the passes, so a rank that has gone is noticed.
-
-    Args:
-        buffers: In rank order, of bytes.
-        place: Mine in the process set.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], place: int) -> None:
@@ -83,10 +80,7 @@ class Staging:
     def sum_share(self, dtype: torch.dtype, numel: int, finish: Callable[[torch.Tensor], None]) -> None:
         """Sum my share of all ranks' buffers, into all of them; every rank must have filled its own.
 
-        Args:
-            dtype: Of the elements.
-            numel: Their number.
-            finish: Makes the result of a sum, in place and element by element.
+        ``finish`` makes the result of a sum, in place and element by element.
         """
         sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place, finish)
 
@@ -108,11 +102,6 @@ def is_plain_sum(batch: Batch) -> bool:
 
 def _open_memory(group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> tuple[Staging | None, Slots | None]:
     """Make and map memory for large and for small all-reduces; collective over `group`.
-
-    Args:
-        group: A process group of the members that nobody else uses.
-        hosts: Of each member, as all of them know.
-        wanted: Whether this rank agrees.
 
     Returns:
         None and None, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
@@ -184,14 +173,7 @@ def open_members(
 ) -> Members:
     """Make what the ranks of a process set talk over; each of them must call this.
 
-    Args:
-        process_set_id: 0 for all ranks.
-        ranks: In the world, ascending.
-        layout: Of the world.
-        me: My rank in the world.
-        groups: Of the world.
-        config: Says whether to use shared memory.
-        nccl: All process groups that are of no use any more when one of the ranks has gone.
+    ``nccl`` are all process groups that are of no use any more when one of the ranks has gone.
     """
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)
@@ -202,7 +184,8 @@ def open_members(
     communicator = TorchCommunicator(group)
     if dist.get_backend(group) != MPI_BACKEND:
         wanted = config.shared_memory and config.hierarchical_allreduce
-        sliced = SlicedStaging.open(process_set_id, ranks, hosts, wanted, groups, group)
+        levels = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
+        sliced = None if levels is None else SlicedStaging.open(levels, process_set_id, groups, group)
         ends = connections if sliced is None else Several([connections, sliced.connections, sliced])
         return Members(ranks, hosts, place, communicator, staging, slots, ends, nccl, sliced=sliced)
     on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)

@@ -57,12 +57,7 @@ _told = False
 
 
 def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
-    """What to do in memory for a name that stands for this entry; None if it is nothing for memory.
-
-    Args:
-        entry: Of one tensor, or of none.
-        ranks: Of the process set, in the world.
-    """
+    """What to do in memory for a name that stands for this entry; None if it is nothing for memory."""
     request = entry.request
     if request.kind == "barrier":
         return SlotUse(entry.name, (0,), torch.uint8, request.kind, None)
@@ -103,13 +98,7 @@ class KnownCalls:
         return known.bit if known is not None and known.request == request else 0
 
     def as_before(self, name: str, tensor: torch.Tensor | None, how: How) -> KnownCall | None:
-        """The call that a number stands for, if this one is made in just the same way.
-
-        Args:
-            name: Of the call.
-            tensor: Of the call; None for a barrier.
-            how: See :func:`how_of`.
-        """
+        """The call that a number stands for, if this one is made in just the same way."""
         known = self._calls.get(name)
         if known is None or known.how != how:
             return None
@@ -138,9 +127,7 @@ class Unnamed:
     def take(self, kind: str, under_way: Mapping[str, NamedHandle[Any]]) -> str:
         """The next name of a kind.
 
-        Args:
-            kind: Of collective.
-            under_way: The handles of this rank, by name, those that have just ended perhaps among them.
+        ``under_way`` are this rank's handles, those that have just ended perhaps among them.
         """
         name = self.next(kind)
         self._counters[kind] = self._counters.get(kind, 0) + 1

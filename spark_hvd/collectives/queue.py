@@ -32,15 +32,7 @@ from spark_hvd.world.vitals import Underway
 
 
 class NegotiatedQueue(Calls, Source):
-    """See the module's description.
-
-    Args:
-        members: Of the process set.
-        link: To the coordinator.
-        tracing: The process' timeline.
-        fusion_threshold: Bytes up to which collectives travel together.
-        horovod: Whether errors are Horovod's.
-    """
+    """See the module's description."""
 
     def __init__(
         self,
@@ -93,7 +85,6 @@ class NegotiatedQueue(Calls, Source):
         return handle
 
     def underway(self, now: float) -> list[Underway]:
-        """See base class."""
         if self._failure.text is not None:
             return []
         ranks, joining = tuple(self.ranks), [] if self._joining is None else [self._joining]
@@ -104,7 +95,6 @@ class NegotiatedQueue(Calls, Source):
         ]
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
-        """See base class."""
         if self.tracing.recorder is None or execution.finished:
             execution.finish()
             return
@@ -113,7 +103,6 @@ class NegotiatedQueue(Calls, Source):
         self.tracing.finished(handle, started_ns)
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
-        """See base class."""
         return self._failure.explains(handle.label, error)
 
     # ---- the engine's thread --------------------------------------------------------------------------------------

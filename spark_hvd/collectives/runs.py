@@ -41,11 +41,7 @@ class _Started:
 class Runs:
     """See the module's description.
 
-    Args:
-        members: Of the process set.
-        tracing: The process' timeline.
-        release: Told of handles whose collective has ended, before they are completed; from any thread.
-        cannot_run: Told why this rank cannot start what all the others start.
+    ``release`` is told of handles whose collective has ended, before they are completed, from any thread.
     """
 
     def __init__(
@@ -159,12 +155,7 @@ class Runs:
         self._tracing.wake()
 
     def _run_on_gpu(
-        self,
-        number: int,
-        batch: Batch,
-        works: Sequence[Work | None],
-        handles: list[NamedHandle[Any]],
-        queued_ns: int,
+        self, number: int, batch: Batch, works: Sequence[Work | None], handles: list[NamedHandle[Any]], queued_ns: int
     ) -> None:
         started_ns = time.monotonic_ns()
         device = self._device_of(batch, handles)

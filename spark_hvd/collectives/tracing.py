@@ -34,11 +34,7 @@ _AUTO_ROWS = 16
 
 
 class Tracing:
-    """Shared by all queues of a process.
-
-    Args:
-        wake: Wakes the engine; from any thread.
-    """
+    """Shared by all queues of a process."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -98,13 +94,7 @@ class Tracing:
     # ---- on and off -----------------------------------------------------------------------------------------------
 
     def start(self, send: Callable[[int, list[Event]], None], mark_cycles: bool, *, on_rank0: bool) -> None:
-        """Record from now on.
-
-        Args:
-            send: Takes nanoseconds to add to all times, the same in every call, and events.
-            mark_cycles: Whether to mark when the engine wakes up.
-            on_rank0: Whether this rank's clock is the one that counts.
-        """
+        """Record from now on. ``send`` takes nanoseconds to add to all times, the same in every call, and events."""
         self._called.clear()
         self._answers.clear()
         self._held.clear()

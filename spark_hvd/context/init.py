@@ -19,14 +19,7 @@ import torch.distributed as dist
 from spark_hvd.collectives.members import open_members
 from spark_hvd.context import forks  # noqa: F401  what it registers keeps forked processes out of the world
 from spark_hvd.context.leave import end, shutdown
-from spark_hvd.context.standing import (
-    Context,
-    JoinedWorld,
-    PendingMember,
-    current,
-    refuse_fork,
-    standing,
-)
+from spark_hvd.context.standing import Context, JoinedWorld, PendingMember, current, refuse_fork, standing
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets
@@ -141,9 +134,6 @@ def expect(me: RankInfo) -> None:
 
     init() then does nothing, who-am-I questions are answered from it, and collectives raise NotInitializedError.
     :func:`join` replaces it by a world, :func:`abandon` brings one back.
-
-    Args:
-        me: Who I am for the time being.
     """
     with standing.lock:
         assert standing.context is None, "a rank that is in a world has its place there"

@@ -66,11 +66,7 @@ def join(*, counts: bool) -> int:
 
 
 def require_everyone(what: str, process_set: ProcessSet) -> None:
-    """Go on only if no rank has joined; collective.
-
-    Args:
-        what: What is to be done, under a name that is not used for something else meanwhile.
-        process_set: Whose ranks do it.
+    """Go on only if no rank has joined; collective. ``what`` is a name that is not used for something else meanwhile.
 
     Raises:
         MismatchError: A rank has joined.

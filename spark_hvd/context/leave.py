@@ -108,12 +108,7 @@ def abandon() -> None:
 
 
 def end(text: str, *, for_good: bool = False) -> None:
-    """Leave the world, if there is one.
-
-    Args:
-        text: What is told to those who wait for something in it.
-        for_good: See :func:`shutdown_for_good`.
-    """
+    """Leave the world, if there is one."""
     context, standing.context = standing.context, None
     if context is None:
         return

@@ -13,9 +13,7 @@ _marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def mark_local(param: torch.Tensor, *, averaged: bool = False) -> None:
     """Make a parameter this rank's own.
 
-    Args:
-        param: It.
-        averaged: Whether its gradient is the mean over all ranks already, as that of a table cut over them.
+    An ``averaged`` gradient is the mean over all ranks already, as that of a table cut over them.
     """
     _marks[param] = averaged
 

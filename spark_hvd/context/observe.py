@@ -61,10 +61,7 @@ def _gpu() -> dict[str, Any]:
         return {}
     held = {number: torch.cuda.memory_reserved(number) for number in range(torch.cuda.device_count())}
     busy = [share for number, bytes_ in held.items() if bytes_ and (share := _utilization(number)) is not None]
-    return {
-        "gpu_memory_bytes": sum(held.values()),
-        "gpu_utilization": sum(busy) / len(busy) if busy else None,
-    }
+    return {"gpu_memory_bytes": sum(held.values()), "gpu_utilization": sum(busy) / len(busy) if busy else None}
 
 
 def _utilization(device: int) -> float | None:

@@ -48,8 +48,7 @@ class StandIn(Protocol):
     def stand_in(self, *, counts: bool) -> bool:
         """Take part in the next step of the other ranks; returns whether any rank has made one.
 
-        Args:
-            counts: Whether Average divides by this rank.
+        ``counts`` says that Average divides by this rank.
         """
 
 
@@ -90,20 +89,13 @@ class Context:
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of a process set; each of them must call this, in the same order.
 
-        Args:
-            process_set_id: 0 for all ranks.
-            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
+        With ``gloo_threads``, Gloo alone with so many threads, in place of the world's backends.
         """
         queue = self.queues[process_set_id] if process_set_id else self.queue
         return self.groups.make(process_set_id, queue.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
         """Pipes between a process set's ranks, all on one host; each of them must call this.
-
-        Args:
-            process_set_id: 0 for all ranks.
-            group: A process group of the set, to agree over.
-            device: One that the group can exchange small facts on.
 
         Returns:
             None, on every rank, if one cannot reach another's.

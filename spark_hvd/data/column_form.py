@@ -23,11 +23,7 @@ Columns = dict[str, Any]
 class Part:
     """Rows that were read together.
 
-    Attributes:
-        rows: Number of rows.
-        names: Of what is in a batch, in order.
-        arrays: Of all rows.
-        others: Columns that are no arrays.
+    ``names`` are of what is in a batch, in order; ``others`` are columns that are no arrays.
     """
 
     rows: int
@@ -40,13 +36,7 @@ class Part:
 
 
 class ColumnForm(Form[Part, Columns]):
-    """Batches as numpy arrays or tensors.
-
-    Args:
-        convert: :func:`~spark_hvd.data.columns.numpy_batch` or :func:`~spark_hvd.data.columns.torch_batch`.
-        features: What is stacked.
-        concatenate: Joins arrays of the kind that ``convert`` makes.
-    """
+    """Batches as numpy arrays or tensors. ``concatenate`` joins arrays of the kind that ``convert`` makes."""
 
     def __init__(
         self,
@@ -59,7 +49,6 @@ class ColumnForm(Form[Part, Columns]):
         self._convert, self._features, self._concatenate = convert, features, concatenate
 
     def of(self, table: pa.Table, where: str) -> Part:
-        """See base class."""
         return self.of_batch(single(self._tables.of(table, where)), where)
 
     def of_batch(self, batch: pa.RecordBatch | PackedRows, where: str) -> Part:
@@ -78,19 +67,16 @@ class ColumnForm(Form[Part, Columns]):
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
             arrays=arrays,
-            others=_table(batch.select([name for name in batch.schema.names if name not in early])),
+            others=table_of(batch.select([name for name in batch.schema.names if name not in early])),
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
-        """See base class."""
         return self._tables.row_bytes(table, where)
 
     def window(self, asked: Round) -> _PartWindow:
-        """See base class."""
         return _PartWindow(asked)
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
-        """See base class."""
         for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
             found: Columns = {}
@@ -104,11 +90,11 @@ class ColumnForm(Form[Part, Columns]):
             yield found
 
     def kept(self, rows: Part) -> Part:
-        """See base class."""
         return copy.deepcopy(rows)
 
 
-def _table(batch: pa.RecordBatch | PackedRows) -> pa.Table:
+def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
+    """Rows as Arrow has them, in one piece."""
     return pa.Table.from_batches([batch.batch() if isinstance(batch, PackedRows) else batch])
 
 
@@ -120,7 +106,6 @@ class _PartWindow(Window[Part]):
         self._rows = asked.rows
 
     def put(self, number: int, rows: Part) -> None:
-        """See base class."""
         self._like = rows
         if rows.arrays:
             self._arrays.put(number, list(rows.arrays.values()))
@@ -128,7 +113,6 @@ class _PartWindow(Window[Part]):
             self._others.put(number, rows.others)
 
     def take(self) -> Part:
-        """See base class."""
         like = self._like
         arrays = dict(zip(like.arrays, self._arrays.take(), strict=True))
         others = self._others.take() if like.others.num_columns else like.others

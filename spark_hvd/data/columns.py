@@ -53,10 +53,6 @@ _VECTOR = {"type", "size", "indices", "values"}
 def numpy_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Values]:
     """A batch as numpy arrays, which may share its memory and then cannot be written.
 
-    Args:
-        batch: Of any types.
-        features: What is stacked, see :func:`torch_batch`.
-
     Raises:
         DataError: nulls, arrays of different lengths, a stack of what are no numbers; the column is named.
     """
@@ -143,10 +139,6 @@ def _collate(made: Callable[[str, Values, Offsets], dict[str, Any]], features: F
 
 def values_of(array: pa.Array, name: str) -> Values:
     """The values of a column; see the module's description.
-
-    Args:
-        array: Of any type.
-        name: Of the column, in messages.
 
     Raises:
         DataError: as :func:`numpy_batch`.

@@ -17,7 +17,7 @@ import torch
 from spark_hvd.collectives.process_set import global_process_set, queue_of
 from spark_hvd.collectives.start import start_alltoall
 from spark_hvd.context import who
-from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.column_form import ColumnForm, table_of
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
@@ -61,21 +61,17 @@ class FrameSource(DataSource):
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class."""
         return self.spool.schema
 
     @property
     def rows(self) -> int:
-        """See base class."""
         return int(self.counts.sum())
 
     @property
     def layout(self) -> int:
-        """See base class."""
         return zlib.crc32(self.counts.tobytes())
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """See base class."""
         seed = asked.seed if asked.shuffle else None
         return UnitSharding(
             self.rows,
@@ -88,7 +84,6 @@ class FrameSource(DataSource):
         )
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return SpoolReader(self.spool, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
 
     @property
@@ -152,11 +147,9 @@ class UnitSharding(Sharding):
         return batches * (rows // steps) + min(batches, rows % steps)
 
     def share(self, position: Position, rank: int, size: int) -> list[Interval]:
-        """See base class."""
         return self._shares(position, size)[rank]
 
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
-        """See base class."""
         seed = seed_of(self.seed, position.epoch)
         whole = _pieces_of(self.counts, owned_by(self.parts[rank], size, self.counts), seed)
         found: list[Interval] = []
@@ -188,20 +181,15 @@ class UnitSharding(Sharding):
 
 
 class UnitReader(Reader[BatchT]):
-    """Reads the rows that a rank takes of units; a subclass finds those of some pieces.
+    """Reads the rows that a rank takes of units, ``together`` at once; a subclass finds those of some pieces."""
 
-    Args:
-        counts: Rows of each unit.
-        owned: What the rank takes of them.
-        asked: What is read.
-        form: Makes batches.
-    """
-
-    def __init__(self, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT]) -> None:
-        self._counts, self._owned, self._asked, self._form = counts, owned, asked, form
+    def __init__(
+        self, rows: Any, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
+    ) -> None:
+        self._rows, self._counts, self._owned = rows, counts, owned
+        self._asked, self._form, self._together = asked, form, together
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
-        """See base class."""
         assert not isinstance(share, Turns)
         if not sizes:
             return
@@ -217,34 +205,26 @@ class UnitReader(Reader[BatchT]):
         """The rows of pieces in the form asked for, some at once; the next are found while some are used."""
         raise NotImplementedError
 
+    def _formed(self, batch: pa.RecordBatch | PackedRows, where: str) -> Any:
+        if isinstance(self._form, ColumnForm):
+            return self._form.of_batch(batch, where)
+        return self._form.of(table_of(batch), where)
+
 
 class SpoolReader(UnitReader[BatchT]):
     """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
 
-    def __init__(
-        self, spool: Spool, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], window_rows: int
-    ) -> None:
-        super().__init__(counts, owned, asked, form)
-        self._spool, self._window_rows = spool, window_rows
+    _rows: Spool
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
-        windows = self._spool.windows(pieces, seed, self._window_rows, self._asked.columns)
-        return (self._rows(window, "the DataFrame") for window in windows)
-
-    def _rows(self, window: PackedRows, where: str) -> Any:
-        if isinstance(self._form, ColumnForm):
-            return self._form.of_batch(window, where)
-        return self._form.of(pa.Table.from_batches([window.batch()]), where)
+        windows = self._rows.windows(pieces, seed, self._together, self._asked.columns)
+        return (self._formed(window, "the DataFrame") for window in windows)
 
 
 def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) -> Spool:
     """The rows that are here together with those that this rank lacks. To be called by all ranks.
 
-    Args:
-        name: Of the data set.
-        spool: The rows that are here.
-        moves: See :func:`moves_of`.
-        part: Of this rank, which ranks of its task differ in.
+    ``part`` is this rank's, in which ranks of a task differ.
 
     Raises:
         DataError: the disk does not take the rows.

@@ -31,11 +31,7 @@ _COLUMNS = b"spark_hvd.columns"
 class PackedRows:
     """Rows, as a record batch has them, some of whose columns lie side by side.
 
-    Attributes:
-        schema: The columns, in their order.
-        num_rows: How many.
-        matrices: By the names of their columns.
-        plain: The other columns, in any order.
+    ``matrices`` are by the names of their columns; the other columns are in ``plain``, in any order.
     """
 
     schema: pa.Schema

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
-from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
@@ -23,18 +22,7 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import (
-    ROW,
-    UNITS,
-    Owned,
-    Piece,
-    Seed,
-    mixing,
-    moves_of,
-    order_in_units,
-    owned_by,
-    windows_of,
-)
+from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
 
 TOGETHER = 1 << 20
 """Windows that are shuffled together: of each, only its number is in memory."""
@@ -49,11 +37,7 @@ _log = logging.getLogger(__name__)
 class Problem:
     """What is wrong with some series.
 
-    Attributes:
-        times: How often in all.
-        series: In how many.
-        key: Of one of them.
-        there: How often in that one.
+    ``times`` is how often in all, in so many ``series``; ``there`` is how often in the one that has the ``key``.
     """
 
     times: int
@@ -77,11 +61,9 @@ class WindowSource(FrameSource):
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class."""
         return self.series.schema
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return WindowReader(self.series, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
 
 
@@ -175,23 +157,15 @@ class SeriesHere:
 class WindowReader(UnitReader[BatchT]):
     """Cuts windows out of series, a few batches ahead of the consumer."""
 
-    def __init__(
-        self, series: SeriesHere, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
-    ) -> None:
-        super().__init__(counts, owned, asked, form)
-        self._series, self._together = series, together
+    _rows: SeriesHere
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
         together = enumerate(windows_of(pieces, self._together))
         orders = (self._order(some, seed, number) for number, some in together)
-        most = PART_BYTES // (4 * self._series.length * max(1, len(self._asked.columns)))
+        most = PART_BYTES // (4 * self._rows.length * max(1, len(self._asked.columns)))
         for parts in pieces_of((order for order in orders if len(order)), list(_together(sizes, most))):
             numbers = np.concatenate([order[start:stop] for order, start, stop in parts])
-            batch = self._series.batch(numbers, self._asked.columns)
-            if isinstance(self._form, ColumnForm):
-                yield self._form.of_batch(batch, "the series")
-            else:
-                yield self._form.of(pa.Table.from_batches([batch]), "the series")
+            yield self._formed(self._rows.batch(numbers, self._asked.columns), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
@@ -203,7 +177,7 @@ class WindowReader(UnitReader[BatchT]):
         order = order_in_units(places.astype(np.int16), ids, seed)
         if (lengths < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
-        found: Ints = (self._series.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
+        found: Ints = (self._rows.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
         return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -65,12 +64,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class ParquetSource(DataSource):
-    """Parquet files that all ranks reach, read in place.
-
-    Attributes:
-        dataset: What is known of them.
-        store: Opens them.
-    """
+    """Parquet files that all ranks reach, read in place."""
 
     dataset: DatasetMeta
     store: Store
@@ -97,20 +91,16 @@ class ParquetSource(DataSource):
 
     @property
     def rows(self) -> int:
-        """See base class."""
         return self.dataset.rows
 
     @property
     def layout(self) -> int:
-        """See base class."""
-        return zlib.crc32(repr([group.rows for group in self.dataset.row_groups]).encode())
+        return self.dataset.layout
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """See base class."""
         return self.dataset.sharding(batch_size, drop_last, shuffle=asked.shuffle)
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """See base class."""
         return ArrowReader(ReaderSpec(dataset=self.dataset, store=self.store, **asdict(asked)), form)
 
 

@@ -19,18 +19,7 @@ from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import single
 from spark_hvd.data.readers.sharding import Ints, stretches
-from spark_hvd.data.units import (
-    ID,
-    STRIDE,
-    UNIT,
-    UNITS,
-    Piece,
-    Seed,
-    mixing,
-    order_in_units,
-    units_of,
-    windows_of,
-)
+from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Piece, Seed, mixing, order_in_units, units_of, windows_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """What is sorted at once, whichever is reached first: the memory of a writer."""
@@ -49,14 +38,7 @@ _COUNTS, _SCHEMA, _FAILED = "counts.npy", "schema.arrow", "failed"
 
 
 class SpoolWriter:
-    """Writes the rows of one data set to a new folder.
-
-    Args:
-        folder: Made here.
-        schema: Of the user's columns where there is no row.
-        plain_bytes: See :data:`PLAIN_BYTES`.
-        chunk_rows: See :data:`CHUNK_ROWS`.
-    """
+    """Writes the rows of one data set to a new folder."""
 
     def __init__(
         self, folder: str, schema: pa.Schema, *, plain_bytes: int = PLAIN_BYTES, chunk_rows: int = CHUNK_ROWS
@@ -168,11 +150,7 @@ class _Disk:
 
 
 class Spool:
-    """Reads what a :class:`SpoolWriter` has written.
-
-    Args:
-        folder: Where.
-        brought: Where more rows are, which came from other ranks.
+    """Reads what a :class:`SpoolWriter` has written. ``brought`` is the folder of rows that came from other ranks.
 
     Attributes:
         folder: The first of the two.
@@ -216,11 +194,7 @@ class Spool:
     ) -> Iterator[PackedRows]:
         """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
 
-        Args:
-            pieces: Of the units of a rank, in the order in which they are wanted.
-            seed: Of the order; None for one unit after the other, and the order of the DataFrame in each.
-            window_rows: Rows of a window; None for :attr:`window_rows`.
-            columns: Their names, in the order wanted; None for all.
+        Without a seed, one unit after the other, each in the order of the DataFrame.
         """
         names = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in names])
@@ -289,10 +263,7 @@ class Spool:
 class SpoolSource:
     """What a rank is told of a DataFrame's rows.
 
-    Attributes:
-        folder: Where its task writes them, together with those of the task's other ranks.
-        part: Which share of the rows is the rank's.
-        parts: Of how many.
+    Its task writes them to ``folder``, with those of its other ranks, who share the rows out in ``parts``.
     """
 
     folder: str

@@ -57,10 +57,6 @@ class TableFiles:
 def files_of(store: Store, path: str) -> TableFiles:
     """The files of what a path or URL names: a Delta or Iceberg table, a file of Iceberg's metadata, or Parquet.
 
-    Args:
-        store: Of the path's file system.
-        path: Complete, with no slash at the end.
-
     Raises:
         DataError: there are no files, a table has what is not read here, or the package that lists it is missing.
         StoreError: the store cannot be read.
@@ -119,11 +115,7 @@ class SparkRead:
 
 
 def spark_read_of(given: Any) -> SparkRead | None:
-    """How Spark reads what :func:`files_of`, or :func:`files_of_table`, does not; None where it is no table.
-
-    Args:
-        given: A path or URL, or an object of ``deltalake`` or ``pyiceberg``, of whose version the rows are.
-    """
+    """How Spark reads what :func:`files_of`, or :func:`files_of_table`, does not; None where it is no table."""
     if hasattr(given, "get_add_actions"):
         return SparkRead("delta", _hadoop_path(unquote(given.table_uri)), {"versionAsOf": str(given.version())})
     if hasattr(given, "metadata_location"):

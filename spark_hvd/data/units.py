@@ -78,12 +78,7 @@ def units_of(part: int, parts: int) -> range:
 class Move(NamedTuple):
     """Rows of a unit that one rank sends to another.
 
-    Attributes:
-        source: The rank that has them.
-        target: The rank that lacks them.
-        unit: Their unit.
-        first: The first one, in the order of the DataFrame.
-        rows: How many.
+    ``first`` is the number of the first one, in the order of the DataFrame.
     """
 
     source: int
@@ -187,11 +182,6 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
 
     The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
     every rank knows how far another is in its units, and what is done changes nothing in the order of the others.
-
-    Args:
-        pieces: Of the window.
-        seed: None for one after the other.
-        number: Of the window.
     """
     _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))

@@ -49,9 +49,6 @@ class TensorTable:
         Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
         is the value's own, not a copy.
 
-        Args:
-            value: Anything.
-
         Raises:
             TypeError: A tensor is sparse, has no memory of its own here, or is on neither a CPU nor a GPU.
         """
@@ -97,9 +94,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
     """The value with tensors in place of references.
 
-    Args:
-        skeleton: Of :meth:`TensorTable.flatten`.
-        tensor_of: Gives the tensor of a reference; called for each of them, also if several have one number.
+    ``tensor_of`` is called for each of them, also if several have one number.
     """
 
     def filled(leaf: Any) -> Any:
@@ -128,9 +123,7 @@ class Receivers:
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
         """Find or make a tensor for each reference of a skeleton.
 
-        Args:
-            skeleton: Of the rank that sends.
-            mine: This rank's value in its place. Tensors of it that fit are used, and will be overwritten.
+        Tensors of ``mine`` that fit are used, and will be overwritten.
         """
         if isinstance(skeleton, TensorRef):
             if skeleton.number not in self.tensors:
@@ -174,13 +167,7 @@ def _empty(ref: TensorRef) -> torch.Tensor:
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], root_rank: int) -> None:
-    """Overwrite tensors with those of one rank, in batches of bounded size.
-
-    Args:
-        communicator: Whose ranks take part.
-        tensors: With the same dtypes, shapes and kinds of device on every rank.
-        root_rank: Whose.
-    """
+    """Overwrite tensors with those of one rank, in batches of bounded size."""
     for members in batches(tensors):
         batch = [tensors[index] for index in members]
         if len(batch) == 1:
@@ -195,10 +182,7 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], r
 def rebuilt(value: Any, change: Callable[[Any], Any], within: frozenset[int] = frozenset()) -> Any:
     """Nested dicts, lists and tuples with changed leaves; where nothing changes, the very same objects.
 
-    Args:
-        value: Anything.
-        change: Applied to all that is no such container.
-        within: The ids of the containers around it.
+    ``change`` is applied to all that is no such container; ``within`` has the ids of the containers around.
     """
     kind = type(value)
     if kind not in DICTS and kind not in (list, tuple):

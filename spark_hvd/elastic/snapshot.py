@@ -32,13 +32,8 @@ from spark_hvd.transport.torch_private import changes, copy_all
 class Commit:
     """One set of buffers, and what the commit in it is.
 
-    Attributes:
-        number: Of the commit.
-        extras: Whatever the owner wants to find again.
-        skeletons: By name; plain objects in them are copies.
-        buffers: The copies of the tensors, on the CPU, by the number of their references.
-        devices: Where each of them was.
-        events: The ends of the copies from GPUs, and of which.
+    Skeletons are by name, and plain objects in them copies; ``buffers`` are on the CPU, by the number of their
+    references, copied from ``devices``.
     """
 
     number: int = -1
@@ -51,10 +46,7 @@ class Commit:
     def value(self, name: str, *, own: bool) -> Any:
         """The value of a name.
 
-        Args:
-            name: One that was committed.
-            own: Whether its tensors are to be new ones, where they were; else they are the buffers themselves, on the
-                CPU, only to be copied from.
+        With ``own``, its tensors are new ones, where they were; else the buffers, on the CPU, only to be copied from.
         """
         self.wait()
         made: dict[int, torch.Tensor] = {}
@@ -97,20 +89,11 @@ class Snapshots:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(
-        self,
-        number: int,
-        content: Mapping[str, Any],
-        extras: Any = None,
-        stable: Collection[Hashable] = (),
+        self, number: int, content: Mapping[str, Any], extras: Any = None, stable: Collection[Hashable] = ()
     ) -> None:
         """Begin a commit; plain objects and all tensors that are not stable are copied before this returns.
 
-        Args:
-            number: Of the commit.
-            content: Values by name.
-            extras: Kept beside it, by reference.
-            stable: Keys (:func:`spark_hvd.elastic.skeleton.tensor_key`) of tensors that will not change before
-                :meth:`wait_copied` is called.
+        ``extras`` are kept by reference; ``stable`` has keys of tensors that do not change before :meth:`wait_copied`.
 
         Raises:
             TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.

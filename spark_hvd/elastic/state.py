@@ -167,10 +167,7 @@ class ObjectState(State):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: the values, and commits of its own, of which the last is this one's."""
-        return self.__dict__ | {
-            "_reset_callbacks": list(self._reset_callbacks),
-            "_snapshots": self._snapshots.copied(),
-        }
+        return self.__dict__ | {"_reset_callbacks": list(self._reset_callbacks), "_snapshots": self._snapshots.copied()}
 
     def save(self) -> None:
         """Keep a copy of the state, in memory that is allocated once, or twice.

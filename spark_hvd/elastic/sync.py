@@ -67,12 +67,7 @@ def broadcast_content(
 ) -> Mapping[str, Any]:
     """One rank's named values on all ranks; the root gets its own, the others' tensors are received as they fit.
 
-    Args:
-        communicator: Of all ranks.
-        content: This rank's.
-        root: Whose.
-        caller: What the user called, for an error.
-        check: Sees the root's skeletons before any tensor is sent.
+    ``caller`` is what the user called, for an error; ``check`` sees the root's skeletons before any tensor is sent.
 
     Raises:
         ValueError: The root has something that cannot be sent. Raised on every rank.

@@ -14,11 +14,7 @@ def disagreement(
 ) -> str | None:
     """What is wrong with a collective.
 
-    Args:
-        name: Its name.
-        requests: The request of each rank, by its number in the world; those of joined ranks are missing.
-        joined: The ranks that have joined.
-        horovod: Whether only an allreduce can do without these, as in Horovod.
+    Joined ranks have no request; as in Horovod, if so asked, only an allreduce can do without them.
 
     Returns:
         None if it can run.

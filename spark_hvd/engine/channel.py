@@ -61,14 +61,7 @@ class Keys:
 
 
 class CoordinatorSockets:
-    """The coordinator's end; it belongs to one thread.
-
-    Args:
-        context: ZeroMQ's; its ZAP handler decides who is let in.
-        host: Address to listen on.
-        keys: The world's.
-        ports: Those to choose from; None for any.
-    """
+    """The coordinator's end; it belongs to one thread. ZeroMQ's ZAP handler decides who is let in."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys, ports: PortRange | None = None
@@ -108,10 +101,8 @@ class CoordinatorSockets:
 
         First members have a moment to go: libzmq 4.3.5 may never reap a socket that is closed while a peer disconnects
         from it, so that its context, with threads and descriptors, stays for ever (3 in 100 times, if all leave within
-        2 ms; with CURVE and linger or without).
-
-        Args:
-            deadline: Until when, on the monotonic clock; None for the length of a farewell from now.
+        2 ms; with CURVE and linger or without). ``deadline`` is on the monotonic clock; by default the length of a
+        farewell from now.
         """
         if deadline is None:
             deadline = time.monotonic() + CLOSE_GRACE_SECONDS
@@ -123,13 +114,6 @@ class CoordinatorSockets:
 
 class MemberSockets:
     """A member's end. One thread may send while another receives.
-
-    Args:
-        context: ZeroMQ's.
-        endpoints: The coordinator's, see :class:`CoordinatorSockets`.
-        place: Mine in the process set.
-        keys: The world's.
-        timeout: Seconds to wait for the connections.
 
     Raises:
         CollectiveError: The coordinator cannot be reached, or has another secret.
@@ -195,10 +179,6 @@ class MemberSockets:
 
 def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeout: float) -> str | None:
     """Wait for handshakes, all of them: one that is under way holds up whoever leaves, and what was sent on it is lost.
-
-    Args:
-        connections: For each its monitor and the address to which it leads.
-        timeout: Seconds for all together.
 
     Returns:
         The address of one that has failed, and why.

@@ -50,11 +50,7 @@ class _PendingName:
 class Coordinator:
     """Decides for one process set. Ranks are meant by their place in the set; texts name them by rank in the world.
 
-    Args:
-        ranks: The members' ranks in the world, in ascending order.
-        cache_capacity: Most names that get a number.
-        stall_timeout: Seconds after which a name that some rank is missing for fails; None: never.
-        horovod: Whether errors, and what joined ranks contribute, are Horovod's.
+    Whether errors, and what joined ranks contribute, are Horovod's, ``horovod`` tells.
     """
 
     def __init__(
@@ -94,11 +90,7 @@ class Coordinator:
     def submitted(self, place: int, ids: int, fresh: Sequence[tuple[str, Request]], now: float) -> list[Decision]:
         """A rank is ready for these names.
 
-        Args:
-            place: The rank.
-            ids: Numbers of names, as bits.
-            fresh: Other names, or ones with another request than their number stands for.
-            now: Seconds on any monotonic clock.
+        ``ids`` are numbers of names, as bits; ``fresh`` are other names, or ones with another request than before.
         """
         if self._gone is not None:
             return []  # every rank has been told, or is about to be
@@ -125,9 +117,7 @@ class Coordinator:
     def joined(self, place: int, counts: bool) -> list[Decision]:
         """A rank has no more data, and contributes nothing from now on.
 
-        Args:
-            place: The rank.
-            counts: Whether Average still divides by it.
+        ``counts`` says that Average still divides by it.
         """
         if self._gone is not None:
             return []

@@ -45,14 +45,7 @@ _CONTEXT_SECONDS = 1.5
 
 
 class Engine:
-    """See the module's description. The thread starts with the first queue that needs one.
-
-    Args:
-        config: The values of this rank.
-        secret: The world's secret, if its launcher made one.
-        address: This host's address on the network of the ranks.
-        ports: Where coordinators may listen; None for any.
-    """
+    """See the module's description. The thread starts with the first queue that needs one."""
 
     def __init__(
         self, config: Config, secret: bytes | None, address: Callable[[], str], ports: PortRange | None = None
@@ -78,11 +71,7 @@ class Engine:
         self._stopped = threading.Event()
 
     def open_queue(self, members: Members, kv: Store) -> NegotiatedQueue:
-        """Open a process set's queue; every member must.
-
-        Args:
-            members: Of the process set.
-            kv: Keys that only this queue uses.
+        """Open a process set's queue; every member must. ``kv`` has keys that only this queue uses.
 
         Raises:
             CollectiveError: The coordinator cannot be reached.
@@ -146,13 +135,7 @@ class Engine:
         return member.queue
 
     def close_queue(self, queue: NegotiatedQueue, text: str, deadline: float | None = None) -> None:
-        """Leave a queue: what is not done on it fails with this text, here and on the other members.
-
-        Args:
-            queue: To leave.
-            text: The error.
-            deadline: See :meth:`CoordinatorSockets.close`.
-        """
+        """Leave a queue: what is not done on it fails with this text, here and on the other members."""
         if len(queue.ranks) == 1:
             queue.gone(text)
         elif self._serves:

@@ -42,17 +42,14 @@ class LoneLink(QueueLink[NegotiatedQueue]):
         self._lock = threading.RLock()  # the user's threads do here what else the engine's one thread does
 
     def notify(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         self.post(queue)
 
     def post(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         with self._lock:
             self.coordination.read_own()
             queue.resume()
 
     def join(self, queue: NegotiatedQueue, counts: bool) -> None:
-        """See base class."""
         with self._lock:
             self.coordination.tell(self.coordination.joined(0, counts))
 
@@ -72,15 +69,12 @@ class _EngineLink(QueueLink[NegotiatedQueue]):
     _engine: EngineLoop
 
     def notify(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         self._engine.gather()
 
     def look_later(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         self._engine.later(queue, GRACE_SECONDS, queue.give_up)
 
 
@@ -92,15 +86,12 @@ class CoordinatorLink(_EngineLink):
         self._engine = engine
 
     def post(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         self._engine.call(self.coordination.read_own)
 
     def join(self, queue: NegotiatedQueue, counts: bool) -> None:
-        """See base class."""
         self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
 
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
-        """See base class."""
         text = f"rank {queue.ranks[0]} could not do its part: {text}"
         self._engine.call(lambda: self.coordination.tell(self.coordination.failed(0, text)))
 
@@ -132,18 +123,15 @@ class MemberLink(_EngineLink):
         self.send("failed", why)
 
     def post(self, queue: NegotiatedQueue) -> None:
-        """See base class."""
         with self._sending:  # what is taken is sent before anything else, such as join
             ids, fresh = queue.take()
             if ids or fresh:
                 self.send("ready", f"{ids:x}", fresh)
 
     def join(self, queue: NegotiatedQueue, counts: bool) -> None:
-        """See base class."""
         self.send("join", counts)
 
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
-        """See base class."""
         self.send("failed", text)
 
     def read(self) -> None:

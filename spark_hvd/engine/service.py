@@ -24,13 +24,7 @@ _WARNED = 10
 
 
 class Coordination:
-    """See the module's description.
-
-    Args:
-        queue: The coordinator's own.
-        config: Rank 0's.
-        sockets: None where there are no other members.
-    """
+    """See the module's description."""
 
     def __init__(self, queue: NegotiatedQueue, config: Config, sockets: CoordinatorSockets | None) -> None:
         self.queue = queue

@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 class WorldTimeline:
     """This rank's part in it.
 
-    Args:
-        tracing: Records what this process does.
-        on_thread: Runs a function on the engine's thread and waits for it; the rest here runs there anyway.
-        tell_all: Tells all ranks of the world a decision, on rank 0.
+    ``on_thread`` runs a function on the engine's thread and waits for it; the rest here runs there anyway.
     """
 
     def __init__(
-        self,
-        tracing: Tracing,
-        on_thread: Callable[[Callable[[], None]], None],
-        tell_all: Callable[[Decision], None],
+        self, tracing: Tracing, on_thread: Callable[[Callable[[], None]], None], tell_all: Callable[[Decision], None]
     ) -> None:
         self._tracing = tracing
         self._on_thread = on_thread

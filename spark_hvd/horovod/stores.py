@@ -43,12 +43,10 @@ class FilesystemStore(Store):
 
     @property
     def plain(self) -> Store:
-        """See base class."""
         return Store.create(self.url, runs_path=self.get_runs_path(), storage_options=self.storage_options)
 
     @property
     def prepared(self) -> tuple[str | None, str | None]:
-        """See base class."""
         train, val = (
             path if self.exists(path) else None for path in (self.get_train_data_path(), self.get_val_data_path())
         )

@@ -39,24 +39,14 @@ class GradientExchange:
     """A variable by which losses are multiplied; None for none."""
 
     def open(self, variables: Sequence[Any]) -> KerasReducer:
-        """Have a reducer.
-
-        Args:
-            variables: All that the optimizer trains.
-        """
+        """Have a reducer."""
         if self.reducer is None:
             shared = [variable for variable in variables if self._is_shared(variable)]
             self.reducer = KerasReducer(self, shared)
         return self.reducer
 
     def reduce(self, reducer: KerasReducer, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients to train with.
-
-        Args:
-            reducer: Of :meth:`open`.
-            gradients: This rank's; None for those that it lacks.
-            variables: What they are of.
-        """
+        """The gradients to train with."""
         shared = [place for place, variable in enumerate(variables) if self._is_shared(variable)]
         found = list(gradients)
         reduced = reducer.reduce([gradients[place] for place in shared], [variables[place] for place in shared])

@@ -52,10 +52,7 @@ def broadcast(
 
 
 def reducescatter(
-    value: Any,
-    name: str | None = None,
-    op: ReduceOp = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
+    value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE, process_set: ProcessSet = global_process_set
 ) -> Array:
     """This rank's share of the reduced value; see :func:`spark_hvd.torch.reducescatter`."""
     return _through(value, lambda tensor: reduce.reducescatter(tensor, name=name, op=op, process_set=process_set))

@@ -15,12 +15,7 @@ from spark_hvd.mxnet.optimizer import DistributedOptimizer
 from spark_hvd.mxnet.sync import broadcast_parameters
 from spark_hvd.mxnet.trainer import DistributedTrainer
 
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "DistributedTrainer",
-    "broadcast_parameters",
-]
+__all__ = ["Compression", "DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"]
 __all__ += face.__all__
 __all__ += who.__all__
 __all__ += collectives.__all__

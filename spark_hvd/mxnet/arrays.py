@@ -33,9 +33,7 @@ def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
 def change(arrays: Sequence[Any], function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> None:
     """Overwrite arrays with what a function makes of them.
 
-    Args:
-        arrays: On a CPU.
-        function: Is given tensors that it may write to, and returns them or others, as many and of the same shapes.
+    The function is given tensors that it may write to; it returns them or others, as many and of the same shapes.
     """
     views = [_view(array, "to_dlpack_for_write") for array in arrays]
     given = [to_torch(array) if view is None else view for array, view in zip(arrays, views, strict=True)]

@@ -253,8 +253,7 @@ def grouped_reducescatter(
     """Apply :func:`reducescatter` to several arrays, as one unit."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     return _made(
-        tensors,
-        lambda given: start_reducescatter(given, name, reducing, process_set, all_results, urgent=True).wait(),
+        tensors, lambda given: start_reducescatter(given, name, reducing, process_set, all_results, urgent=True).wait()
     )
 
 

@@ -78,11 +78,6 @@ def local_below(root: str, name: str, source: str) -> str:
 
     Keys of object stores are any text: joined as they are, those of a stranger lead out of the folder.
 
-    Args:
-        root: The folder, absolute.
-        name: Of a file, relative to ``source``.
-        source: The directory of the store, for the message.
-
     Raises:
         StoreError: ``name`` has "..", a backslash or a NUL in it, is absolute, or leads to the folder itself.
     """

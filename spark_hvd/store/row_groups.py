@@ -20,11 +20,7 @@ _GROUP_ROWS = 1000  # at least; below that the overhead of a row group outweighs
 class RowGroupWriter:
     """One Parquet file, made when its first row comes, written row group by row group.
 
-    Args:
-        store: Takes the file.
-        path: Of the file, complete.
-        groups: Row groups that it shall have at least, where it has rows enough.
-        stack: The file has its name once this is closed.
+    It has ``groups`` row groups at least, where there are rows enough, and its name once ``stack`` is closed.
     """
 
     def __init__(self, store: Store, path: str, groups: int, stack: ExitStack) -> None:

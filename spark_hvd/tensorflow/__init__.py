@@ -15,13 +15,7 @@ from spark_hvd.tensorflow import collectives, elastic
 from spark_hvd.tensorflow.collectives import *  # noqa: F403
 from spark_hvd.tensorflow.compression import TensorFlowCompression as Compression
 from spark_hvd.tensorflow.optimizer import DistributedOptimizer
-from spark_hvd.tensorflow.standing import (
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
+from spark_hvd.tensorflow.standing import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from spark_hvd.tensorflow.sync import (
     BroadcastGlobalVariablesHook,
     broadcast_,

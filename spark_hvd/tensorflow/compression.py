@@ -16,7 +16,6 @@ class _OfBoth(compression.Compressor):
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """See base class."""
         if isinstance(tensor, torch.Tensor):
             return cls._torchs.compress(tensor)
         wide = tensor.dtype.is_floating and tensor.dtype.size > 2
@@ -24,7 +23,6 @@ class _OfBoth(compression.Compressor):
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """See base class."""
         return cls._torchs.decompress(tensor, ctx) if isinstance(tensor, torch.Tensor) else tf.cast(tensor, ctx)
 
 

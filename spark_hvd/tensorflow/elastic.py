@@ -32,11 +32,9 @@ class _TensorFlowHandler(StateDictHandler):
     reloads = False
 
     def state(self) -> Any:
-        """See base class."""
         return {str(place): to_torch(tf.convert_to_tensor(variable)) for place, variable in enumerate(self.value)}
 
     def load(self, state: Any) -> None:
-        """See base class."""
         for place, variable in enumerate(self.value):
             variable.assign(to_tensorflow(state[str(place)].clone()))  # TensorFlow may keep the very memory
 

@@ -18,11 +18,7 @@ def reduced(
 ) -> list[Any]:
     """The gradients of all ranks, as one operation of a graph or eagerly; None for what has none here.
 
-    Args:
-        handed: Where they are reduced.
-        places: Which of its parameters they are of.
-        gradients: This rank's, None where it has none; IndexedSlices are made dense.
-        for_the_step: Whether they are used up before the next ones come, and need no memory of their own.
+    Those ``for_the_step`` are used up before the next ones come, and need no memory of their own.
     """
     there = [place for place, gradient in enumerate(gradients) if gradient is not None]
     given = [tf.convert_to_tensor(gradients[place]) for place in there]

@@ -21,10 +21,7 @@ def owned(variables: Iterable[Any]) -> list[Any]:
 
 @unconverted
 def broadcast_variables(
-    variables: Iterable[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:
     """Overwrite variables with those of one rank, all in one exchange.
 

@@ -60,11 +60,6 @@ def through(
 ) -> list[Any]:
     """What a function of torch tensors returns, now or, in a graph, whenever that is run.
 
-    Args:
-        function: Is given the tensors.
-        tensors: Of TensorFlow.
-        dtypes: TensorFlow's, of what it returns.
-
     Raises:
         TypeError: a tensor holds text, or what else is no number.
     """

@@ -18,10 +18,6 @@ _LAST_EVENTS_SECONDS = 10.0
 class Collector:
     """Writes the events of all ranks, in a thread of its own: encoding them would hold up the engine.
 
-    Args:
-        path: The file.
-        hosts: Of each rank.
-
     Raises:
         OSError: The file cannot be written.
     """

@@ -138,11 +138,8 @@ class TraceWriter:
     """Writes the events of all ranks to one file as they come in. Any thread may add.
 
     A rank is a process of the trace, a row one of its threads. Zero is when the writer was made, or the first event of
-    the first batch if that is earlier; later batches are cut there, as Perfetto drops negative times.
-
-    Args:
-        path: The file; what is there is replaced.
-        hosts: `hosts[r]` is the host of rank r.
+    the first batch if that is earlier; later batches are cut there, as Perfetto drops negative times. What is at the
+    path is replaced; ``hosts[r]`` is the host of rank r.
 
     Raises:
         OSError: The file cannot be written: FileNotFoundError or NotADirectoryError for its folder, PermissionError,
@@ -169,11 +166,7 @@ class TraceWriter:
     def add(self, rank: int, events: Sequence[Event], offset_ns: int) -> None:
         """Append a rank's events.
 
-        Args:
-            rank: Whose they are.
-            events: As :class:`Recorder` ships them.
-            offset_ns: What to add to this rank's times to have rank 0's. Keep to one value a rank: a span and what it
-                encloses may come in different batches, and no longer nest if they are moved differently.
+        ``offset_ns`` is added to its times. Of two values for a rank, spans in different batches would no longer nest.
 
         Raises:
             OSError: The disk is full, or the like.

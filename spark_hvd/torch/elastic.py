@@ -44,10 +44,7 @@ class TorchState(ObjectState):
     _watched: dict[str, _CopyHook]
 
     def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         self._handlers, self._watched = {}, {}
         super().__init__(model=model, optimizer=optimizer, **kwargs)

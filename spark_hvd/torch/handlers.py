@@ -174,7 +174,6 @@ class LoaderStateHandler(StateDictHandler):
     __module__ = "spark_hvd.torch.elastic"
 
     def state(self) -> Any:
-        """See base class."""
         return self.value.loop_state_dict()
 
     def interrupted(self) -> None:

@@ -97,11 +97,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()`` to the bit.
 
-    torch casts state tensors to their parameter's dtype, which loses what an optimizer keeps in more precision.
-
-    Args:
-        optimizer: Of parameter groups of the same sizes.
-        state: Its tensors may become the optimizer's own.
+    torch casts state tensors to their parameter's dtype, which loses what an optimizer keeps in more precision. Tensors
+    of ``state`` may become the optimizer's own.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]

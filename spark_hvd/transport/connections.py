@@ -58,10 +58,7 @@ class Forkable(Abortable, Protocol):
 class Connections(Abortable):
     """The connections of one process group.
 
-    Args:
-        candidates: Sockets of this process, among which they are.
-        of_group: Whether a connection is one of them, by its two addresses, mine first. Looked at when they are ended:
-            most groups' never are, and there are as many as ranks.
+    ``of_group`` tells whether a connection is the group's, by its two addresses, mine first.
     """
 
     def __init__(self, candidates: Sockets, of_group: Callable[[Address, Address], bool] = lambda *_: True) -> None:
@@ -72,10 +69,7 @@ class Connections(Abortable):
     def since(cls, before: Sockets, group: dist.ProcessGroup, listeners: Sequence[Address] = ()) -> Connections:
         """Find those of a new group; collective over it. There are none if it has no Gloo.
 
-        Args:
-            before: What :func:`sockets` gave before the group was made.
-            group: The group.
-            listeners: At which Gloo listens for it here, if it has done so for longer.
+        ``before`` is what :func:`sockets` gave before; ``listeners`` are where Gloo has listened for longer.
         """
         if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
@@ -94,11 +88,7 @@ class Connections(Abortable):
 
 
 class Several(Abortable):
-    """What is aborted together.
-
-    Args:
-        parts: In this order.
-    """
+    """What is aborted together. Parts are aborted in order."""
 
     def __init__(self, parts: Sequence[Abortable]) -> None:
         self._parts = parts

@@ -12,12 +12,7 @@ import torch.distributed as dist
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
-from spark_hvd.transport.shapes import (
-    even_rows,
-    require_dense,
-    require_root,
-    require_rows,
-)
+from spark_hvd.transport.shapes import even_rows, require_dense, require_root, require_rows
 
 T = TypeVar("T")
 _OPS = {
@@ -62,21 +57,17 @@ class TorchCommunicator(Communicator):
 
     @property
     def rank(self) -> int:
-        """See base class."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See base class."""
         return self._size
 
     @property
     def fact_device(self) -> torch.device:
-        """See base class."""
         return self._fact_device
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         check_op(tensor.dtype, op)
         mine, dense = to_dense(tensor)
@@ -97,8 +88,7 @@ class TorchCommunicator(Communicator):
         # Neither Gloo nor NCCL multiplies complex numbers.
         gathered = dense.new_empty((self._size, *dense.shape))
         work = self._start(
-            "allreduce",
-            lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True),
+            "allreduce", lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -108,7 +98,6 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allreduce", [work], finish)
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
@@ -116,8 +105,7 @@ class TorchCommunicator(Communicator):
             return FinishedHandle(out)
         if len(set(rows)) == 1:
             work = self._start(
-                "allgather",
-                lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True),
+                "allgather", lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True)
             )
             return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
@@ -134,8 +122,7 @@ class TorchCommunicator(Communicator):
         padded[: rows[self._rank]] = dense
         gathered = dense.new_empty((self._size, *padded.shape))
         work = self._start(
-            "allgather",
-            lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True),
+            "allgather", lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -152,7 +139,6 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allgather", works, lambda: out)
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_root(root_rank, self._size)
         mine, dense = to_dense(tensor)
@@ -166,7 +152,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "broadcast", [work], finish)
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_rows(tensor, "reducescatter")
         check_op(tensor.dtype, op)
@@ -190,8 +175,7 @@ class TorchCommunicator(Communicator):
                 wire = _padded(wire, rows)
             share = wire.new_empty((rows[0], *wire.shape[1:]))
             work = self._start(
-                "reducescatter",
-                lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True),
+                "reducescatter", lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True)
             )
 
         def finish() -> torch.Tensor:
@@ -204,7 +188,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "reducescatter", [work], finish)
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
@@ -225,7 +208,6 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "alltoall", [work], lambda: out)
 
     def barrier(self) -> Handle[None]:
-        """See base class."""
         # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
         token = torch.zeros(1, device=self._fact_device)
         work = self._start("barrier", lambda: dist.all_reduce(token, group=self._group, async_op=True))

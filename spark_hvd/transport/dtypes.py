@@ -69,10 +69,6 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
 def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp, Restore]:
     """Give a tensor the form in which a backend can reduce it.
 
-    Args:
-        tensor: Contiguous.
-        op: The reduction asked for.
-
     Returns:
         The tensor to reduce, which shares memory with the argument where it can; the reduction to run on it, which is
         SUM for AVERAGE (see :func:`divide`); how to get elements of the original dtype back.
@@ -132,10 +128,7 @@ def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
 def divide(tensor: torch.Tensor, size: int, dtype: torch.dtype | None = None) -> None:
     """Make an average out of a sum, in place; integers are truncated toward zero, as in Horovod.
 
-    Args:
-        tensor: The sum, as :func:`to_wire` has it.
-        size: What to divide by.
-        dtype: What was summed, where that may be another dtype than the tensor's.
+    ``dtype`` is that of what was summed, where the sum has another, as of :func:`to_wire`.
     """
     if dtype == torch.uint64:  # int64 has its bits; the half of it is not negative
         half = ((tensor >> 1) & torch.iinfo(torch.int64).max).div_(size, rounding_mode="trunc").mul_(2)

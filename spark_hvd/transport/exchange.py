@@ -21,11 +21,8 @@ _ROOM = 248
 def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:
     """Give every rank the facts of all ranks, in rank order; collective over `group`.
 
-    Args:
-        fact: anything JSON can carry.
-        group: the process group to use.
-        device: a device that the group's backend serves.
-        about: what to call this, for whoever watches the run.
+    The fact is anything JSON can carry; ``device`` is one of the group's, ``about`` its name for whoever watches the
+    run.
     """
     with activity.waiting(about, tuple(dist.get_process_group_ranks(group))):
         return _exchange(fact, group, device)

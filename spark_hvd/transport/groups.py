@@ -26,11 +26,7 @@ _Made = tuple[dist.ProcessGroup, list[Address]]
 class Groups:
     """The process groups of one world.
 
-    Args:
-        kv: The world's key-value store.
-        timeout: Seconds until a collective gives up on its peers.
-        owns_default_group: Whether all other process groups end with the world, too.
-        registry: Of an elastic world: all connections are to be known.
+    With ``owns_default_group``, all other process groups end with the world, too.
     """
 
     def __init__(
@@ -49,10 +45,7 @@ class Groups:
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of a process set; each of its ranks must call this, in the same order.
 
-        Args:
-            process_set_id: 0 for all ranks.
-            ranks: Its ranks in the world.
-            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
+        With ``gloo_threads``, Gloo alone with so many threads.
         """
         if self._registry is None:
             return self._make(process_set_id, ranks, gloo_threads)[0]
@@ -67,10 +60,7 @@ class Groups:
     def make_slice(self, process_set_id: int, ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup, Connections]:
         """A process group of some of a process set's ranks; each of these alone must call this.
 
-        Args:
-            process_set_id: 0 for all ranks.
-            ranks: Which ones, in the world, ascending.
-            name: The same on all of them, and in use for no other group of the set.
+        The name is the same on all of them, and in use for no other group of the set.
         """
         full = f"{GROUP_PREFIX}{process_set_id}.{name}"
         made = self._known(lambda: self._group(full, ranks))

@@ -26,15 +26,12 @@ class FinishedHandle(Handle[T]):
         self._result = result
 
     def wait(self) -> T:
-        """See base class."""
         return self._result
 
     def done(self) -> bool:
-        """See base class."""
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """See base class."""
         callback()
 
 
@@ -48,14 +45,7 @@ class PendingHandle(Handle[T]):
         finish: Callable[[], T],
         groups: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        """Take over works under way.
-
-        Args:
-            name: What to call the collective in an error.
-            works: What torch.distributed returned.
-            finish: Makes the result, once, when all have ended.
-            groups: The process groups of works on the CPU, which may have to be given up with their world.
-        """
+        """Take over works under way."""
         self._groups = groups
         self._name = name
         self._works = [work for work in works if work is not None]
@@ -63,7 +53,6 @@ class PendingHandle(Handle[T]):
         self._result: T
 
     def wait(self) -> T:
-        """See base class."""
         if self._finish is not None:
             try:
                 if all(work.is_completed() for work in self._works):
@@ -85,11 +74,9 @@ class PendingHandle(Handle[T]):
                 work.wait()
 
     def done(self) -> bool:
-        """See base class."""
         return self._finish is None or all(work.is_completed() for work in self._works)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """See base class."""
         if self._finish is None or not self._works:
             callback()
         elif len(self._works) == 1:
@@ -110,11 +97,9 @@ class JointHandle(Handle[list[Any]]):
         return [handle.wait() for handle in self._handles]
 
     def done(self) -> bool:
-        """See base class."""
         return all(handle.done() for handle in self._handles)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """See base class."""
         when_all_done([handle.when_done for handle in self._handles], callback)
 
 

@@ -17,50 +17,41 @@ class LocalCommunicator(Communicator):
 
     @property
     def rank(self) -> int:
-        """See base class."""
         return 0
 
     @property
     def size(self) -> int:
-        """See base class."""
         return 1
 
     @property
     def fact_device(self) -> torch.device:
-        """See base class."""
         return torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         check_op(tensor.dtype, op)
         return FinishedHandle(tensor)
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         return FinishedHandle(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_root(root_rank, 1)
         return FinishedHandle(tensor)
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         require_rows(tensor, "reducescatter")
         check_op(tensor.dtype, op)
         return FinishedHandle(_copy(tensor))
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
-        """See base class."""
         require_dense(tensor)
         return FinishedHandle(_copy(tensor))
 
     def barrier(self) -> Handle[None]:
-        """See base class."""
         return FinishedHandle(None)
 
 

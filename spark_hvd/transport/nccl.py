@@ -37,12 +37,7 @@ def nccl_backend(group: dist.ProcessGroup) -> NcclBackend | None:
 
 
 class NcclGroups:
-    """The process groups of one process set.
-
-    Args:
-        groups: Gives those there are now; None for one that has been destroyed.
-        backend_of: Gives a group's NCCL part.
-    """
+    """The process groups of one process set."""
 
     def __init__(
         self,

@@ -28,13 +28,7 @@ _AGAIN_SECONDS = 0.05
 
 
 class ConnectionRegistry:
-    """See the module's description.
-
-    Args:
-        generation: Of the world.
-        endpoint: Of its key-value store; None where there is none.
-        size: Number of ranks.
-    """
+    """See the module's description."""
 
     def __init__(self, generation: int, endpoint: Endpoint | None, size: int) -> None:
         self.generation = generation

@@ -18,12 +18,7 @@ from spark_hvd.world.layout import Endpoint, World, WorldLayout
 
 @contextmanager
 def meeting(rank: int, size: int) -> Iterator[None]:
-    """Turn what torch raises when ranks do not find each other into a CollectiveError.
-
-    Args:
-        rank: My rank.
-        size: World size.
-    """
+    """Turn what torch raises when ranks do not find each other into a CollectiveError."""
     try:
         yield
     except RuntimeError as error:
@@ -36,11 +31,7 @@ def meeting(rank: int, size: int) -> Iterator[None]:
 def all_gather_facts(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
     """Publish a fact and collect those of all ranks, in rank order.
 
-    Args:
-        fact: Anything JSON can carry.
-        kv: A store, or a part of one, that was not used for this before.
-        rank: My rank.
-        size: World size.
+    The fact is anything JSON can carry; ``kv`` was not used for this before.
 
     Raises:
         CollectiveError: A rank did not publish its own within the store's timeout.
@@ -69,8 +60,7 @@ def launched_world(env: LaunchEnv) -> tuple[World, Store]:
 def adopted_world(prefix: str) -> tuple[World, WorldLayout, Store]:
     """The world of the default process group that the user initialised, and its store.
 
-    Args:
-        prefix: For keys that have not been used before.
+    ``prefix`` is for keys that have not been used before.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     kv = PrefixStore(prefix, default_group_store())

@@ -274,10 +274,6 @@ def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable
     """Let ``torch.distributed.checkpoint`` exchange its plans and metadata by these functions, in this thread.
 
     Its own unpickle whatever comes. It has no way to be given others.
-
-    Args:
-        broadcast: Of an object, from a rank.
-        allgather: Of objects, to all ranks.
     """
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.utils import _DistWrapper

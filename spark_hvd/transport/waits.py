@@ -38,9 +38,7 @@ def why_broken() -> str | None:
 def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
     """Wait until a work on tensors of the CPU has ended.
 
-    Args:
-        work: What torch.distributed returned for it.
-        groups: The process groups that it uses. They cannot be destroyed before it has ended.
+    The groups that it uses cannot be destroyed before it has ended.
 
     Raises:
         CollectiveError: The world is over, and the work does not end.

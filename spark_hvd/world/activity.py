@@ -89,9 +89,7 @@ class Activity:
     def end_loop(self, epoch: int | None = None, *, last: bool = False) -> None:
         """The newest loop of ``hvd.progress`` is over: its last values are those of its epoch, if that is over too.
 
-        Args:
-            epoch: Of the loop that follows. One that tells none belongs to the epoch before it.
-            last: Whether none follows.
+        ``epoch`` is that of the loop that follows, if it is not the ``last``.
         """
         if self.progress is None or self._told_by_fit or not self.watched:
             return
@@ -117,9 +115,6 @@ class Activity:
     def enter(self, *name: str) -> float:
         """This rank enters a collective.
 
-        Args:
-            name: Its words.
-
         Returns:
             ``time.monotonic()``.
         """
@@ -130,12 +125,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, name: str, ranks: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Enter a collective that no source knows of, and wait for its end.
-
-        Args:
-            name: What to call it.
-            ranks: Which take part; None for all.
-        """
+        """Enter a collective that no source knows of, and wait for its end."""
         one = (
             name,
             self.enter(name),

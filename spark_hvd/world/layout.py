@@ -46,10 +46,8 @@ class WorldLayout:
     def from_hosts(cls, hosts: Sequence[str]) -> WorldLayout:
         """Lay out ranks so that those of one host are contiguous.
 
-        Hosts come in the order of their first appearance, the processes of a host in the order given.
-
-        Args:
-            hosts: `hosts[i]` is the host of the launcher's process i.
+        Hosts come in the order of their first appearance, the processes of a host in the order given. ``hosts[i]`` is
+        the host of the launcher's process i.
 
         Raises:
             ValueError: `hosts` is empty.
@@ -67,9 +65,7 @@ class WorldLayout:
     def of_ranks(cls, hosts: Sequence[str], nodes: Sequence[Hashable] | None = None) -> WorldLayout:
         """Lay out ranks whose numbers a launcher has fixed already: rank i stays rank i.
 
-        Args:
-            hosts: `hosts[i]` is the host of rank i.
-            nodes: What tells hosts apart if not their names, for instance the number of the launcher's agent.
+        ``nodes`` tell hosts apart if not their names do, as the numbers of the launcher's agents.
 
         Raises:
             ValueError: `hosts` is empty.

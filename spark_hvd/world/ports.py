@@ -53,10 +53,6 @@ class PortRange:
 def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
     """What ``bind`` returns for the first port that it can have.
 
-    Args:
-        ports: Those to try; None for port 0, by which the kernel chooses.
-        bind: Raises an error with the ``errno`` EADDRINUSE where the port is taken.
-
     Raises:
         OSError: All are taken, or ``bind`` raised something else.
     """
@@ -73,10 +69,6 @@ def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
 
 def listen(host: str, ports: PortRange | None = None) -> socket.socket:
     """A TCP socket that listens on an address.
-
-    Args:
-        host: IPv4 or IPv6.
-        ports: Those to choose from; None for any.
 
     Raises:
         OSError: The address is not this host's, or no port is free.

@@ -91,3 +91,22 @@ def test_every_room_has_a_sign_that_says_what_it_may_import() -> None:
     for room in rooms.rooms():
         assert rooms.sign(room), room
         assert room.endswith(".py") or "\n\nMay import " in rooms.sign(room), room
+
+
+def test_a_public_method_has_a_docstring_or_overrides_one_of_ours_that_has() -> None:
+    nodes = [node for path in rooms.modules().values() for node in ast.parse(path.read_text()).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def told(name: str, method: str) -> bool:
+        own = [each for each in classes[name].body if isinstance(each, ast.FunctionDef) and each.name == method]
+        bases = {ast.unparse(base).partition("[")[0] for base in classes[name].bases} & {*classes}
+        return any(map(ast.get_docstring, own)) or any(told(base, method) for base in bases)
+
+    methods = [
+        (name, each.name)
+        for name, node in classes.items()
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and not name.startswith("_") and not each.name.startswith("_")
+    ]
+    assert len(methods) > 1000
+    assert [each for each in methods if not told(*each)] == []

@@ -134,11 +134,8 @@ class _ToMember(_ToWorker):
 class StartWorker(_ToWorker):
     """Start a worker on an agent.
 
-    Attributes:
-        agent: Where.
-        worker: Its number, which no other has had.
-        place: What it is told until it is in a generation.
-        slot: A number that no other agent of its host has, the same for all workers of the agent.
+    ``place`` is what it is told until it is in a generation. No other agent of its host has the ``slot``, the same for
+    all its workers.
     """
 
     place: RankInfo
@@ -192,9 +189,7 @@ class Finish(_ToMember):
 class EndAgent:
     """Nothing is left to do for an agent; a worker that it may have is to be ended.
 
-    Attributes:
-        agent: Its number.
-        again: Whether Spark is to start its task elsewhere.
+    With ``again``, Spark is to start its task elsewhere.
     """
 
     agent: int

@@ -11,12 +11,8 @@ class Exclusion:
     """Counts failures by task and host.
 
     A task's failures count until a worker of it takes part in a commit: where training goes on, the host is a good one.
-
-    Args:
-        limit: Failures until a host is excluded.
-        cooldown: Least and greatest number of seconds that an exclusion lasts; None for ever. It doubles each time,
-            with up to a quarter more by chance, lest all hosts come back at the same moment.
-        random: Where chance comes from.
+    Each exclusion is twice as long, within ``cooldown`` seconds, and up to a quarter more by chance: hosts return
+    apart.
     """
 
     limit: int

@@ -14,9 +14,6 @@ from spark_hvd.runner.elastic.membership.roster import Roster
 class FailurePolicy:
     """Each method gives the verdict that ends the run, or None if it may go on; no clock.
 
-    Args:
-        limits: Of the run.
-
     Attributes:
         resets: Generations that have failed.
         commits: The highest number of commits that any worker has told of; -1 before the first sync.

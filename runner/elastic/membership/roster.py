@@ -13,15 +13,7 @@ _GREATEST_BACKOFF = 16.0
 
 
 class Roster:
-    """See the module's description.
-
-    Args:
-        exclusion: Says which hosts get no new workers.
-
-    Attributes:
-        agents: Those alive, by number.
-        workers: All there have been, by number.
-    """
+    """See the module's description. ``agents`` are those alive, ``workers`` are all there have been, by number."""
 
     def __init__(self, exclusion: Exclusion) -> None:
         self.agents: dict[int, AgentRecord] = {}

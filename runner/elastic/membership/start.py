@@ -22,23 +22,14 @@ class Start(Enum):
 
 @dataclass(slots=True)
 class StartPolicy:
-    """Decides when a run begins; no clock.
-
-    Args:
-        limits: Of the run.
-    """
+    """Decides when a run begins; no clock."""
 
     limits: Limits
     _since: float | None = None
     _enough_since: float | None = None
 
     def decide(self, there: int, now: float) -> Start:
-        """Decide; to be called several times a second.
-
-        Args:
-            there: How many tasks could have a worker.
-            now: The moment.
-        """
+        """Decide; to be called several times a second."""
         limits = self.limits
         if self._since is None:
             self._since = now

@@ -29,10 +29,6 @@ from spark_hvd.world.words import count
 class Membership:
     """See the module's description.
 
-    Args:
-        limits: The rules.
-        chance: Where the length of exclusions gets its chance from.
-
     Attributes:
         roster: Who is there.
         generation: The present one, or the last; None before the first.

@@ -36,11 +36,6 @@ class ProcessManager(Protocol):
     def manager_command(self, layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
         """The command that rank 0's host runs.
 
-        Args:
-            layout: All ranks.
-            address: That of rank 0's host, to which the other hosts' parts connect.
-            ports: Where it may listen; None for any port.
-
         Raises:
             MpiMissingError: It is not installed here.
         """
@@ -51,10 +46,6 @@ class ProcessManager(Protocol):
     def host_command(self, arguments: Sequence[str], interface: str | None) -> list[str]:
         """The command of a host's part; where the program lies is this host's own affair.
 
-        Args:
-            arguments: As the manager wants them.
-            interface: This host's, over which to talk; None where none is known.
-
         Raises:
             MpiMissingError: It is not installed here.
         """
@@ -62,9 +53,7 @@ class ProcessManager(Protocol):
     def rank_variables(self, interface: str | None, ports: PortRange | None) -> dict[str, str]:
         """What MPI reads from each rank's environment.
 
-        Args:
-            interface: The only one to use; None to leave the choice to it, which knows of InfiniBand and the like.
-            ports: Where ranks may listen; None for any port.
+        Without an interface, MPI chooses, which knows of InfiniBand and the like.
         """
 
 
@@ -109,11 +98,6 @@ def shim(role: str) -> list[str]:
 
 
 def manager_env(base: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment of the manager's programs.
-
-    Args:
-        base: This process' environment; what another MPI launcher has left in it is dropped.
-        folder: Where the run's supervisors on this host listen.
-    """
+    """The environment of the manager's programs. What another MPI launcher has left in ``base`` is dropped."""
     env = {key: value for key, value in base.items() if not key.startswith(_OTHERS)}
     return env | {mpi_shim.FOLDER: folder, _PYTHON: sys.executable, _SHIM: _THE_SHIM}

@@ -41,11 +41,8 @@ FOLDER = "spark_hvd-mpi-"
 def sweep_segments(since: float, folder: str = SHARED_MEMORY) -> None:
     """Delete shared memory of MPICH that this user made since then and that no process has open or mapped any more.
 
-    Errors are ignored: nothing depends on it but the room that it takes.
-
-    Args:
-        since: Seconds since the epoch: the beginning of the run that is over.
-        folder: Where it lies.
+    Errors are ignored: nothing depends on it but the room that it takes. ``since``, in seconds since the epoch, is the
+    beginning of the run that is over.
     """
     with contextlib.suppress(OSError):
         made = {
@@ -93,12 +90,7 @@ _LINES_KEPT = 40
 class MpiPlan:
     """What a supervisor knows of MPI.
 
-    Attributes:
-        layout: All ranks.
-        kind: "mpich" or "openmpi".
-        token: Names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
-        address: By which other ranks reach this host.
-        ports: Where mpiexec may listen; None for any.
+    ``token`` names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
     """
 
     layout: WorldLayout
@@ -121,11 +113,7 @@ class MpiPlan:
 class MpiSide:
     """See the module's description. Its files are polled by the supervisor, on whose thread everything here runs.
 
-    Args:
-        plan: What is known beforehand.
-        me: The rank.
-        link: Connection to the hub.
-        on_failed: Told why MPI cannot come up or go on, and how likely that is the cause.
+    ``on_failed`` is told why MPI cannot come up or go on, and how likely that is the cause.
 
     Raises:
         MpiMissingError: Its programs are not installed here.
@@ -175,11 +163,7 @@ class MpiSide:
             self._close_fds()
 
     def close(self, exit_code: int) -> None:
-        """End what is left of the process manager here; the rank has ended.
-
-        Args:
-            exit_code: What the manager is told of the rank.
-        """
+        """End what is left of the process manager here; the rank has ended."""
         self._listener.close()
         with contextlib.suppress(OSError), SocketFolder(self._folder) as folder:
             folder.tidy()

@@ -81,18 +81,15 @@ class _Shown(Display):
         self._next, self._guarded = then, guarded
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
         if stream in self._past:
             self._writer.write(rank, stream, text)
         else:
             self._do(lambda display: display.lines(rank, stream, text))
 
     def show(self, view: RunView, now: float) -> None:
-        """See base class."""
         self._do(lambda display: display.show(view, now))
 
     def end(self, summary: Summary | None) -> None:
-        """See base class."""
         self._do(lambda display: display.end(summary))
 
     def _do(self, what: Callable[[Display], None]) -> None:

@@ -35,15 +35,8 @@ _NAME_WIDTH = 0.25
 class Curve:
     """A line, and the band around it, if there is one.
 
-    Attributes:
-        label: For the legend.
-        x: Its places.
-        y: Its values.
-        low: Lower edge of the band, a value for each place.
-        high: Upper edge.
-        points: Whether to mark the places.
-        colour: None for the next.
-        dash: As matplotlib names line styles; None: one that tells lines apart where colours do not.
+    ``low`` and ``high`` are the band's edges, a value for each place. By default it has the next colour, and a dash
+    that tells it apart too.
     """
 
     label: str
@@ -80,16 +73,7 @@ def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) 
 def draw(
     axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
 ) -> None:
-    """Draw curves and label them.
-
-    Args:
-        axes: Of :func:`figure_of`.
-        curves: One alone is not named.
-        x: Label of the x axis.
-        y: Label of the y axis.
-        title: Above.
-        whole: Whether x only has whole numbers.
-    """
+    """Draw curves and label them. A curve alone is not named; ``whole`` says that x has whole numbers only."""
     for number, curve in enumerate(curves):
         colour = curve.colour or COLOURS[number % len(COLOURS)]
         dash = curve.dash or DASHES[number % len(DASHES)]
@@ -107,12 +91,7 @@ def draw(
 
 
 def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
-    """Draw lines where worlds begin, and what they are; names that would meet are put above each other.
-
-    Args:
-        axes: With the limits that they are to have.
-        generations: Where each begins, on the x axis.
-    """
+    """Draw lines where worlds begin, and what they are; names that would meet are put above each other."""
     left, right = axes.get_xlim()
     ends: list[float] = []  # of the last name in each row, from 0 to 1 of the axes
     for place, one in generations:

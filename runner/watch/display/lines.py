@@ -80,9 +80,7 @@ class OutputQueue:
 class LineWriter:
     """Writes what ranks say to text streams, each line as ``[rank] line``; to a terminal as text and colours only.
 
-    Args:
-        stdout: Where the ranks' stdout goes, or None for nowhere.
-        stderr: Where their stderr goes, or None for nowhere.
+    A stream that is None is nowhere.
     """
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None) -> None:
@@ -99,17 +97,12 @@ class LineWriter:
 
 
 class LinesDisplay(Display):
-    """Writes what ranks print, and nothing else.
-
-    Args:
-        writer: Where it goes.
-    """
+    """Writes what ranks print, and nothing else."""
 
     def __init__(self, writer: LineWriter) -> None:
         self._writer = writer
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
         self._writer.write(rank, stream, text)
 
     def show(self, view: RunView, now: float) -> None:
@@ -120,11 +113,7 @@ class LinesDisplay(Display):
 
 
 class Interval:
-    """Says when it is time for the next of what comes regularly; the first comes one interval after the first call.
-
-    Args:
-        seconds: Between two of them.
-    """
+    """Says when it is time for the next of what comes regularly; the first comes one interval after the first call."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -144,11 +133,6 @@ class PlainDisplay(LinesDisplay):
     """Writes what ranks print, and now and then a line on how far they are.
 
     A run that ends before the first interval is over, and reports no steps, shows only what its ranks print.
-
-    Args:
-        writer: Where ranks' lines go.
-        notes: Where our own lines go.
-        interval: Seconds between two of them.
     """
 
     def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = 30.0) -> None:
@@ -170,10 +154,7 @@ class PlainDisplay(LinesDisplay):
 class JsonDisplay(Display):
     """Writes an object a line with an ``event``: "output" for a line of a rank, "progress", and "summary" at the end.
 
-    Args:
-        stream: Where they go.
-        interval: Seconds between two of "progress".
-        clock: Seconds since 1970, for the ``time`` of each event.
+    ``clock`` gives seconds since 1970, for the ``time`` of each event.
     """
 
     def __init__(self, stream: TextIO, interval: float = 1.0, clock: Callable[[], float] = time.time) -> None:

@@ -27,11 +27,7 @@ _ALARM = f"color:{VERMILION};white-space:pre-wrap"
 
 
 class NotebookDisplay(LinesDisplay):
-    """Shows HTML in the cell that called ``run``; what ranks print goes below it.
-
-    Args:
-        writer: Where ranks' lines go.
-    """
+    """Shows HTML in the cell that called ``run``; what ranks print goes below it."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__(writer)
@@ -68,12 +64,7 @@ class NotebookDisplay(LinesDisplay):
 
 
 def page(snapshot: RunSnapshot, summary: Summary | None = None) -> str:
-    """The run as HTML; all that comes from outside is escaped.
-
-    Args:
-        snapshot: The run.
-        summary: What to say below it, once it is over.
-    """
+    """The run as HTML; all that comes from outside is escaped."""
     title = f'<b style="white-space:pre">{html.escape(head(snapshot, 1000))}</b>'
     if not snapshot.heard:
         return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"

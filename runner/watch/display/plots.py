@@ -68,9 +68,6 @@ def plot_throughput(history: RunHistory) -> Figure:
 
     Up to eight ranks have a line each; of more the mean, the band they are in, and the slowest.
 
-    Args:
-        history: Of the run.
-
     Raises:
         ValueError: there is nothing to draw.
     """
@@ -111,9 +108,6 @@ def plot_throughput(history: RunHistory) -> Figure:
 
 def plot_timeline(history: RunHistory) -> Figure:
     """A lane for each rank over the time, filled by where its time went; epochs and generations are marked.
-
-    Args:
-        history: Of the run.
 
     Raises:
         ValueError: there is nothing to draw.

@@ -31,12 +31,8 @@ _drawing = threading.Lock()
 class TableDisplay(Display):
     """Draws the table with rich, in the caller's thread; what this program itself prints meanwhile goes above it too.
 
-    The cursor is hidden until :meth:`end`, which leaves the last table, and the summary below it.
-
-    Args:
-        terminal: Where it is drawn.
-        writer: Where those lines of ranks go that are not to be on this terminal.
-        above: The streams of ranks, "out" and "err", that go above the table.
+    The cursor is hidden until :meth:`end`, which leaves the last table, and the summary below it. ``writer`` takes the
+    lines of ranks that are not for this terminal; ``above`` names the streams that go above the table.
     """
 
     def __init__(self, terminal: TextIO, writer: LineWriter, above: frozenset[str]) -> None:
@@ -52,7 +48,6 @@ class TableDisplay(Display):
         self._ended = False
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """See base class."""
         if stream not in self._above:
             self._writer.write(rank, stream, text)
             return

@@ -23,9 +23,7 @@ _VERDICT_LINES = 6
 class Line:
     """One line, and how it is to look where there are colours.
 
-    Attributes:
-        text: Without its end.
-        style: In rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
+    ``style`` is in rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
     """
 
     text: str
@@ -36,11 +34,8 @@ class Line:
 class TableColumn:
     """One column of the table.
 
-    Attributes:
-        heading: Above it.
-        place: How much it matters; where there is no room for all, those with the highest number go first.
-        cells: One for each row.
-        whole: That of the whole run, below them.
+    ``place`` tells how much it matters: where there is no room for all, those with the highest number go first.
+    ``whole`` is the run's cell.
     """
 
     heading: str
@@ -55,13 +50,7 @@ class TableColumn:
 
 
 def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
-    """The run as lines; names that the function gave have no colours in them, and no line breaks.
-
-    Args:
-        snapshot: The run.
-        width: Columns of text there is room for; no line is longer.
-        most_rows: Ranks there is room for.
-    """
+    """The run as lines; names that the function gave have no colours in them, and no line breaks."""
     return [replace(line, text=_plain(line.text)) for line in _lines(snapshot, width, most_rows)]
 
 
@@ -77,10 +66,7 @@ def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
     notes = [words.note(row) for row in rows]
     longest = max(map(len, notes), default=0)
     columns = _that_fit(columns_of(rows, snapshot), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
-    lines = [
-        title,
-        Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim"),
-    ]
+    lines = [title, Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim")]
     for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
         text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [said] * bool(said))
         style = "dim" if row.quiet else "yellow" if row.skew is not None else ""

@@ -105,13 +105,7 @@ class RankState:
 
 
 def state_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankState:
-    """What a rank does.
-
-    Args:
-        seen: What is known of it.
-        name: The collective that others wait in.
-        ranks: Which take part in that; None for all.
-    """
+    """What a rank does."""
     activity = _activity_of(seen, name, ranks)
     last = (
         _last(seen)

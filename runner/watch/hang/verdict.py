@@ -70,12 +70,7 @@ class _Finding:
 
 
 def judge(waits: Sequence[Wait], observations: Mapping[int, RankObservation], patience: float) -> HangVerdict | None:
-    """Judge what there is to see.
-
-    Args:
-        waits: Who has waited for longer than `patience`; nobody, if ranks have only gone silent.
-        observations: What is known of each rank of the world.
-        patience: Seconds.
+    """Judge what there is to see. Nobody ``waits`` longer than ``patience`` seconds if ranks have only gone silent.
 
     Returns:
         None if there is nothing to complain of.

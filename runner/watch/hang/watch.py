@@ -116,12 +116,7 @@ class HangWatch:
         return None if self._active is None else self._active.verdict
 
     def take(self, vitals: Vitals, now: float) -> None:
-        """Take a record of a rank.
-
-        Args:
-            vitals: The record.
-            now: ``time.monotonic()`` of this process.
-        """
+        """Take a record of a rank."""
         if vitals.generation < self._generation:
             return
         if vitals.generation > self._generation:

@@ -46,10 +46,7 @@ class OutgoingCalls(Generic[R]):
     def put(self, name: str, request: R, bit: int) -> None:
         """Add a call.
 
-        Args:
-            name: Its name.
-            request: What to tell of it, if its name has no number, or the number stands for something else.
-            bit: Of its number; 0 if it has none.
+        ``bit`` is that of its number, 0 if it has none; ``request`` tells of it where the number does not.
         """
         if bit:
             self._ids |= bit

@@ -71,10 +71,7 @@ class RoundsOwner(Protocol[C_in]):
 class MemoryRounds(Generic[C]):
     """The calls of one queue that are in memory.
 
-    Args:
-        slots: Of the process set; None if it has none, and then no call is in memory.
-        lock: The queue's, held over all changes.
-        owner: The queue.
+    Without slots no call is in memory. The lock is the queue's, held over all changes.
     """
 
     def __init__(self, slots: Slots | None, lock: threading.Lock, owner: RoundsOwner[C]) -> None:
@@ -121,11 +118,6 @@ class MemoryRounds(Generic[C]):
     def begin(self, handle: C, slot: Slot, *, urgent: bool) -> bool:
         """Take up a call; under the lock.
 
-        Args:
-            handle: Of the call.
-            slot: Of its name; open, and free.
-            urgent: Whether the caller is about to wait for it.
-
         Returns:
             Whether :meth:`publish` is to be called in a moment.
         """
@@ -156,12 +148,7 @@ class MemoryRounds(Generic[C]):
             self._owner.watch()
 
     def meet(self, handle: C, timeout: float | None) -> None:
-        """Wait for the end of a call, or leave it to the coordinator.
-
-        Args:
-            handle: Of the call.
-            timeout: Seconds; 0 to look only.
-        """
+        """Wait for the end of a call, or leave it to the coordinator. A timeout of 0 only looks."""
         self.publish()
         slot = handle.slot
         if slot is None:
@@ -243,12 +230,7 @@ class MemoryRounds(Generic[C]):
     # ---- both, under the lock -------------------------------------------------------------------------------------
 
     def _settle(self, handle: C, *, withdraw: bool) -> None:
-        """End a call whose round has ended.
-
-        Args:
-            handle: Of the call.
-            withdraw: Whether not to wait for other ranks any longer.
-        """
+        """End a call whose round has ended. With ``withdraw``, other ranks are not waited for any longer."""
         slot = handle.slot
         if slot is None:  # another thread has done so
             return

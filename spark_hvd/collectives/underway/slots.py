@@ -93,10 +93,7 @@ class Slot:
 class Slots:
     """The slots of a process set. All calls but :meth:`state` and :meth:`sleep` under the queue's lock.
 
-    Args:
-        words: Every rank's, in rank order.
-        data: Likewise.
-        place: Mine in the process set.
+    ``words`` and ``data`` are every rank's, in rank order.
     """
 
     def __init__(self, words: Sequence[torch.Tensor], data: Sequence[torch.Tensor], place: int) -> None:
@@ -175,12 +172,7 @@ class Slots:
         return [slot for id, slot in self._slots.items() if ids >> id & 1]
 
     def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
-        """Come to the next rounds of open slots.
-
-        Args:
-            calls: The slots, each once, and this rank's tensors.
-            now: On the monotonic clock.
-        """
+        """Come to the next rounds of open slots."""
         place = self._place
         given = [(slot, slot.copies[slot.round + 1 & 1][place], tensor) for slot, tensor in calls if slot.contributes]
         if given:
@@ -263,9 +255,7 @@ class Slots:
     def write_results(self, rounds: Sequence[tuple[Slot, torch.Tensor]], *, kept: bool) -> None:
         """Write the results of complete rounds into the tensors that this rank came with.
 
-        Args:
-            rounds: The slots, and the tensors.
-            kept: Whether the tensors hold what they held then.
+        ``kept`` says that the tensors hold what they held then.
 
         Raises:
             RuntimeError: One cannot be written to; those before it have been.

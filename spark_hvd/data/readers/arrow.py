@@ -52,7 +52,6 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         self._closed = False
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
-        """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
@@ -88,7 +87,6 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             pool.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """See base class."""
         self._closed = True
         for pool in list(self._pools):
             pool.shutdown(cancel_futures=True)
@@ -188,9 +186,7 @@ def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item]
 class CollatedForm(TablesForm[Batch]):
     """Rows stay in Arrow until ``collate`` makes tensors of a batch; threads do so ahead of who takes the batches.
 
-    Args:
-        collate: Gets a ``pyarrow.RecordBatch``, and returns the batch. Called by several threads.
-        workers: Threads; so many batches are made ahead.
+    As many batches are made ahead as there are ``workers``.
     """
 
     def __init__(self, collate: Callable[[pa.RecordBatch], Batch], workers: int) -> None:
@@ -198,7 +194,6 @@ class CollatedForm(TablesForm[Batch]):
         self._collate, self._workers = collate, workers
 
     def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[Batch]:
-        """See base class."""
         pool = ThreadPoolExecutor(self._workers, "spark_hvd-collate")
         try:
             batches = TableForm().cut(parts, sizes)

@@ -34,13 +34,11 @@ class TensorForm(Form[Blocks, Batch]):
         self._shapes = RowShapes(self._layout)
 
     def of(self, table: pa.Table, where: str) -> Blocks:
-        """See base class."""
         blocks = self._values.blocks_of(table, where)
         self._shapes.check(blocks, where)
         return blocks
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
-        """See base class."""
         columns = self._layout.columns
         if all(column.shape is not None and hasattr(torch, column.dtype) for column in columns):
             sizes = [int(getattr(torch, each.dtype).itemsize) for each in columns]
@@ -50,15 +48,12 @@ class TensorForm(Form[Blocks, Batch]):
         return self._shapes.row_bytes
 
     def window(self, asked: Round) -> RowWindow:
-        """See base class."""
         return RowWindow(asked)
 
     def cut(self, parts: Iterator[Blocks], sizes: Sequence[int]) -> Iterator[Batch]:
-        """See base class."""
         return cut(parts, self._layout, sizes)
 
     def kept(self, rows: Blocks) -> Blocks:
-        """See base class."""
         return [block.clone() for block in rows]
 
 
@@ -72,7 +67,6 @@ class RowWindow(Window[list[Any]]):
         self._blocks: list[Any] = []
 
     def put(self, number: int, rows: list[Any]) -> None:
-        """See base class."""
         with self._lock:
             if not self._blocks:  # only now is it known which shapes the columns have
                 self._places = self._asked.places()
@@ -85,7 +79,6 @@ class RowWindow(Window[list[Any]]):
                 _as_rows(mine)[places[here]] = _as_rows(block)[here]
 
     def take(self) -> list[Any]:
-        """See base class."""
         blocks, self._blocks = self._blocks, []
         return blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,11 @@ class DatasetMeta:
     def rows(self) -> int:
         """Number of rows."""
         return sum(group.rows for group in self.row_groups)
+
+    @property
+    def layout(self) -> int:
+        """A number that differs where the order of rows does, for the same seed and epoch."""
+        return zlib.crc32(repr([group.rows for group in self.row_groups]).encode())
 
     def sharding(self, batch_size: int, drop_last: bool = False, *, shuffle: bool) -> Sharding:
         """How ranks share the rows of an epoch: by the same global batches."""

@@ -13,13 +13,6 @@ from spark_hvd.data.readers.sharding import Position, Sharding
 class Feed(Iterator[BatchT], Generic[BatchT]):
     """Endless batches of one rank.
 
-    Args:
-        reader: Reads the data set.
-        sharding: How the rows of an epoch are shared; an attribute too.
-        rank: This rank.
-        size: Number of ranks.
-        position: Where to begin.
-
     Attributes:
         given: Batches given so far, those skipped included.
         rows: Rows of the last batch on this rank.

@@ -63,7 +63,6 @@ class TablesForm(Form[pa.Table, BatchT]):
         self._lock = threading.Lock()
 
     def of(self, table: pa.Table, where: str) -> pa.Table:
-        """See base class."""
         table = table.replace_schema_metadata(None)
         with self._lock:
             self._schema = self._schema or table.schema
@@ -75,15 +74,12 @@ class TablesForm(Form[pa.Table, BatchT]):
             raise DataError(f"{where} has other columns than a row group before: {error}") from error
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
-        """See base class."""
         return None if table is None else -(-table.nbytes // max(1, table.num_rows))
 
     def window(self, asked: Round) -> TableWindow:
-        """See base class."""
         return TableWindow(asked)
 
     def kept(self, rows: pa.Table) -> pa.Table:
-        """See base class."""
         return rows  # nothing changes what Arrow holds
 
 
@@ -91,7 +87,6 @@ class TableForm(TablesForm[pa.RecordBatch]):
     """Batches are record batches."""
 
     def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[pa.RecordBatch]:
-        """See base class."""
         for pieces in pieces_of(parts, sizes):
             tables = [table.slice(start, stop - start) for table, start, stop in pieces]
             yield single(tables[0] if len(tables) == 1 else pa.concat_tables(tables))
@@ -105,11 +100,9 @@ class TableWindow(Window[pa.Table]):
         self._pieces: list[pa.Table] = [None] * len(asked.pieces)
 
     def put(self, number: int, rows: pa.Table) -> None:
-        """See base class."""
         self._pieces[number] = rows
 
     def take(self) -> pa.Table:
-        """See base class."""
         pieces, self._pieces = self._pieces, []
         places = self._asked.places()
         order = np.empty(self._asked.rows, np.int64)

@@ -60,10 +60,7 @@ def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = ""
 def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     """A column's values in another dtype: integers and booleans exactly, floating point numbers rounded.
 
-    Args:
-        tensor: On the CPU.
-        dtype: Name of a dtype of torch.
-        name: Of the column, for messages.
+    The tensor is on the CPU.
 
     Raises:
         DataError: an integer or boolean dtype does not have a value (2.5, NaN, 300 in uint8).
@@ -96,10 +93,6 @@ def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 def to_doubles(array: pa.Array, name: str) -> pa.Array:
     """Decimals as the nearest numbers in float64, from which the same decimals come back.
 
-    Args:
-        array: Of decimals.
-        name: Of the column, for messages.
-
     Raises:
         DataError: float64 has not enough digits for one.
     """
@@ -129,11 +122,6 @@ def to_doubles(array: pa.Array, name: str) -> pa.Array:
 
 def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     """Make sure that a column's integers are the same in the floating point dtype of what they are stacked into.
-
-    Args:
-        tensor: On the CPU.
-        dtype: Of the stack.
-        name: Of the column, for messages.
 
     Raises:
         DataError: one is not.

@@ -100,17 +100,8 @@ class EpochLine:
     """The rows of an epoch in the order of its line, cut into windows.
 
     Shuffled, every other lane has its row groups in reverse, so that two neighbours come to the row group at their
-    border at the same time: it is read once for both.
-
-    Args:
-        groups: Rows of each row group.
-        lanes: How many lanes the line has.
-        rows: Rows that are shuffled together, of all lanes.
-        shuffle: Whether they are shuffled.
-        seed: Of the order.
-        epoch: Its number, on which the order in windows depends.
-        drawn: The number of the epoch on which the order of the row groups depends.
-        chunk: Rows that are decoded at once of row groups larger than a window.
+    border at the same time: it is read once for both. ``drawn`` is the epoch of the row groups' order; of those larger
+    than a window, ``chunk`` rows are decoded at once.
 
     Attributes:
         height: Rows of a window; the first one of a lane may have fewer.

@@ -71,10 +71,7 @@ class TableSchema:
     def find(self, name: str, there: pa.Schema, file: str) -> pa.Field | None:
         """The column of a file that is the column ``name`` of the table.
 
-        Args:
-            name: Of the table's column.
-            there: The file's, in plain types, with IDs in the metadata of its fields.
-            file: For messages.
+        The fields of ``there``, the file's schema, have plain types, and IDs in their metadata.
 
         Returns:
             The file's column; None where it has none, and rows have the default.
@@ -122,12 +119,7 @@ class TableSchema:
         return pa.repeat(value, rows) if value.is_valid else pa.nulls(rows, value.type)
 
     def convert(self, name: str, values: Any, found: pa.Field) -> Any:
-        """Values of a file's column as those of the table's column ``name``.
-
-        Args:
-            name: Of the table's column.
-            values: A ``pyarrow.Array`` or ``ChunkedArray`` of the file.
-            found: Which of the file's columns it is, from :meth:`find`.
+        """Values of a file's column as those of the table's column ``name``. ``found`` is what :meth:`find` gave.
 
         Returns:
             The same number of values, in the type of ``fields``.
@@ -150,12 +142,7 @@ class TableSchema:
 
 
 def table_field(field: pa.Field, marks: Callable[[pa.Field], Mapping[bytes, bytes]]) -> pa.Field:
-    """A field as :class:`TableSchema` has it.
-
-    Args:
-        field: Of the table, in Arrow's types.
-        marks: What the metadata of it, and of each field inside, shall be.
-    """
+    """A field as :class:`TableSchema` has it."""
     return pa.field(field.name, _table_type(field.type, marks), metadata=dict(marks(field)))
 
 
@@ -258,12 +245,7 @@ class Deleted:
 
     @classmethod
     def of(cls, positions: np.ndarray, rows: int) -> Deleted:
-        """The rows at some positions.
-
-        Args:
-            positions: Of shape (deleted rows,), integers from 0 to rows - 1.
-            rows: Of the row group.
-        """
+        """The rows at some positions. Positions are integers of shape (deleted rows,), from 0 to rows - 1."""
         marks = np.zeros(rows, np.bool_)
         marks[positions] = True
         return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))

@@ -57,13 +57,7 @@ def strides(rows: Sequence[int], size: int) -> list[int]:
 
 
 def plan(ids: Sequence[torch.Tensor], rows: Sequence[int], size: int) -> Route:
-    """Plan which rows to request from which rank.
-
-    Args:
-        ids: Of each table, int64, of any shape; valid.
-        rows: Of each table.
-        size: Of the world.
-    """
+    """Plan which rows to request from which rank. ``ids`` are valid ones of each table, int64, of any shape."""
     starts = strides(rows, size)
     total, device = starts[-1], ids[0].device
     keys = [
@@ -101,10 +95,7 @@ def _shift(counts: list[list[int]], device: torch.device) -> torch.Tensor:
 def by_table(flat: torch.Tensor, counts: list[list[int]], dims: Sequence[int]) -> list[torch.Tensor]:
     """Split what comes rank by rank, and table by table within it.
 
-    Args:
-        flat: One-dimensional.
-        counts: Rows, of each rank and table.
-        dims: Elements of a row of each table.
+    ``flat`` is one-dimensional; ``counts`` are rows of each rank and table, ``dims`` elements of a row of each table.
 
     Returns:
         For each table a matrix of the rows of all ranks.

@@ -89,12 +89,6 @@ def take_over_with_adasum(
 ) -> AdasumOptimizer:
     """Make `optimizer` combine the ranks' steps; on a rank that is not in the process set they stay its own.
 
-    Args:
-        optimizer: Any.
-        names: Of its parameters.
-        process_set: Whose ranks' steps.
-        compression: Of the changes on their way.
-
     Raises:
         PlanMismatchError: Parameters or compression differ between ranks; raised on all of them.
     """

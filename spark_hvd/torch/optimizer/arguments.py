@@ -164,13 +164,7 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def warn_of_start(
     params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], weights: Sequence[list[int]]
 ) -> None:
-    """Warn where ranks start from different weights, or where DistributedDataParallel reduces the same gradients.
-
-    Args:
-        params: What is trained here.
-        specs: What they are, in the same order.
-        weights: The fingerprints of each rank that makes the first step.
-    """
+    """Warn where ranks start from different weights, or where DistributedDataParallel reduces the same gradients."""
     different = [spec.name for spec, *numbers in zip(specs, *weights, strict=True) if len(set(numbers)) > 1]
     if different:
         warnings.warn(

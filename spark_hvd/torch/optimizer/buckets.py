@@ -75,10 +75,8 @@ class ParamSpec:
 class BucketPlan:
     """One bucket.
 
-    Attributes:
-        members: indices of its parameters, in the order in which their gradients become ready.
-        offsets: where each member's gradient starts in the flat buffer, in elements.
-        numel: elements in the buffer, padding included.
+    ``members`` are indices in the order in which gradients become ready; ``offsets`` and ``numel``, padding included,
+    are elements.
     """
 
     members: tuple[int, ...]
@@ -168,12 +166,7 @@ def fingerprint(specs: Sequence[ParamSpec], settings: Mapping[str, Any]) -> str:
 def describe_mismatch(
     params_by_rank: Sequence[Sequence[Mapping[str, Any]]], settings_by_rank: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Say in one sentence where the first rank that differs from rank 0 does so.
-
-    Args:
-        params_by_rank: for each rank its `ParamSpec.fields()` in order.
-        settings_by_rank: for each rank its settings of DistributedOptimizer.
-    """
+    """Say in one sentence where the first rank that differs from rank 0 does so."""
     first = params_by_rank[0]
     for rank, params in enumerate(params_by_rank):
         for index, (ours, theirs) in enumerate(zip(first, params, strict=False)):

@@ -14,17 +14,14 @@ from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
 from spark_hvd.torch.optimizer.memory import BucketMemory, Handed, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
-from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
-from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
+from spark_hvd.transport.host.hierarchy import Hierarchy, HostSharing
+from spark_hvd.transport.host.shared_memory import MemorySum, in_memory
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
 FUSED_COPY_NUMEL = 16_384
-
-MemorySum = SharedSum | CopiedSum | HierarchicalSum
-"""What sums a bucket in memory, whether by itself or with the network between hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +168,7 @@ class FlatBucket:
     def fill(self, presence: Presence = Presence.HERE) -> None:
         """Bring every gradient into the buffer, scaled and compressed, and let `param.grad` be the view of it.
 
-        Args:
-            presence: Where it is that of a rank that has joined, the gradients are zeros.
+        Those of a rank that has joined are zeros.
         """
         self.misfits = []
         if presence >= Presence.JOINED:
@@ -325,11 +321,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def complete(self, correction: float | torch.Tensor) -> None:
-        """Make what was received the gradients, those included that this rank lacked but others had.
-
-        Args:
-            correction: A further factor.
-        """
+        """Make what was received the gradients, those included that this rank lacked but others had."""
         if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
             self._body.mul_(self._postscale * correction.to(self._flat.device, non_blocking=True))
         elif (scale := self._postscale * correction) != 1.0:
@@ -371,14 +363,7 @@ def make_buckets(
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
 
-    Args:
-        plans: The same on every rank.
-        params: All parameters.
-        specs: What they are, in the same order.
-        reduction: How gradients are scaled and compressed.
-        pipes: For buckets that are reduced in memory: between the ranks of one host, or the levels of several.
-        exchange: Gives every rank the facts of all ranks, in rank order.
-        memory: Of all buckets.
+    The plans are the same on every rank; with ``pipes``, buckets are reduced in memory.
     """
     leads = [specs[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)

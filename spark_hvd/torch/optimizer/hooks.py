@@ -110,13 +110,7 @@ def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 
 class Watch:
-    """The hooks of a reducer's parameters.
-
-    Args:
-        params: All parameters; the list may grow.
-        progress: What the hooks write.
-        reducer_ref: Whom they tell.
-    """
+    """The hooks of a reducer's parameters. The list of parameters may grow."""
 
     def __init__(
         self, params: Sequence[torch.nn.Parameter], progress: GradientCounts, reducer_ref: weakref.ref[Backward]

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class BucketMemory:
     """The buckets of one reducer, and where in memory they lie.
 
-    Args:
-        buckets: A list that may change; :meth:`changed` is to be called then.
+    After a change of the list :meth:`changed` is to be called.
     """
 
     def __init__(self, buckets: list[FlatBucket]) -> None:
@@ -52,11 +51,6 @@ class BucketMemory:
 
 class Handed:
     """The tensors that a bucket handed to parameters as gradients, and which others may hold still.
-
-    Args:
-        flat: The bucket's buffer.
-        params: Its parameters.
-        views: The places of their gradients.
 
     Attributes:
         given: For each place the tensor that was handed out last, if it is alive.

@@ -43,13 +43,7 @@ def require_same(
 class GradientPlan:
     """The same on every rank, as it is made from facts that all ranks have exchanged.
 
-    Args:
-        params: All parameters; the list may grow.
-        specs: What they are, in the same order; changed where they change.
-        groups: Indices of parameters to keep in one bucket.
-        reduction: How gradients are scaled and compressed.
-        pipes: For buckets that are reduced in memory, between the ranks of one host, or the levels of several.
-        cap_bytes: Upper bound of a bucket.
+    ``params`` may grow, ``specs`` change with them; ``groups`` are indices of parameters to keep in one bucket.
     """
 
     def __init__(
@@ -89,10 +83,6 @@ class GradientPlan:
     def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:
         """Go on only if these are the same on all ranks.
 
-        Args:
-            newcomers: Of each rank that makes the step.
-            ranks: Their numbers.
-
         Raises:
             PlanMismatchError: They differ; raised on every rank.
         """
@@ -112,8 +102,7 @@ class GradientPlan:
     def changed_here(self, indices: Iterable[int] | None = None) -> list[list[Any]]:
         """Parameters that are not any more what the plan takes them for: the index and the fields of each.
 
-        Args:
-            indices: Which to look at; by default all that are trained or have a place.
+        By default, all that are trained or have a place are looked at.
         """
         if indices is None:
             frozen = {index for index in self.unplanned if not self._params[index].requires_grad}
@@ -128,10 +117,6 @@ class GradientPlan:
 
     def take_changes(self, changes: Sequence[list[list[Any]]], ranks: Sequence[int]) -> None:
         """Plan with parameters as they are now.
-
-        Args:
-            changes: What each rank that makes the step has found by :meth:`changed_here`.
-            ranks: Their numbers.
 
         Raises:
             PlanMismatchError: Parameters have not changed alike; raised on every rank.
@@ -158,8 +143,7 @@ class GradientPlan:
     def withdraw(self, indices: Sequence[int]) -> None:
         """Take parameters away from places that their gradients do not fit into.
 
-        Args:
-            indices: The same on every rank, in a step whose buckets have been received.
+        They are the same on every rank, in a step whose buckets have been received.
 
         Raises:
             PlanMismatchError: A gradient fits on some ranks; raised on every rank.
@@ -208,10 +192,7 @@ class GradientPlan:
     def place(self, order: Sequence[int], sparse: Iterable[int], exchange: Exchange) -> list[FlatBucket]:
         """Give parameters their places; collective.
 
-        Args:
-            order: Their indices, in the order in which their gradients become ready.
-            sparse: Indices of those that are sparse on some rank.
-            exchange: For the buckets' memory.
+        ``order`` has indices as their gradients become ready; ``sparse`` has those that are sparse on some rank.
 
         Returns:
             The new buckets, which are the last ones now.
@@ -225,20 +206,12 @@ class GradientPlan:
         return self._pack(dense, exchange)
 
     def resize(self, cap_bytes: int, *, in_memory: bool) -> None:
-        """What :meth:`pack_again` is to make.
-
-        Args:
-            cap_bytes: Upper bound of a bucket.
-            in_memory: Whether to reduce in shared memory, if there is a group for that.
-        """
+        """What :meth:`pack_again` is to make."""
         self._cap_bytes = cap_bytes
         self._in_memory = in_memory
 
     def pack_again(self, exchange: Exchange) -> list[FlatBucket]:
         """Make other buckets for what has its place already; collective.
-
-        Args:
-            exchange: For the buckets' memory.
 
         Returns:
             All buckets.

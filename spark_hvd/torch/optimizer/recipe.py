@@ -111,9 +111,6 @@ class Recipe:
     def open(self, params: Sequence[torch.nn.Parameter]) -> GradientReducer | None:
         """Make a reducer in the present world; collective over the process set.
 
-        Args:
-            params: The parameters that the names are of.
-
         Returns:
             None where there is nobody to reduce with.
 
@@ -206,10 +203,7 @@ class Recipe:
 class HandedGradients:
     """Gradients that are handed over, instead of being waited for: reduced in one world after the other.
 
-    Args:
-        recipe: How.
-        params: What they are of: parameters, whose gradients may come from autograd while backward goes on, or
-            placeholders for what another framework trains.
+    They are of parameters, of which autograd may bring some meanwhile, or of what another framework trains.
     """
 
     def __init__(self, recipe: Recipe, params: Sequence[torch.nn.Parameter]) -> None:
@@ -233,9 +227,7 @@ class HandedGradients:
     def reduce(self, places: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of all ranks, in the buckets' memory, until the next step; None for what no rank has one of.
 
-        Args:
-            places: Which of the parameters these are of.
-            gradients: This rank's; they are left as they are.
+        ``places`` says which of the parameters ``gradients`` are of; they are left as they are.
 
         Raises:
             CollectiveError: A peer or the network failed.

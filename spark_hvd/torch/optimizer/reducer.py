@@ -60,18 +60,7 @@ class Stepped(Protocol):
 class GradientReducer:
     """Reduces the gradients of one optimizer over one process group of its own.
 
-    Args:
-        params: the optimizer's parameters.
-        specs: what they are, in the same order.
-        groups: indices of parameters to keep in one bucket.
-        group: a process group that nobody else uses.
-        device: a device that `group` can exchange small facts on.
-        reduction: how gradients are scaled and compressed.
-        pipes: between the ranks of one host, or the levels of several: buckets on the CPU are reduced in memory.
-        passes: backward passes a step.
-        cap_bytes: upper bound of a bucket.
-        settings: what else must be equal on all ranks.
-        tracing: the process' timeline.
+    ``group`` is nobody else's, and exchanges small facts on ``device``; with ``pipes``, buckets are reduced in memory.
 
     Raises:
         PlanMismatchError: ranks have different parameters or settings; raised on every rank.
@@ -207,8 +196,7 @@ class GradientReducer:
     def stand_in(self, *, counts: bool) -> bool:
         """Take part in the next step of the other ranks, without gradients; those that lie in buckets here are dropped.
 
-        Args:
-            counts: Whether Average divides by this rank.
+        ``counts`` says that Average divides by this rank.
 
         Returns:
             Whether any rank has made a step; else all have joined.

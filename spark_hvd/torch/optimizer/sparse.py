@@ -66,11 +66,7 @@ def _coalesced(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(
-    param: torch.nn.Parameter,
-    part: torch.Tensor | None,
-    rows: Sequence[int],
-    scale: float,
-    all_gather: AllGather,
+    param: torch.nn.Parameter, part: torch.Tensor | None, rows: Sequence[int], scale: float, all_gather: AllGather
 ) -> torch.Tensor:
     longest = max(rows)
     indices = torch.zeros(longest, dtype=torch.int64, device=param.device)

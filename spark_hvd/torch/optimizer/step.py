@@ -24,16 +24,7 @@ from spark_hvd.world.vitals import Underway
 
 
 class BucketPipeline:
-    """See the module's description.
-
-    Args:
-        buckets: The plan's; their number may grow.
-        reduction: How gradients are scaled and compressed.
-        group: The process group.
-        device: A device that `group` can exchange small facts on.
-        trace: Of the step.
-        failed: A method to call when a collective has failed.
-    """
+    """See the module's description."""
 
     def __init__(
         self,
@@ -100,13 +91,7 @@ class BucketPipeline:
             self.launch_next(presence)
 
     def finish(self, first: int, sparse: Sequence[torch.nn.Parameter], presence: Presence) -> None:
-        """Wait for launched buckets, reduce sparse gradients, and make all of them the gradients.
-
-        Args:
-            first: The first bucket to wait for.
-            sparse: Parameters with sparse gradients.
-            presence: Mine.
-        """
+        """Wait for launched buckets, reduce sparse gradients, and make all of them the gradients."""
         if first == 0:
             self.participation, self._correction = EVERYONE, 1.0
         if sparse:

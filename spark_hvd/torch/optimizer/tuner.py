@@ -97,8 +97,7 @@ class Autotuner:
     def record(self, score: float) -> dict[str, float] | None:
         """Take in what the values in force have achieved, and choose the next ones. Ignored once `done` is true.
 
-        Args:
-            score: Bytes per second, or any other rate: only ratios count.
+        ``score`` is a rate, such as bytes per second: only ratios count.
 
         Returns:
             The values of all settings if they change now, else None.
@@ -186,14 +185,7 @@ class TunedGroups:
 class StepTuner:
     """Tunes one optimizer's reducer; every rank has one, rank 0's decides.
 
-    Args:
-        reducer: What is tuned.
-        groups: The process groups to choose from.
-        device: A device that the reducer's group can exchange small facts on.
-        engine: For the fusion threshold, on the rank that coordinates the world.
-        config: Numbers of samples and steps, and the log.
-        bucket_cap_mb: The value to start with, and whether the user has set it, so that it stays.
-        in_memory: Whether shared memory can be used.
+    ``bucket_cap_mb`` is the value to start with, and whether the user has set it, so that it stays.
     """
 
     def __init__(

@@ -125,11 +125,7 @@ class TopKCompressor:
 class Averaging:
     """The mean over the ranks of one flat tensor, started when this is made.
 
-    Args:
-        values: One-dimensional; it is overwritten.
-        name: By which the ranks match it.
-        compression: A RowCompressor, or one with `compress` and `decompress`.
-        process_set: Whose ranks take part.
+    ``values`` are one-dimensional and overwritten.
 
     Attributes:
         lost: What compression has lost of `values`; None where nobody is to keep it.

@@ -49,13 +49,7 @@ class _OuterExchange:
 class OuterLoop:
     """Counts the local steps of one optimizer, and exchanges what they came to with the other ranks.
 
-    Args:
-        settings: See there.
-        names: Of the parameters.
-        params: Those that are to become equal.
-        buffers: Floating-point ones that are averaged along.
-        outer: The outer optimizer, over parameters of the same shapes; it gets others to step on. None: the parameters
-            are averaged.
+    Floating-point ``buffers`` are averaged along; without an outer optimizer the parameters are averaged.
 
     Attributes:
         steps: Local steps since the last exchange that was applied, this rank's own.
@@ -304,11 +298,7 @@ def _name_of(compression: Any) -> str:
 
 
 class FlatTensors:
-    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64.
-
-    Args:
-        tensors: Floating-point ones. They are looked at each time, not kept in the flat ones.
-    """
+    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)

@@ -18,8 +18,7 @@ _MARK_BYTES = 16
 class SharedArena:
     """Buffers of this rank, in one piece of memory that other ranks of the host can map.
 
-    Args:
-        kinds: Number of elements and dtype of each buffer; they start as zeros.
+    ``kinds`` are numbers of elements and dtypes; buffers start as zeros.
     """
 
     def __init__(self, kinds: Sequence[tuple[int, torch.dtype]]) -> None:
@@ -45,10 +44,6 @@ class SharedArena:
 
     def map_all(self, rank: int, exchange: Callable[[Any], list[Any]]) -> list[list[torch.Tensor]] | None:
         """Map the arenas of all ranks; collective, every rank has buffers of the same kinds.
-
-        Args:
-            rank: My rank.
-            exchange: Gives every rank the facts of all ranks, in rank order.
 
         Returns:
             For each buffer every rank's tensor, in rank order; None, on every rank, if some rank cannot map another's.

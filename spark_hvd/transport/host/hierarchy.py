@@ -29,10 +29,9 @@ from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import Groups
 from spark_hvd.transport.host.arena import SharedArena
 from spark_hvd.transport.host.pipes import Pipes, SyncPoint
+from spark_hvd.transport.host.shared_memory import CHUNK, MemorySum
 from spark_hvd.transport.waits import wait_for
 
-_CHUNK = 1 << 16
-"""Elements summed at a time, so that they are still in the cache."""
 _PIECE = 2 << 20
 """Bytes that go over the network at a time: the next piece is summed meanwhile, the last one handed round."""
 
@@ -54,46 +53,6 @@ class Levels:
     connections: Connections
     """Those of that group."""
 
-    @classmethod
-    def open(
-        cls,
-        process_set_id: int,
-        ranks: Sequence[int],
-        hosts: Sequence[str],
-        wanted: bool,
-        groups: Groups,
-        group: dist.ProcessGroup,
-    ) -> Levels | None:
-        """Make the groups of the slices; collective over `group`.
-
-        Args:
-            process_set_id: 0 for all ranks.
-            ranks: Of the set, in the world, ascending.
-            hosts: Of each of them.
-            wanted: Whether this rank agrees.
-            groups: Of the world.
-            group: A process group of the set.
-
-        Returns:
-            None, on every rank, if there is one level only, one does not agree, or Gloo carries nothing.
-        """
-        counts = Counter(hosts)
-        backends = str(dist.get_backend_config(group))
-        if not 1 < len(counts) < len(ranks) or ("gloo" not in backends):
-            return None
-        facts = exchange([wanted, secrets.token_hex(4)], group, torch.device("cpu"))
-        if not all(agreed for agreed, _ in facts):
-            return None
-        me = dist.get_rank(group)
-        homes = [[place for place, host in enumerate(hosts) if host == each] for each in counts]
-        home = next(places for places in homes if me in places)
-        place, slices = home.index(me), min(counts.values())
-        if place >= slices:
-            return cls(home, place, slices, None, Connections({}))
-        fellows = sorted(ranks[places[place]] for places in homes)
-        made, connections = groups.make_slice(process_set_id, fellows, f"{facts[0][1]}.{place}")
-        return cls(home, place, slices, made, connections)
-
     def among_home(self, ask: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         """An exchange between all ranks of the set, of which each host's ranks see their own facts only."""
         return lambda fact: [facts[place] for facts in [ask(fact)] for place in self.home]
@@ -108,10 +67,6 @@ class Levels:
         self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
     ) -> list[list[torch.Tensor]] | None:
         """Make buffers that the ranks of each host share; collective, with the same kinds on every rank.
-
-        Args:
-            kinds: Number of elements and dtype of each.
-            ask: Gives every rank the facts of all ranks of the set, in rank order.
 
         Returns:
             For each buffer that of every rank on this host; None, on every rank, if one has no memory to share.
@@ -159,8 +114,8 @@ def say_off(why: str) -> None:
 def reduce_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> torch.Tensor:
     """Sum some elements of all ranks of a host into those of one of them, which are returned."""
     mine = buffers[place]
-    for start in range(low, high, _CHUNK):
-        chunk = slice(start, min(start + _CHUNK, high))
+    for start in range(low, high, CHUNK):
+        chunk = slice(start, min(start + CHUNK, high))
         total = mine[chunk]
         for other, buffer in enumerate(buffers):
             if other != place:
@@ -172,20 +127,15 @@ def reduce_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int
 def spread_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> None:
     """Copy some elements of one rank of a host to all the others."""
     mine = buffers[place]
-    for start in range(low, high, _CHUNK):
-        chunk = slice(start, min(start + _CHUNK, high))
+    for start in range(low, high, CHUNK):
+        chunk = slice(start, min(start + CHUNK, high))
         for other, buffer in enumerate(buffers):
             if other != place:
                 buffer[chunk] = mine[chunk]
 
 
 class Hierarchy:
-    """The two levels of a process set, for buffers that are summed time and again in one order; one thread at a time.
-
-    Args:
-        levels: Where I stand.
-        pipes: Between the ranks of this host.
-    """
+    """The two levels of a process set, for buffers summed again and again in one order; one thread at a time."""
 
     def __init__(self, levels: Levels, pipes: Pipes) -> None:
         self.levels = levels
@@ -203,19 +153,35 @@ class Hierarchy:
         groups: Groups,
         group: dist.ProcessGroup,
     ) -> Hierarchy | None:
-        """See :meth:`Levels.open`."""
-        levels = Levels.open(process_set_id, ranks, hosts, wanted and hasattr(os, "memfd_create"), groups, group)
-        if levels is None:
+        """Make the groups of the slices, and the pipes; collective over `group`.
+
+        Returns:
+            None, on every rank, if there is one level only, one does not agree (``wanted``), Gloo carries nothing, or
+            one has no memory to share.
+        """
+        counts = Counter(hosts)
+        if not 1 < len(counts) < len(ranks) or "gloo" not in str(dist.get_backend_config(group)):
             return None
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
-        mine = [ranks[place] for place in levels.home]
+        facts = ask([wanted and hasattr(os, "memfd_create"), secrets.token_hex(4)])
+        if not all(agreed for agreed, _ in facts):
+            return None
+        me = dist.get_rank(group)
+        homes = [[place for place, host in enumerate(hosts) if host == each] for each in counts]
+        home = next(places for places in homes if me in places)
+        place, slices = home.index(me), min(counts.values())
+        made, connections = None, Connections({})
+        if place < slices:
+            fellows = sorted(ranks[places[place]] for places in homes)
+            made, connections = groups.make_slice(process_set_id, fellows, f"{facts[0][1]}.{place}")
+        levels = Levels(home, place, slices, made, connections)
         reached: list[bool] = []
 
         def agree(fact: bool) -> bool:
             reached[:] = ask(fact)
             return all(reached)
 
-        pipes = Pipes.open(mine, levels.place, groups.timeout, levels.among_home(ask), agree)
+        pipes = Pipes.open([ranks[each] for each in home], place, groups.timeout, levels.among_home(ask), agree)
         possible = ask(pipes is not None)
         if not all(possible):
             if pipes is not None:
@@ -285,8 +251,8 @@ class Hierarchy:
         self._line.clear()
 
 
-class HierarchicalSum:
-    """The sum of a buffer over all ranks of several hosts, time and again, in place; used as a SharedSum is.
+class HierarchicalSum(MemorySum):
+    """The sum of a buffer over all ranks of several hosts, in place.
 
     Args:
         buffers: Those of all ranks on this host, in rank order; mine belongs to the reduction from :meth:`start` to
@@ -313,11 +279,6 @@ class HierarchicalSum:
         """Whether my slice is summed over the host."""
 
     def start(self) -> None:
-        """My buffer is filled.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         with self._hierarchy.ending_with_it():
             if self._hierarchy.under_way(self):  # abandoned, but others count on my part of it
                 self._hierarchy.finish(self)
@@ -325,30 +286,15 @@ class HierarchicalSum:
             self._hierarchy.begin(self)
 
     def poll(self) -> bool:
-        """Do what needs no waiting; returns whether my slice has gone to the network.
-
-        Raises:
-            RuntimeError: A peer or the network failed.
-        """
         with self._hierarchy.ending_with_it():
             self._hierarchy.poll()
         return self.reduced
 
     def advance(self) -> None:
-        """Wait until the host's buffers are filled, and hand my slice to the network.
-
-        Raises:
-            RuntimeError: A peer or the network failed.
-        """
         with self._hierarchy.ending_with_it():
             self._hierarchy.advance(self)
 
     def wait(self) -> None:
-        """Wait until my buffer holds the sum.
-
-        Raises:
-            RuntimeError: A peer or the network failed.
-        """
         with self._hierarchy.ending_with_it():
             self._hierarchy.finish(self)
             self._hierarchy.pipes.wait(SyncPoint.SUMMED, self._spread)

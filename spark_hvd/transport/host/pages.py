@@ -40,11 +40,7 @@ _ALIGNMENT = 64
 
 
 def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple[int, int]]]:
-    """Lay parts out in pieces.
-
-    Args:
-        sizes: Bytes of the parts.
-        most: Bytes of a piece, unless a part alone is larger.
+    """Lay parts out in pieces. A part larger than ``most`` bytes is a piece alone.
 
     Returns:
         For each piece, where each of its parts starts and ends; the parts in their order.
@@ -61,9 +57,6 @@ def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple
 
 def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
     """Pinned memory, which a GPU writes to directly.
-
-    Args:
-        sizes: Bytes of each part.
 
     Returns:
         Each part, as a tensor of uint8.

@@ -50,12 +50,7 @@ Board = memoryview
 class Pipes(Forkable):
     """The counters and pipes of one rank and others; one thread at a time sends and waits, any cuts.
 
-    Args:
-        ranks: In the world, of all who take part.
-        incoming: Reading ends of the others' pipes, by place among `ranks`.
-        outgoing: Writing ends to the others, by place.
-        boards: Everyone's, by place; zeros.
-        timeout: Seconds to wait for the others at one point.
+    ``incoming``, ``outgoing`` and ``boards`` are by place among ``ranks``.
     """
 
     def __init__(
@@ -96,12 +91,7 @@ class Pipes(Forkable):
     ) -> Pipes | None:
         """Make counters and pipes between all ranks; collective.
 
-        Args:
-            ranks: In the world, of all who take part.
-            place: Mine among them.
-            timeout: Seconds to wait for the others at one point.
-            exchange: Gives every rank the facts of all ranks, in the order of `ranks`.
-            agree: Whether a fact holds for all who exchange facts, where these are more than `ranks`.
+        ``agree`` tells whether a fact holds for all who exchange facts, where these are more than ``ranks``.
 
         Returns:
             None, on every rank, if one cannot reach another's.
@@ -269,11 +259,7 @@ class Pipes(Forkable):
 def open_pipe(pid: int, fd: int, inode: int, mode: int) -> int:
     """Another rank's pipe; OSError if it cannot be reached: another host, container or user.
 
-    Args:
-        pid: The rank's process.
-        fd: Any end of the pipe, as a number there.
-        inode: The pipe's.
-        mode: os.O_RDONLY for its reading end, os.O_WRONLY for its writing end.
+    ``fd`` is any end of the pipe, as a number of process ``pid``; ``mode`` is os.O_RDONLY or os.O_WRONLY.
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", mode | os.O_NONBLOCK)
     status = os.fstat(own)

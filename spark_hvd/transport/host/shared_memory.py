@@ -11,26 +11,44 @@ so a peer that dies is noticed at once. The memory has no name and goes with its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from spark_hvd.transport.host.arena import SharedArena
 from spark_hvd.transport.host.pipes import Pipes, SyncPoint
 
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 """Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
 SMALL = 1 << 19
 """Bytes of all ranks' buffers together up to which to sum them all costs less than to wait a second time."""
 
 
-class SharedSum:
-    """The sum of a large buffer over all ranks, time and again: each rank sums its share, in place.
+class MemorySum(Protocol):
+    """The sum of a buffer over all ranks, time and again. Mine belongs to it from :meth:`start` to :meth:`wait`.
 
-    Args:
-        buffers: Every rank's, in rank order; mine belongs to the reduction from :meth:`start` to :meth:`wait`.
-        pipes: Between the ranks.
+    Raises:
+        RuntimeError: From each method: a peer has gone, or the network failed.
     """
+
+    def start(self) -> None:
+        """My buffer is filled."""
+
+    def poll(self) -> bool:
+        """Do my part of it if that needs no waiting; returns whether it is done.
+
+        As :meth:`advance`, to be called for one buffer after the other, in the order in which they were filled.
+        """
+
+    def advance(self) -> None:
+        """Wait until the others have filled their buffers, and do my part."""
+
+    def wait(self) -> None:
+        """Wait until my buffer holds the sum."""
+
+
+class SharedSum(MemorySum):
+    """The sum of a large buffer: each rank sums its share, in place."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], pipes: Pipes) -> None:
         self._buffers = buffers
@@ -38,41 +56,19 @@ class SharedSum:
         self._filled = self._summed = 0
 
     def start(self) -> None:
-        """My buffer is filled.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         self._filled, self._summed = self._pipes.send(SyncPoint.FILLED), 0
 
     def poll(self) -> bool:
-        """Sum my share if all ranks have filled their buffers by now; returns whether it is summed.
-
-        As :meth:`advance`, to be called for one buffer after the other, in the order in which they were filled.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         if not self._summed and self._pipes.arrived(SyncPoint.FILLED, self._filled):
             self._sum()
         return self._summed > 0
 
     def advance(self) -> None:
-        """Wait until all ranks have filled their buffers, and sum my share.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         if not self._summed:
             self._pipes.wait(SyncPoint.FILLED, self._filled)
             self._sum()
 
     def wait(self) -> None:
-        """Wait until every rank's buffer holds the sum.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         self.advance()
         self._pipes.wait(SyncPoint.SUMMED, self._summed)
 
@@ -81,16 +77,12 @@ class SharedSum:
         self._summed = self._pipes.send(SyncPoint.SUMMED)
 
 
-class CopiedSum:
-    """The sum of a small buffer over all ranks, time and again: each rank copies its own out and sums all copies.
+class CopiedSum(MemorySum):
+    """The sum of a small buffer: each rank copies its own out and sums all copies.
 
     The ranks wait for each other once a sum and not twice, as there are two copies that take turns. A rank overwrites
     the copy of the sum before last, and it does so only when all have come to the last sum: then nobody reads it.
-
-    Args:
-        buffer: Mine, which nobody else sees; it belongs to the reduction from :meth:`start` to :meth:`wait`.
-        copies: For either turn every rank's copy, in rank order.
-        pipes: Between the ranks.
+    ``copies`` has every rank's for either turn.
     """
 
     def __init__(self, buffer: torch.Tensor, copies: Sequence[Sequence[torch.Tensor]], pipes: Pipes) -> None:
@@ -101,29 +93,18 @@ class CopiedSum:
         self._filled = 0
 
     def start(self) -> None:
-        """My buffer is filled.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         self._pipes.wait(SyncPoint.FILLED, self._filled)  # the last sum's, if it was abandoned
         self._turn = 1 - self._turn
         self._copies[self._turn][self._pipes.place].copy_(self._buffer)
         self._filled = self._pipes.send(SyncPoint.FILLED)
 
     def poll(self) -> bool:
-        """See SharedSum; there is nothing that another rank waits for."""
-        return True
+        return True  # there is nothing that another rank waits for
 
     def advance(self) -> None:
-        """See :meth:`SharedSum.advance`."""
+        """See base class."""
 
     def wait(self) -> None:
-        """Wait until all ranks have filled their buffers, and sum them into mine.
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
         self._pipes.wait(SyncPoint.FILLED, self._filled)
         first, second, *others = self._copies[self._turn]
         with torch.no_grad():
@@ -136,11 +117,6 @@ def in_memory(
     kinds: Sequence[tuple[int, torch.dtype]], pipes: Pipes, exchange: Callable[[Any], list[Any]]
 ) -> list[tuple[torch.Tensor, SharedSum | CopiedSum]] | None:
     """Make buffers that are summed in memory, each in the way that suits its size; collective.
-
-    Args:
-        kinds: Number of elements and dtype of each, the same on every rank.
-        pipes: Between the ranks, all on one host.
-        exchange: Gives every rank the facts of all ranks, in rank order.
 
     Returns:
         Each buffer, zeros, and what sums it; None, on every rank, if some rank cannot map another's memory.
@@ -167,16 +143,13 @@ def sum_share(
 ) -> None:
     """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
 
-    Args:
-        buffers: Flat, of one dtype and length, in rank order.
-        place: Whose share.
-        finish: Makes the result of a sum, in place and element by element, while it is in the cache.
+    ``finish`` makes the result of a sum element by element, while it is in the cache.
     """
     numel, size = buffers[0].numel(), len(buffers)
     start, end = numel * place // size, numel * (place + 1) // size
     with torch.no_grad():
-        for low in range(start, end, _CHUNK):
-            first, *others = [buffer[low : min(low + _CHUNK, end)] for buffer in buffers]
+        for low in range(start, end, CHUNK):
+            first, *others = [buffer[low : min(low + CHUNK, end)] for buffer in buffers]
             for other in others:
                 first.add_(other)
             if finish is not None:

@@ -38,12 +38,7 @@ _Job = Callable[[], None]
 
 
 class SlicedStaging(Forkable):
-    """Memory of the ranks of this host, and the thread that sums in it.
-
-    Args:
-        hierarchy: The levels.
-        parts: For each of the parts, the buffers of this host's ranks, in rank order, of bytes.
-    """
+    """Memory of the ranks of this host, and the thread that sums in it."""
 
     def __init__(self, hierarchy: Hierarchy, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         self._hierarchy = hierarchy
@@ -55,18 +50,9 @@ class SlicedStaging(Forkable):
 
     @classmethod
     def open(
-        cls,
-        process_set_id: int,
-        ranks: Sequence[int],
-        hosts: Sequence[str],
-        wanted: bool,
-        groups: Groups,
-        group: dist.ProcessGroup,
+        cls, hierarchy: Hierarchy, process_set_id: int, groups: Groups, group: dist.ProcessGroup
     ) -> SlicedStaging | None:
-        """Make and map memory; see :meth:`spark_hvd.transport.host.hierarchy.Levels.open`."""
-        hierarchy = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
-        if hierarchy is None:
-            return None
+        """Make and map memory; collective over `group`. None, on every rank, if one has none to share."""
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
         parts = hierarchy.levels.map_all([(_PIECE, torch.uint8)] * _PARTS, ask)
         if parts is None:
@@ -83,11 +69,7 @@ class SlicedStaging(Forkable):
     def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:
         """Start to sum a tensor over all ranks.
 
-        Args:
-            ins: What this rank contributes, flat.
-            outs: Where the result goes, flat; may be the same.
-            prepare: Scales what goes in.
-            finish: Makes the result of a sum.
+        ``ins`` and ``outs`` are flat, and may be the same; ``prepare`` scales what goes in.
         """
         future = Future[None]()
         with self._lock:
@@ -167,7 +149,6 @@ class _SlicedSum(Handle[None]):
         self._future = future
 
     def wait(self) -> None:
-        """See base class."""
         try:
             if self._future.done():
                 self._future.result()
@@ -178,9 +159,7 @@ class _SlicedSum(Handle[None]):
             raise failed("allreduce", error) from error
 
     def done(self) -> bool:
-        """See base class."""
         return self._future.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """See base class."""
         self._future.add_done_callback(lambda _: callback())

@@ -24,11 +24,7 @@ def register() -> None:
 
 
 def carrier(on_gpu: bool) -> str:
-    """What carries the world's tensors: "mpi", "nccl" or "gloo".
-
-    Args:
-        on_gpu: Whether they are on a GPU.
-    """
+    """What carries the world's tensors: "mpi", "nccl" or "gloo"."""
     if dist.is_initialized() and dist.get_backend() == MPI_BACKEND:
         return "mpi"
     return "nccl" if on_gpu else "gloo"

@@ -18,14 +18,7 @@ _LAST_SECONDS = 1.0
 
 
 class MpiEndpoint(Abortable):
-    """Owns its MPI communicator.
-
-    Args:
-        communicator: One that nobody else uses; it is freed with the endpoint.
-        ranks: Its ranks in the default process group.
-        name: What torch.distributed calls the process group that uses it.
-        timeout: Seconds until an operation gives up on the other ranks.
-    """
+    """Owns its MPI communicator. Nobody else uses the communicator, which is freed with the endpoint."""
 
     def __init__(self, communicator: MPI.Intracomm, ranks: Sequence[int], name: str, timeout: float) -> None:
         # What fails is to raise, not to end every process of the program.
@@ -44,11 +37,7 @@ class MpiEndpoint(Abortable):
     def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> MpiEndpoint:
         """Make one for some ranks of a communicator; each of them must call this, and no other.
 
-        Args:
-            parent: The communicator.
-            ranks: In `parent`, in the order that they are to have; None for all.
-            name: The same on all of them, and different from what others make at the same time.
-            timeout: Seconds until an operation gives up on the other ranks.
+        The name is the same on all of them, and different from what others make at the same time.
 
         Raises:
             CollectiveError: MPI cannot make it.
@@ -67,11 +56,7 @@ class MpiEndpoint(Abortable):
             return PROGRESS.start(self, name, call, arguments, keep)
 
     def abort(self, error: str = "this rank has left the communicator.") -> None:
-        """Give up what is under way on this rank; MPI itself cannot be told to. From any thread.
-
-        Args:
-            error: Why nothing can run over it any more.
-        """
+        """Give up what is under way on this rank; MPI itself cannot be told to. From any thread."""
         with self._lock:
             self._closed = self._closed or error
         for operation in PROGRESS.of(self):
@@ -116,10 +101,7 @@ def lose(rank: int, text: str, prefix: str) -> None:
 def part_of(parent: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
     """A communicator of some ranks of another; each of them must call this, and no other.
 
-    Args:
-        parent: The other one.
-        ranks: In `parent`, in the order that they are to have.
-        name: The same on all of them, and different from what others make at the same time.
+    The name is the same on all of them, and different from what others make at the same time.
     """
     with TURNS:
         everyone = parent.Get_group()

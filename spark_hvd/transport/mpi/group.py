@@ -29,11 +29,7 @@ _OPS = {
     "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
 }
-_BITWISE = {
-    "BAND": MPI.BAND,
-    "BOR": MPI.BOR,
-    "BXOR": MPI.BXOR,
-}
+_BITWISE = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
 
 Part = tuple[Operation, Callable[[], None]]
 """An operation under way, and what is left to do when it has ended."""
@@ -48,12 +44,7 @@ else:
 
 
 class MpiProcessGroup(_ProcessGroup):
-    """See torch.distributed.ProcessGroup. Ranks in its methods count in the group.
-
-    Args:
-        name: By which torch.distributed knows it.
-        endpoint: What it talks over, and closes in the end.
-    """
+    """See torch.distributed.ProcessGroup. Ranks in its methods count in the group."""
 
     def __init__(self, name: str, endpoint: MpiEndpoint) -> None:
         super().__init__(endpoint.rank, endpoint.size)

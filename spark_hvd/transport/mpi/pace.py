@@ -15,8 +15,7 @@ _GROWTH = 1.05
 class PollingPace:
     """How long a thread that polls pauses between two looks.
 
-    Args:
-        patience: Seconds without movement for which it asks again at once.
+    For ``patience`` seconds without movement it asks again at once.
     """
 
     def __init__(self, patience: float = _SPIN_SECONDS) -> None:
@@ -25,12 +24,7 @@ class PollingPace:
         self._pause = _FIRST_PAUSE
 
     def after(self, before: float, now: float) -> float:
-        """Seconds to sleep before the next call, 0 for none.
-
-        Args:
-            before: When the last call began, in seconds of any clock.
-            now: When it ended.
-        """
+        """Seconds to sleep before the next call, 0 for none."""
         if self._moved is None or now - before > _MOVED_SECONDS:
             self._moved, self._pause = (before if self._moved is None else now), _FIRST_PAUSE
             if now - before > _MOVED_SECONDS:

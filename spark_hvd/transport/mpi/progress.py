@@ -30,12 +30,7 @@ _REST_LASTS = 0.02
 class Operation:
     """One request under way. It ends once, by whichever thread finds out first; from any thread.
 
-    Args:
-        owner: Who started it.
-        name: What to call it in an error.
-        request: MPI's.
-        keep: What must stay alive until it has ended: its buffers.
-        progress: What it belongs to.
+    Its buffers, ``keep``, stay alive until it has ended.
     """
 
     __slots__ = ("_callbacks", "_keep", "_lock", "_progress", "_request", "done", "error", "name", "owner", "waiters")
@@ -54,11 +49,7 @@ class Operation:
         self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self, times: int = 1) -> bool:
-        """Whether it has ended; moves all that MPI has under way a little.
-
-        Args:
-            times: How often to ask MPI.
-        """
+        """Whether it has ended; moves all that MPI has under way a little."""
         if self.done:
             return True
         with self._lock:  # a request must not be in two calls of MPI at once
@@ -83,9 +74,6 @@ class Operation:
 
     def wait(self, seconds: float) -> None:
         """Block until it has ended.
-
-        Args:
-            seconds: How long at most.
 
         Raises:
             CollectiveError: It failed, or the time is up; in the latter case it goes on.
@@ -164,12 +152,8 @@ class ProgressThread:
     ) -> Operation:
         """Start an operation, which goes on whether anybody waits for it or not.
 
-        Args:
-            owner: Who starts it.
-            name: What to call it in an error.
-            call: A method of an MPI communicator that returns a request.
-            arguments: Its arguments; they stay alive until the operation has ended.
-            keep: What else must.
+        What ``call``, a method of a communicator, returns is the request; its arguments and ``keep`` stay alive
+        meanwhile.
 
         Raises:
             CollectiveError: MPI refuses.

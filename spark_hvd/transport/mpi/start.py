@@ -39,9 +39,7 @@ def is_mpi_communicator(comm: object) -> TypeGuard[MPI.Intracomm]:
 def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tuple[World, Store]:
     """The world whose ranks are those of a communicator, and the store that rank 0 serves; collective over it.
 
-    Args:
-        comm: None for MPI_COMM_WORLD.
-        master: The address at which others reach rank 0; None: it finds one.
+    ``master`` is the address at which others reach rank 0; it finds one by default.
 
     Raises:
         ImportError: There is no mpi4py, or no MPI library.
@@ -104,11 +102,6 @@ def _all_gather(comm: MPI.Comm, fact: Any) -> list[Any]:
 def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> list[int]:
     """The ranks of a communicator in a world made by MPI, in the communicator's order.
 
-    Args:
-        comm: The communicator.
-        parent: The world's; None for MPI_COMM_WORLD.
-        size: World size.
-
     Raises:
         ValueError: Some of its ranks are not in the world, or the world was not made by MPI.
     """
@@ -125,12 +118,7 @@ def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> li
 
 
 def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of some ranks of another; each of them must call this.
-
-    Args:
-        parent: None for MPI_COMM_WORLD.
-        ranks: In `parent`, in the order that they are to have.
-    """
+    """A communicator of some ranks of another; each of them must call this."""
     from spark_hvd.transport.mpi import endpoint as mpi_endpoint
     from spark_hvd.transport.mpi.library import MPI
 

@@ -26,11 +26,7 @@ _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 }
 
 # MPI has no standard names for them. A sum in the wider type is also the better one.
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.SUM: MPI.SUM,
@@ -47,12 +43,7 @@ _address = MPI.buffer.fromaddress
 
 
 def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Restore]:
-    """Give a tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`.
-
-    Args:
-        tensor: Contiguous.
-        op: The reduction asked for.
-    """
+    """Give a tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`."""
     dtype = tensor.dtype
     wider = _WIDER.get(dtype)
     if wider is not None and op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -99,12 +90,7 @@ def in_blocks(tensor: torch.Tensor, size: int) -> Buffer:
 
 
 def in_parts(tensor: torch.Tensor, rows: Sequence[int]) -> Buffer:
-    """The memory of a contiguous tensor whose rows go to, or come from, several ranks.
-
-    Args:
-        tensor: Its rows lie in rank order.
-        rows: Of every rank.
-    """
+    """The memory of a contiguous tensor whose rows go to, or come from, several ranks."""
     total = sum(rows)
     nbytes = tensor.numel() * tensor.itemsize
     row_bytes = nbytes // total if total else 0

@@ -16,14 +16,7 @@ from spark_hvd.world.errors import CollectiveError
 
 
 class MpiWork(dist.Work):
-    """Operations under way as one.
-
-    Args:
-        operations: They end in any order.
-        timeout: Seconds that :meth:`wait` has if it is not told otherwise.
-        outputs: The tensors that hold the result.
-        finish: Completes them when all operations have ended; None if MPI does.
-    """
+    """Operations under way as one."""
 
     def __init__(
         self,
@@ -41,10 +34,7 @@ class MpiWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the results are there.
-
-        Args:
-            timeout: How long at most; zero, torch's own default, stands for the group's timeout.
+        """Block until the results are there. A timeout of zero, torch's own default, stands for the group's.
 
         Raises:
             CollectiveError: It failed, or the time is up.
