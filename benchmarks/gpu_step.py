@@ -11,11 +11,11 @@ thread until a step is queued. Last come commits and background checkpoints: how
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -66,11 +66,10 @@ def _chain(device: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 
 
 def _resnet50(device: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    from torchvision.models import resnet50
-
+    build = importlib.import_module("torchvision.models").resnet50
     images = torch.randn(64 if device == "cuda" else 1, 3, 224, 224, device=device)
     labels = torch.randint(0, 1000, (len(images),), device=device)
-    return resnet50(), lambda net: nn.functional.cross_entropy(net(images), labels)
+    return build(), lambda net: nn.functional.cross_entropy(net(images), labels)
 
 
 MODELS = {"gpt": _gpt, "chain": _chain, "resnet50": _resnet50}
@@ -97,7 +96,7 @@ class Training:
                 self.net.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
         elif kind.startswith("spark_hvd"):
             self._reducer = _reducer(net, Compression.fp16 if "fp16" in kind else Compression.none)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4, momentum=0.9)
 
     def step(self) -> None:
         """Queue one."""
@@ -225,7 +224,7 @@ def main() -> None:
     hvd.init()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU'}")
     for model in options.models:
-        if model == "resnet50" and find_spec("torchvision") is None:
+        if model == "resnet50" and importlib.util.find_spec("torchvision") is None:
             print("resnet50: there is no torchvision")
             continue
         _steps(model, options.device, options.rounds, options.steps)
