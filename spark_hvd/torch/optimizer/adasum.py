@@ -13,8 +13,8 @@ from spark_hvd.collectives.start import Reducing, compressed_allreduce
 from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import current, in_world, ordinal
 from spark_hvd.torch.optimizer.arguments import spec_of
+from spark_hvd.torch.optimizer.live import TakenOver, take_over
 from spark_hvd.torch.optimizer.plan import require_same
-from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 

@@ -18,20 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import spark_hvd
 from spark_hvd.context.local import is_local, mark_local
 from spark_hvd.torch.optimizer.buckets import ParamSpec, split_evenly
-from spark_hvd.torch.optimizer.taking_over import TakenOver
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 1_048_573
-
-
-def check_kind(optimizer: object) -> None:
-    """Raise a TypeError if this is no optimizer: its class, its name, the model; a ValueError if it is distributed."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer={optimizer!r}: expected a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        )
-    if isinstance(optimizer, TakenOver):
-        raise ValueError(f"the optimizer is already one of hvd.{optimizer.made_by}: give a plain one, and wrap it once")
 
 
 def check_passes(passes: int) -> None:

@@ -16,7 +16,6 @@ from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import in_world, ordinal, speaks_horovod
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
-    check_kind,
     check_passes,
     chosen_groups,
     group_indices,
@@ -24,10 +23,17 @@ from spark_hvd.torch.optimizer.arguments import (
     names_of,
     spec_of,
 )
-from spark_hvd.torch.optimizer.live import NOT_YET, enlist, replace_owners, require_bound
+from spark_hvd.torch.optimizer.live import (
+    NOT_YET,
+    TakenOver,
+    check_kind,
+    enlist,
+    replace_owners,
+    require_bound,
+    take_over,
+)
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 

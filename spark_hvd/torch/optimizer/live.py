@@ -1,15 +1,17 @@
-"""The DistributedOptimizers of this process: bound to one elastic world after the other, and replaced by later ones."""
+"""The distributed optimizers of this process: how they are made, bound to elastic worlds, copied and replaced."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.local import is_local
+from spark_hvd.context.standing import in_world
+from spark_hvd.context.who import size
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -28,6 +30,62 @@ _REPLACED = (
     "Step with the later one, or give each parameter to one DistributedOptimizer. To make a step of this one from "
     "gradients that the later one has reduced: later.synchronize(), then step() under this one's skip_synchronize()."
 )
+_HANDLE = "_spark_hvd_copied"
+_COPIED = (
+    "this optimizer is a copy of a distributed one, and no rank knows of it: it would make steps of this rank alone. "
+    "Step with the original, copy its state_dict() instead, or make the copy distributed as the original was: "
+    "hvd.DistributedOptimizer(copy)."
+)
+
+
+class TakenOver(torch.optim.Optimizer):
+    """A base of the classes that optimizers get."""
+
+    made_by = "DistributedOptimizer"
+    _base: type[torch.optim.Optimizer]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy, or what is loaded from a pickle, is a plain optimizer."""
+        return _copy, (self._base, cast(Any, self).__getstate__())
+
+
+Taken = TypeVar("Taken", bound=TakenOver)
+
+
+def take_over(optimizer: torch.optim.Optimizer, added: type[Taken]) -> Taken:
+    """Give an optimizer another class: its own, with the methods of `added` besides.
+
+    A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid. A scheduler
+    has bound the old class's step to the instance, so that what is to be done around it needs hooks.
+    """
+    if _HANDLE in optimizer.__dict__:
+        optimizer.__dict__.pop(_HANDLE).remove()
+    base = type(optimizer)
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    optimizer.__class__ = type(base.__name__, (added, base), {**namespace, "_base": base})
+    return cast(Taken, optimizer)
+
+
+def _copy(base: type[torch.optim.Optimizer], state: Any) -> torch.optim.Optimizer:
+    optimizer = base.__new__(base)
+    cast(Any, optimizer).__setstate__(state)
+    setattr(optimizer, _HANDLE, optimizer.register_step_pre_hook(_refuse))
+    return optimizer
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if in_world() and size() > 1:
+        raise RuntimeError(_COPIED)
+
+
+def check_kind(optimizer: object) -> None:
+    """Raise a TypeError if this is no optimizer: its class, its name, the model; a ValueError if it is distributed."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer={optimizer!r}: expected a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+    if isinstance(optimizer, TakenOver):
+        raise ValueError(f"the optimizer is already one of hvd.{optimizer.made_by}: give a plain one, and wrap it once")
 
 
 class Live(Protocol):

@@ -31,8 +31,7 @@ from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, ov
 from spark_hvd.torch.optimizer.memory import Marks
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
-from spark_hvd.torch.optimizer.step import BucketPipeline
-from spark_hvd.torch.optimizer.trace import StepTrace
+from spark_hvd.torch.optimizer.step import BucketPipeline, StepTrace
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.torch_private import at_end_of_backward
 from spark_hvd.world.activity import activity

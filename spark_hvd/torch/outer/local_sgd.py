@@ -13,8 +13,7 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import in_world, ordinal
 from spark_hvd.elastic.run import WorldHook, register_world_hook
-from spark_hvd.torch.optimizer.arguments import check_kind
-from spark_hvd.torch.optimizer.taking_over import TakenOver, take_over
+from spark_hvd.torch.optimizer.live import TakenOver, check_kind, take_over
 from spark_hvd.torch.outer.compressors import RowCompressor
 from spark_hvd.torch.outer.loop import OuterLoop, OuterSettings
 from spark_hvd.world import launcher as elastic_launcher
