@@ -61,7 +61,7 @@ def replace_owners(params: Sequence[torch.nn.Parameter]) -> None:
             if other._reducer is not None:
                 other._reducer.close()
             other._reducer, other._unbound, other._goes_along = None, _REPLACED, False
-    _made[:] = [ref for ref in _made if (other := ref()) is not None and other._unbound is not _REPLACED]
+    _made[:] = [ref for ref in _made if (left := ref()) is not None and left._unbound is not _REPLACED]
 
 
 def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:
