@@ -128,6 +128,18 @@ def make_strategy(
             share = factor()
             return super().backward(closure_loss if share == 1.0 else closure_loss * share, *args, **kwargs)
 
+        def optimizer_step(
+            self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            """LBFGS decides by the loss, too, how often to evaluate it: by that of the rows of all."""
+
+            def everybodys() -> Any:
+                loss = closure()
+                return hvd.allreduce(loss.detach() * factor(), op=hvd.Average, name="spark_hvd.lightning.loss")
+
+            decides = isinstance(optimizer, torch.optim.LBFGS) and hvd.size() > 1
+            return super().optimizer_step(optimizer, everybodys if decides else closure, *args, **kwargs)
+
         def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
             """What is kept in memory is kept on every rank."""
             if filepath == KEEP:

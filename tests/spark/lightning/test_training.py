@@ -203,6 +203,33 @@ class Breaking(Net):
         return self.loss(batch) * (float("nan") if broken else 1.0)
 
 
+class Searching(Net):
+    """LBFGS evaluates the loss as often as the loss tells it to."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_decides_by_the_loss_of_all_rows(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    torch.manual_seed(0)
+    module = Searching()
+    fitted = estimator(model=module, batch_size=df.count(), epochs=2).fit(df)
+    columns = df.select("features", "y").toPandas()
+    batch = {"features": torch.tensor(columns["features"].tolist()), "y": torch.tensor(columns["y"].to_numpy())}
+    optimizer = module.configure_optimizers()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module.loss(batch)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    for name, weight in weights(fitted).items():
+        torch.testing.assert_close(weight, module.state_dict()[name], rtol=1e-2, atol=1e-3)
+
+
 def test_not_finite_and_resumed(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     def fit(model: type[Net], run_id: str, **options: Any) -> LightningModel:
         torch.manual_seed(0)
