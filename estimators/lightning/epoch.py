@@ -65,7 +65,8 @@ class TrainLoader:
     def _go_on(self, begun: int) -> None:
         """Have Lightning's loop, which has begun the epoch, count the batches that were done."""
         loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
-        loop.batch_progress.current.increment_by(begun)
+        counts = loop.batch_progress.current
+        counts.load_state_dict(dict.fromkeys(counts.state_dict(), begun))
         fetcher.fetched = begun
         self._job.seed(self.trainer.current_epoch, begun)
         if begun == len(self):  # other ranks, more than the rows that are left: what follows the last batch is
