@@ -20,6 +20,8 @@ from tests.spark.test_torch_estimator import mse
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+BACKENDS = ["gloo", "mpi"]
+
 
 def hvd() -> Any:
     import spark_hvd.torch
@@ -33,62 +35,43 @@ def _support_travels_by_value() -> Iterator[None]:
         yield
 
 
-def place_and_name() -> tuple[str, list[int], float]:
-    import socket
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_of_a_host_are_neighbours(two_hosts: Cluster, backend: str) -> None:
+    def fn() -> tuple[str, list[int], float]:
+        import socket
 
-    import torch
+        import torch
 
-    place = [hvd().local_rank(), hvd().local_size(), hvd().cross_rank(), hvd().cross_size()]
-    total = float(hvd().allreduce(torch.tensor([float(hvd().rank())]), op=hvd().Sum))
-    return socket.gethostname(), place, total
-
-
-def every_collective() -> dict[str, Any]:
-    import torch
-
-    me, size = hvd().rank(), hvd().size()
-    big = torch.full((16 << 20,), float(me + 1))  # 64 MiB
-    return {
-        "big": hvd().allreduce(big, op=hvd().Sum).unique().tolist(),
-        "gathered": hvd().allgather(torch.full((me + 1,), me)).tolist(),
-        "broadcast": hvd().broadcast(torch.tensor([me, me]), root_rank=2).tolist(),
-        "exchanged": hvd().alltoall(torch.arange(size) + 10 * me).tolist(),
-        "scattered": hvd().reducescatter(torch.ones(size), op=hvd().Sum).tolist(),
-        "object": hvd().allgather_object({"rank": me}),
-    }
-
-
-def named_collectives_and_the_optimizer() -> tuple[float, float, list[list[float]]]:
-    import torch
-
-    names = [f"gradient {index}" for index in range(20)]
-    mine = names if hvd().rank() % 2 else names[::-1]  # each rank in an order of its own
-    handles = {name: hvd().allreduce_async(torch.ones(100), op=hvd().Sum, name=name) for name in mine}
-    totals = [float(hvd().synchronize(handles[name]).mean()) for name in names]
-    torch.manual_seed(hvd().rank())
-    model = torch.nn.Linear(4, 1)
-    hvd().broadcast_parameters(model.state_dict(), root_rank=0)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd().DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    return min(totals), max(totals), [each.flatten().tolist() for each in model.parameters()]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_ranks_of_a_host_are_neighbours_and_all_that_they_do_crosses_hosts(two_hosts: Cluster, backend: str) -> None:
-    def fn() -> list[Any]:
-        return [place_and_name(), every_collective(), named_collectives_and_the_optimizer()]
+        place = [hvd().local_rank(), hvd().local_size(), hvd().cross_rank(), hvd().cross_size()]
+        total = float(hvd().allreduce(torch.tensor([float(hvd().rank())]), op=hvd().Sum))
+        return socket.gethostname(), place, total
 
     ranks = run(fn, num_proc=4, spark=two_hosts.session, backend=backend, start_timeout=60)
-    names = [name for (name, _, _), *_ in ranks]
+    names = [name for name, _, _ in ranks]
     assert names[0] == names[1] != names[2] == names[3]
     assert set(names) == {host.name for host in two_hosts.net.hosts}
-    assert [place for (_, place, _), *_ in ranks] == [[0, 2, 0, 2], [1, 2, 0, 2], [0, 2, 1, 2], [1, 2, 1, 2]]
-    assert {total for (_, _, total), *_ in ranks} == {6.0}
-    for me, (_, values, _) in enumerate(ranks):
+    assert [place for _, place, _ in ranks] == [[0, 2, 0, 2], [1, 2, 0, 2], [0, 2, 1, 2], [1, 2, 1, 2]]
+    assert {total for _, _, total in ranks} == {6.0}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_crosses_hosts(two_hosts: Cluster, backend: str) -> None:
+    def fn() -> dict[str, Any]:
+        import torch
+
+        me, size = hvd().rank(), hvd().size()
+        big = torch.full((16 << 20,), float(me + 1))  # 64 MiB
+        return {
+            "big": hvd().allreduce(big, op=hvd().Sum).unique().tolist(),
+            "gathered": hvd().allgather(torch.full((me + 1,), me)).tolist(),
+            "broadcast": hvd().broadcast(torch.tensor([me, me]), root_rank=2).tolist(),
+            "exchanged": hvd().alltoall(torch.arange(size) + 10 * me).tolist(),
+            "scattered": hvd().reducescatter(torch.ones(size), op=hvd().Sum).tolist(),
+            "object": hvd().allgather_object({"rank": me}),
+        }
+
+    ranks = run(fn, num_proc=4, spark=two_hosts.session, backend=backend, start_timeout=60)
+    for me, values in enumerate(ranks):
         assert values == {
             "big": [10.0],
             "gathered": [0, 1, 1, 2, 2, 2, 3, 3, 3, 3],
@@ -97,8 +80,31 @@ def test_ranks_of_a_host_are_neighbours_and_all_that_they_do_crosses_hosts(two_h
             "scattered": [4.0],
             "object": [{"rank": rank} for rank in range(4)],
         }
-    assert {(least, most) for *_, (least, most, _) in ranks} == {(4.0, 4.0)}
-    assert all(parameters == ranks[0][2][2] for *_, (_, _, parameters) in ranks), "the same weights on all hosts"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_named_collectives_and_the_optimizer_cross_hosts(two_hosts: Cluster, backend: str) -> None:
+    def fn() -> tuple[float, float, list[list[float]]]:
+        import torch
+
+        names = [f"gradient {index}" for index in range(20)]
+        mine = names if hvd().rank() % 2 else names[::-1]  # each rank in an order of its own
+        handles = {name: hvd().allreduce_async(torch.ones(100), op=hvd().Sum, name=name) for name in mine}
+        totals = [float(hvd().synchronize(handles[name]).mean()) for name in names]
+        torch.manual_seed(hvd().rank())
+        model = torch.nn.Linear(4, 1)
+        hvd().broadcast_parameters(model.state_dict(), root_rank=0)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd().DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        return min(totals), max(totals), [each.flatten().tolist() for each in model.parameters()]
+
+    ranks = run(fn, num_proc=4, spark=two_hosts.session, backend=backend, start_timeout=60)
+    assert {(least, most) for least, most, _ in ranks} == {(4.0, 4.0)}
+    assert all(parameters == ranks[0][2] for _, _, parameters in ranks), "the same weights on all hosts"
 
 
 @pytest.mark.usefixtures("_support_travels_by_value")

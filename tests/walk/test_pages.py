@@ -83,7 +83,7 @@ def test_lines_of_pip_can_be_typed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("pages", RUNS, ids=" ".join)
 def test_pages_run(pages: list[str], tmp_path: Path) -> None:
     scripts = [tmp_path / "pages" / f"{page}.py" for page in pages]  # not where modules of these names would be found
@@ -91,4 +91,4 @@ def test_pages_run(pages: list[str], tmp_path: Path) -> None:
     for script in scripts:
         script.write_text(PROGRAMS[script.stem])
     each = "import runpy, sys; [runpy.run_path(page, run_name='__main__') for page in sys.argv[1:]]"
-    typed(tmp_path, "-c", each, *map(str, scripts), timeout=580)
+    typed(tmp_path, "-c", each, *map(str, scripts), timeout=880)
