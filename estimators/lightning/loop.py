@@ -240,6 +240,7 @@ class _Fit:
         self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
         self.began, self.validating = time.monotonic(), 0.0
         self.rate = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+        self.logged = []
         if not begun:
             return
         assert job.partial_epoch is not None

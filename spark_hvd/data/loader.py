@@ -108,6 +108,7 @@ class ShardLoader(Generic[T_co]):
         start = self._next
         feed = Feed(self._opened(), self._sharding, *self._rank_and_size(), start)
         self._next, self._now = Position(start.epoch + 1), feed
+        self._watch()
         self._loop = weakref.ref(epoch)  # whether a loop still holds it
         # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
         return feed, start.epoch, feed.left if feed.position.epoch == start.epoch else 0
@@ -279,5 +280,8 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
         self._watch()
 
     def _watch(self) -> None:
-        if get_worker_info() is None:
+        if get_worker_info() is not None:
+            return
+        if self._given is None:
             self._given = mmap.mmap(-1, mmap.PAGESIZE)
+        self._given[:] = bytes(len(self._given))  # the same memory, as workers may stay from epoch to epoch

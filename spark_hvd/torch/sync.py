@@ -139,7 +139,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
                 "broadcast_object."
             )
         require_dense(tensor)
-    require_places(tensor for _, tensor in named)
+    require_places(tensor for _, tensor in named if not is_local(tensor))
     return named
 
 

@@ -49,6 +49,22 @@ def local_parameters_are_not_reduced(rank: int, size: int) -> None:
     assert same_on_all(model[0].weight)
 
 
+def a_later_optimizer_scales_and_reduces_alone(rank: int, size: int) -> None:
+    model = net()
+    own, mine = model[2].weight, oracle_gradient(model, rank, 2)
+    first, second = [DistributedOptimizer(sgd(model.parameters()), local_parameters=[own]) for _ in range(2)]
+    loss_of(model, batch(rank, 0)).backward()
+    torch.testing.assert_close(own.grad, mine / size)
+    second.step()
+    third = DistributedOptimizer(sgd(net().parameters()))
+    third.add_param_group({"params": [model[0].weight]})
+    for replaced in (first, second):
+        with pytest.raises(RuntimeError, match="made later trains a parameter of this one"):
+            replaced.step()
+    with pytest.raises(ValueError, match="LBFGS decides by all gradients"):
+        DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+
+
 def local_gradients_unscaled_and_summed_over_passes(rank: int, size: int) -> None:
     for options, factor in (({"scale_local_gradients": False}, 1.0), ({}, 1 / size), ({"op": hvd.Sum}, 1.0)):
         model = net()

@@ -224,6 +224,8 @@ def test_data_loaders_whose_workers_end_with_their_epoch(shard: DatasetShard) ->
     loader.set_epoch(1)
     assert loader.state_dict() == one.state_dict() | {"position": [1, []]}
     assert rows_of(workers) == wanted[1]
+    rows_of(loader)  # here, and so it counts again
+    assert loader.state_dict()["position"][0] == 2
     loader.set_epoch(0)
     kept = DataLoader(loader, batch_size=None, num_workers=2, persistent_workers=True)
     assert [rows_of(kept), rows_of(kept)] == wanted

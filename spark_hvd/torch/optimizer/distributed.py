@@ -124,6 +124,7 @@ class ReducedOptimizer(TakenOver):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number]["params"]
+        replace_owners(added, by=self)
         names = [f"group{number}.param{i}" for i in range(len(added))]
         self._recipe.names += names
         self._recipe.scale_gradients(self)
@@ -228,6 +229,13 @@ def DistributedOptimizer(
     names = names_of(optimizer, named_parameters)
     grouped = group_indices(chosen_groups(groups, num_groups), params)
     mark_chosen(params, local_parameters)
+    if isinstance(optimizer, torch.optim.LBFGS) and any(is_local(param) for param in params):
+        raise ValueError("LBFGS decides by all gradients at once, and those of local parameters differ between ranks")
+    if process_set is not global_process_set and elastic_launcher.installed() is not None and not in_world():
+        raise ValueError(
+            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
+            "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
+        )
     replace_owners(params)
 
     if op is ReduceOp.ADASUM:
@@ -248,11 +256,6 @@ def DistributedOptimizer(
     )
     if elastic_launcher.installed() is None or in_world():
         return _take_over(optimizer, recipe, recipe.open(params))
-    if process_set is not global_process_set:
-        raise ValueError(
-            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
-            "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
-        )
     return _take_over(optimizer, recipe, None, NOT_YET)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.local import is_local
@@ -30,7 +31,6 @@ _REPLACED = (
     "Step with the later one, or give each parameter to one DistributedOptimizer. To make a step of this one from "
     "gradients that the later one has reduced: later.synchronize(), then step() under this one's skip_synchronize()."
 )
-_HANDLE = "_spark_hvd_copied"
 _COPIED = (
     "this optimizer is a copy of a distributed one, and no rank knows of it: it would make steps of this rank alone. "
     "Step with the original, copy its state_dict() instead, or make the copy distributed as the original was: "
@@ -38,15 +38,27 @@ _COPIED = (
 )
 
 
-class TakenOver(torch.optim.Optimizer):
-    """A base of the classes that optimizers get."""
+class _Swapped(torch.optim.Optimizer):
+    """Has the class of a copy, or of what is loaded from a pickle, of it."""
 
-    made_by = "DistributedOptimizer"
     _base: type[torch.optim.Optimizer]
+    """The class that the program gave it."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy, or what is loaded from a pickle, is a plain optimizer."""
+        """It becomes a plain optimizer, which no rank knows of."""
         return _copy, (self._base, cast(Any, self).__getstate__())
+
+
+class TakenOver(_Swapped):
+    """A base of the classes that distributed optimizers get."""
+
+    made_by = "DistributedOptimizer"
+
+
+class _Copy(_Swapped):
+    """A base of the classes that copies of them have, until they are made distributed in their turn."""
+
+    _refusal: RemovableHandle
 
 
 Taken = TypeVar("Taken", bound=TakenOver)
@@ -58,19 +70,25 @@ def take_over(optimizer: torch.optim.Optimizer, added: type[Taken]) -> Taken:
     A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid. A scheduler
     has bound the old class's step to the instance, so that what is to be done around it needs hooks.
     """
-    if _HANDLE in optimizer.__dict__:
-        optimizer.__dict__.pop(_HANDLE).remove()
     base = type(optimizer)
-    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    optimizer.__class__ = type(base.__name__, (added, base), {**namespace, "_base": base})
+    if isinstance(optimizer, _Copy):
+        base = optimizer._base
+        optimizer._refusal.remove()
+    optimizer.__class__ = _class_of(base, added)
     return cast(Taken, optimizer)
 
 
+def _class_of(base: type[torch.optim.Optimizer], added: type[_Swapped]) -> type[_Swapped]:
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (added, base), {**namespace, "_base": base})
+
+
 def _copy(base: type[torch.optim.Optimizer], state: Any) -> torch.optim.Optimizer:
-    optimizer = base.__new__(base)
-    cast(Any, optimizer).__setstate__(state)
-    setattr(optimizer, _HANDLE, optimizer.register_step_pre_hook(_refuse))
-    return optimizer
+    kind = _class_of(base, _Copy)
+    optimizer: Any = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    optimizer._refusal = optimizer.register_step_pre_hook(_refuse)
+    return cast(_Copy, optimizer)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -107,19 +125,26 @@ def enlist(optimizer: Live) -> None:
     _made.append(weakref.ref(optimizer))
 
 
-def replace_owners(params: Sequence[torch.nn.Parameter]) -> None:
-    """Before an optimizer is made: earlier ones that reduce gradients of its parameters do so no more.
+def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> None:
+    """Before an optimizer is made, or `by` one gets parameters: others that reduce gradients of these do so no more.
 
     Both would reduce a gradient in one backward, in the memory of one of them. An earlier one that nobody holds any
     more may be there still, until garbage is collected, at other times on other ranks: so it is no error.
     """
     trained = {id(param) for param in params if param.requires_grad and not is_local(param)}
     for other in _live():
+        if other is by:
+            continue
+        other._recipe.release(params)
         if any(id(param) in trained for param in _params_of(other) if param.requires_grad):
             if other._reducer is not None:
                 other._reducer.close()
-            other._reducer, other._unbound, other._goes_along = None, _REPLACED, False
-    _made[:] = [ref for ref in _made if (each := ref()) is not None and each._unbound is not _REPLACED]
+            other._reducer, other._unbound = None, _REPLACED
+            # One that goes from world to world, replaced in one of them, is bound in the next, as on new ranks.
+            other._goes_along = other._goes_along and in_world()
+    _made[:] = [
+        ref for ref in _made if (each := ref()) is not None and (each._goes_along or each._unbound is not _REPLACED)
+    ]
 
 
 def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:

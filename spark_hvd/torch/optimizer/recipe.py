@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,12 @@ class Recipe:
             if is_local(param) and id(param) not in self.scaled:
                 self.scaled[id(param)] = self._scale(param, is_averaged(param))
 
+    def release(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Scale the gradients of these no more: another optimizer does."""
+        for param in params:
+            if (handle := self.scaled.pop(id(param), None)) is not None:
+                handle.remove()
+
     def _scale(self, param: torch.nn.Parameter, averaged: bool) -> torch.utils.hooks.RemovableHandle:
         def scale(gradient: torch.Tensor) -> torch.Tensor | None:
             factor = self._local_scale(averaged)
@@ -85,7 +91,7 @@ class Recipe:
     def agreed(self, loss: Any) -> Any:
         """What a closure returned, made the same on all ranks where the optimizer decides by it; collective then.
 
-        It is reduced as gradients are. What is the same everywhere has been reduced by the closure itself.
+        It is reduced as gradients are.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -93,8 +99,6 @@ class Recipe:
         if self.loss_name is None:
             return loss
         losses = allgather_object(float(loss), name=self.loss_name, process_set=self.process_set)
-        if len(set(losses)) == 1:
-            return loss
         total = sum(losses) / (len(losses) if self.op is ReduceOp.AVERAGE else 1)
         return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
