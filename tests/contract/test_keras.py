@@ -57,18 +57,14 @@ ON_TENSORFLOW = [
     keras_step_cases.what_cannot_be_compiled,
     *(case for case in CASES if case is not keras_cases.a_layer_that_one_rank_does_not_use),  # of torch's backward
 ]
-# Each is compiled anew on both ranks, minutes of CPU for all. What reduces gradients is the same on both backends, and
-# tests/oracle/test_taping.py trains on this one.
-BY_DAY = [keras_step_cases.what_cannot_be_compiled, keras_cases.uneven_data]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
-@pytest.mark.parametrize("cases", [BY_DAY, pytest.param(ON_TENSORFLOW, marks=pytest.mark.night)], ids=["some", "all"])
-def test_two_ranks_on_tensorflow(cases: list[keras_cases.Case]) -> None:
+def test_two_ranks_on_tensorflow() -> None:
     ranks = Ranks(2, preload=("tests.on_tensorflow",))
     try:
-        for case in [keras_cases.on_tensorflow, *cases]:
+        for case in [keras_cases.on_tensorflow, *ON_TENSORFLOW]:
             ranks.run(case)
     finally:
         ranks.close()

@@ -136,6 +136,7 @@ def test_so_does_one_that_others_have_launched() -> None:
     assert WARNING not in said
 
 
-def test_one_thread_for_all_operations_is_warned_of() -> None:
-    threads = "import tensorflow as tf; tf.config.threading.set_inter_op_parallelism_threads(1)"
-    assert WARNING in said_by(f"{threads}; import spark_hvd.tensorflow")
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.night)])
+def test_one_thread_for_all_operations_is_warned_of(threads: int) -> None:
+    asked = f"import tensorflow as tf; tf.config.threading.set_inter_op_parallelism_threads({threads})"
+    assert (WARNING in said_by(f"{asked}; import spark_hvd.tensorflow")) is (threads == 1)

@@ -77,7 +77,7 @@ def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
     np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
 
 
-@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.night), "weight"])
+@pytest.mark.parametrize("weights", [None, "weight"])
 def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None) -> None:
     """Also those that are no means over rows, where ranks differ in rows and in weights: as in one process."""
     features, _, late = numbers(501)
