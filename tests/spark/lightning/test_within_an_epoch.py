@@ -45,6 +45,8 @@ class Stepping(Net):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("most", batch["y"].max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.log("sum", batch["y"].sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        if batch_idx == 0:
+            self.log("first", batch["y"].mean(), on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -96,6 +98,9 @@ def test_resumed_equals_unbroken(
         assert torch.equal(weights(resumed)[name], value), name
     for key in ("epoch", "loss", "train_loss", "most", "sum", "val_loss", "lr"):
         assert column(resumed, key) == column(unbroken, key), key
+    assert [row.get("first") for row in (resumed.getHistory()[0], resumed.getHistory()[2])] == [
+        row["first"] for row in (unbroken.getHistory()[0], unbroken.getHistory()[2])
+    ], "what was logged before the cut alone is in no later epoch"
     assert logs(mine_store(estimator), resumed) == logs(mine_store(estimator), unbroken)
 
 
