@@ -25,6 +25,8 @@ _locks: set[int] = set()
 class Scratch:
     """A new folder; the first one that a process makes in a place removes what others left there.
 
+    ``purpose`` is a word for its name. ``parent`` is the folder to make it in; None: this process' temporary directory.
+
     Attributes:
         path: Of the folder. It goes with :meth:`close`, with this object, and with the process.
 

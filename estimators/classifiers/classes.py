@@ -23,6 +23,8 @@ _INTEGERS = {"tinyint", "smallint", "int", "bigint", "boolean"}
 def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
     """The classes of ``column``, from all rows; one job. ``features``, the column beside it, may have no nulls either.
 
+    ``column`` has text, numbers or booleans, or arrays of 0 and 1. The Spark UI shows ``who``, which asks for it.
+
     Raises:
         DataError: nulls, with their number; arrays of several lengths; one class, or very many; another type.
     """

@@ -76,7 +76,7 @@ class Labels:
         return self.spark_type if same else "double"
 
     def predicted(self, scores: torch.Tensor, threshold: float) -> tuple[Any, torch.Tensor]:
-        """Predicted labels, and probabilities (rows, size); ``scores`` are (rows, size).
+        """Predicted labels, and probabilities (rows, size); of ``scores`` (rows, size) before softmax or sigmoid.
 
         The threshold is that of a class's probability, where each row has several.
         """

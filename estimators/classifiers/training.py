@@ -20,7 +20,7 @@ class Inputs(Protocol):
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
         """The tensors (rows, ...) by name, always the same names; in the order of the model's arguments.
 
-        Where ``training``, they may be changed at random.
+        ``values`` are those of the column, without nulls. Where ``training``, they may be changed at random.
         """
 
 

@@ -74,7 +74,8 @@ def session_of(frame: Any, what: str) -> SparkSession:
 def check_columns(schema: T.StructType, names: Sequence[str], what: str, *, exact: bool = True) -> None:
     """Check that a DataFrame has the columns that a parameter names, each once.
 
-    ``what`` is the parameter that names them; ``exact`` tells whether upper and lower case differ in the session.
+    ``names`` are exactly as in the schema: upper and lower case differ, and dots are part of a name. ``what`` is the
+    parameter that names them; ``exact`` tells whether upper and lower case differ in the session.
 
     Raises:
         DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has

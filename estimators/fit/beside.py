@@ -73,7 +73,10 @@ class Order:
         self._done: Ticket | None = None
 
     def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
-        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun."""
+        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun.
+
+        ``waiting`` has the checkpoints that are there, the oldest first.
+        """
         if self.turn is not None:
             if wants_no_more and not self.turn.begun:
                 self.turn.stop.set()

@@ -18,7 +18,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Measure:
-    """The model of a job, its losses and metrics."""
+    """The model of a job, its losses and metrics; the model is moved to the job's device."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.spec = job, job.spec

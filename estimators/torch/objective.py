@@ -27,7 +27,8 @@ def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> li
 class Objective:
     """``sum(weight[i] * loss[i](output[i], label[i]))``, a mean over the rows of a batch.
 
-    A weight is ``1 / labels`` by default. Labels get the shape of outputs unless shapes were asked for.
+    ``losses`` has one for all labels, or one for each; ``labels`` is the number of labels. A weight is ``1 / labels``
+    by default. Labels get the shape of outputs unless shapes were asked for.
 
     Raises:
         ValueError: the numbers of losses, weights and labels do not fit.

@@ -63,6 +63,8 @@ def stacked(
 ) -> list[torch.Tensor]:
     """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``.
 
+    ``tensors`` are on the CPU; what is returned is on ``device``.
+
     Raises:
         DataError: there is no dtype that holds all of them: integers are too large for that of the others.
     """

@@ -158,7 +158,10 @@ class Job:
         torch.manual_seed(seed % 2**63)  # more is too much for torch
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
-        """Append the row of an epoch to the history; whoever watches is told of its means, not of a batch's loss."""
+        """Append the row of an epoch to the history; whoever watches is told of its means, not of a batch's loss.
+
+        ``means`` are losses and metrics, over the rows of all ranks; ``rest`` is what else the row has.
+        """
         if self.late is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}

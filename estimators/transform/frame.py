@@ -21,7 +21,10 @@ _ROW = "__spark_hvd_row"
 
 
 def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> DataFrame:
-    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet."""
+    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet.
+
+    ``dataset`` has none of these columns yet. ``inputs`` has an expression for each column of the job's feed.
+    """
     # one expression for all columns: Spark runs it once, and only where one of them is used
     result = _predicted(job, inputs)
     columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(job.plan)]

@@ -109,7 +109,9 @@ def head_outputs(head: Head, shape: Shape, raw: str, probability: str, predictio
 
 
 def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
-    """The columns of some rows. Tensors are on the CPU where ``plan`` has columns of Spark ML.
+    """The columns of some rows.
+
+    ``outputs`` are the model's, on the CPU; the first is a tensor where ``plan`` has columns of Spark ML.
 
     Returns:
         A struct with the fields "c0", "c1" ... of ``plan``. Values that an integer cannot be (NaN) are null.

@@ -47,6 +47,10 @@ def choose_address(
     others can reach; the address from which packets to the driver leave. Where ranks are ``alone`` on this host, its
     loopback interface will do.
 
+    ``host`` is the cluster manager's name or address of this host. ``wanted`` has interfaces by name, or networks as
+    10.0.0.0/8, of which the first that this host has is taken; empty: no wish. ``towards`` is a host that is known to
+    be reachable, such as the driver's; None: there is none.
+
     Raises:
         NoAddressError: There is none as wanted, or none but loopback addresses.
         ValueError: An entry of `wanted` looks like a network and is none.

@@ -65,7 +65,8 @@ class HubServer:
     """Runs a hub's decisions behind a socket, in a thread of its own.
 
     The first malformed message, or error of ours, ends the run: tasks are told to stop, and :attr:`failure` says why.
-    ``public_host`` is the address that tasks connect to, where it is not the one to listen on.
+    ``public_host`` is the address that tasks connect to, where it is not the one to listen on. The hub may listen on
+    ``ports``; None: any. ``listener`` takes what ranks say besides; None: nobody does.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.

@@ -135,7 +135,7 @@ class Link:
         return self._address.url
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait until both ends have proved who they are.
+        """Wait until both ends have proved who they are, ``timeout`` seconds at most.
 
         Returns:
             False when that did not happen in time; nothing has reached, or ever will reach, the hub.

@@ -26,7 +26,8 @@ SOCKETS = 24
 class Newcomers:
     """Cuts the oldest of the silent connections when there are too many.
 
-    The listener is not yet bound; all ``expected`` connections may be silent for a moment.
+    The listener is not yet bound; all ``expected`` connections may be silent for a moment. The object belongs to the
+    thread that the socket belongs to.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:

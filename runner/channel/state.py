@@ -74,7 +74,9 @@ class HubLogic(Protocol):
 class HubState(HubLogic):
     """Membership of one run.
 
-    Values above ``max_result_bytes`` together come here, and not through the heap of Spark's driver.
+    Ranks may run for ``timeout`` seconds after all have met; None: for ever. With ``may_fall_back``, they can meet
+    elsewhere when some cannot reach this hub. Pickled values above ``max_result_bytes`` together come here, and not
+    through the heap of Spark's driver; None: no limit.
     """
 
     KINDS: ClassVar[Kinds] = {

@@ -25,6 +25,8 @@ from typing import Any
 def ask(program: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run this program in a process of its own.
 
+    ``seconds`` is the time for all imports together, and as much for the store.
+
     Returns:
         Its answer; ``{"error": ...}`` where there is none.
     """

@@ -69,7 +69,9 @@ class _Worker:
 class Agent:
     """See the module's description.
 
-    ``job`` gives what a worker runs. Pickled values above ``value_limit`` bytes go to the hub, not to Spark.
+    Hello has been said on ``link``. ``server`` gives the fork server for a worker: another one when the last was
+    killed. ``job`` gives what a worker runs, by its first place, this agent's slot and the worker's number. Pickled
+    values above ``value_limit`` bytes go to the hub, not to Spark; None: no limit.
     """
 
     def __init__(

@@ -95,7 +95,8 @@ def run_agent(
 ) -> AgentReport:
     """Be an agent until the driver has no more use for it; then another, where nobody would start the task anew.
 
-    ``number`` is the first agent's, which no other has; fork servers end with ``anchor``.
+    ``number`` is the first agent's, which no other has; fork servers end with ``anchor``. ``gpus`` are those that Spark
+    assigned; None: it assigns none. ``executor`` is Spark's name of the executor, empty where there is none.
 
     Raises:
         DriverUnreachableError: the driver cannot be reached.

@@ -77,7 +77,8 @@ def attend(
 ) -> None:
     """Stay with a job until it has ended, and show what its ranks say. Any error stops them before it is raised.
 
-    ``look`` is called many times a second; it may raise, and returns the grace of a job that is of no more use.
+    ``hub`` is where the ranks meet; None: they do without. ``grace`` is what they get after an error. ``look`` is
+    called many times a second; it may raise, and returns the grace of a job that is of no more use.
 
     Raises:
         HubError: the hub has failed.

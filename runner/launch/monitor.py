@@ -40,6 +40,8 @@ class Monitor(Listener):
     """See the module's description; a context manager.
 
     Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
+    ``price_per_hour`` is that of one rank; None: it is not known. ``gpus_per_rank`` is None for one, where ranks have
+    any.
     """
 
     def __init__(

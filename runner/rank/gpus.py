@@ -176,6 +176,9 @@ def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) ->
 def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bool) -> Choice:
     """Compare the GPUs of all ranks; every rank comes to the same result.
 
+    ``ranks`` are in rank order. ``backend`` is what the run was asked for; None: a choice. With ``may_share``, several
+    ranks are meant to use one GPU.
+
     Raises:
         GpuError: Spark handed one GPU to two tasks that should have one each, or NCCL was asked for and cannot work.
     """

@@ -62,7 +62,8 @@ class RandomState:
     """Seeds of this process's libraries: every rank draws its own numbers, others in each run, unless that has a seed.
 
     A rank is forked, and would go on with the generators of the process it is forked from: the same on all ranks, and
-    the same again in the next run. No other rank of the run has had the ``stream`` of the seed.
+    the same again in the next run. ``seed`` is the run's; None: a state that nothing else has. No other rank of the run
+    has had the ``stream`` of the seed.
     """
 
     def __init__(self, seed: int | None, stream: int) -> None:

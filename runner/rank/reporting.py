@@ -27,7 +27,7 @@ _MOST_A_SECOND = 400
 
 
 class VitalsSender:
-    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`."""
+    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`; its own thread calls ``send``."""
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self._send = send

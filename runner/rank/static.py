@@ -61,6 +61,8 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, secon
 
     So each host's address is tried by one other: a wrong interface, or a firewall round one host, is found and named.
 
+    ``ip`` is my address, and ``seconds`` is how long to try to connect. ``ports`` is where to listen; None: any.
+
     Raises:
         UnreachableError: I cannot connect.
     """

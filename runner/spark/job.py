@@ -69,7 +69,8 @@ class TaskJob:
 
     The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be retried
     whole, and fn run twice unseen. ``tag`` is unique, to cancel the job by. Without ``barrier``, tasks start as slots
-    become free.
+    become free. ``profile`` is what each task takes from its executor; None: the application's amounts. ``input_frame``
+    is what tasks are given, in as many partitions; None: nothing that is of use.
 
     Attributes:
         fed: Whether stages come before that compute the tasks' input.

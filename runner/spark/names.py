@@ -52,7 +52,7 @@ def job_named(frame: DataFrame, description: str, place: str | None = None, stac
     """Name the jobs that this thread starts to compute `frame`; afterwards the thread's own names hold again.
 
     A description that the user has set stays, with ours behind it. ``frame`` is one that we have made; its action must
-    be called in here.
+    be called in here. ``place`` is for the stages, as :func:`call_site` gives it; None: the line that called us.
     """
     if is_connect(frame.sparkSession):  # the server describes jobs by their plans
         yield

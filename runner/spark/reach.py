@@ -121,7 +121,7 @@ class Reach:
 
 
 def unanswered(targets: Iterable[tuple[str, int]], timeout: float) -> set[tuple[str, int]]:
-    """The addresses from which nothing comes back, not even a refusal."""
+    """The addresses (host, port) from which nothing comes back within ``timeout`` seconds, not even a refusal."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
     silent: set[tuple[str, int]] = set()
     with ExitStack() as closing, selectors.DefaultSelector() as selector:

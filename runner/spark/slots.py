@@ -39,7 +39,8 @@ def task_slots(spark: SparkSession, resources: TaskResources) -> int | None:
 def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float, resources: TaskResources) -> int:
     """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
 
-    Executors that the configuration promises have ``start_timeout`` seconds, others that at most.
+    If ``num_proc`` is None, as many ranks are wanted as there are slots. Executors that the configuration promises have
+    ``start_timeout`` seconds, others that at most.
 
     Returns:
         The number of tasks.

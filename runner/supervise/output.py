@@ -107,7 +107,10 @@ class Tail:
 
 
 class RankOutput:
-    """See the module's description. Output goes to ``on_lines`` (stream, lines) if that is given, else to the hub."""
+    """See the module's description. Output goes to ``on_lines`` (stream, lines) if that is given, else to the hub.
+
+    ``fds`` has the reading ends of the rank's pipes, with "out" or "err" for each.
+    """
 
     def __init__(self, fds: dict[int, str], link: Link, on_lines: Callable[[str, list[str]], None] | None) -> None:
         self.fds = fds

@@ -87,7 +87,8 @@ class RankProcess:
     def await_stacks(self, timeout: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
         """Ask for the stacks, and wait until they are complete: they come one thread after the other.
 
-        ``meanwhile`` is called again and again, with seconds to wait.
+        ``meanwhile`` is called again and again, with seconds to wait. After ``timeout`` seconds, what has come by then
+        is returned.
         """
         self.ask_for_stacks()
         text, grown = "", time.monotonic()
@@ -130,6 +131,9 @@ class ForkServer:
 
     def spawn(self, env: Mapping[str, str], timeout: float) -> RankProcess:
         """Fork a rank process, which waits for its first frame on ``control``.
+
+        ``env`` is the rank's complete environment. ``timeout`` is how many seconds to wait for a server that still
+        imports torch.
 
         Raises:
             ForkServerError: the server ended, or did not answer in time.

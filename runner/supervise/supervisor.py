@@ -34,6 +34,8 @@ def supervise(
 ) -> Packed:
     """Run one rank to its end.
 
+    Hello has been said on ``link``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+
     Returns:
         The outcome, always: no failure of the rank raises here. When it returns, the rank's process is gone with
         everything in its process group.

@@ -99,8 +99,11 @@ class TaskSpec:
     ) -> RankJob:
         """What the supervisor of one rank is to run.
 
-        ``stream``, of random numbers, is by default the rank's number; ``watched`` says that the driver hears how far
-        it is.
+        ``address`` is that by which other ranks reach this host. ``gpus`` are those that Spark assigned; None: it
+        assigns none. ``mpi`` tells how MPI comes up; None: it is not the backend. ``join_timeout`` is how many seconds
+        to join the others' world; None: ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream``, of random
+        numbers, is by default the rank's number; ``part`` tells which of how many parts of the rows are the rank's;
+        ``watched`` says that the driver hears how far it is.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
@@ -203,7 +206,11 @@ def run_ranks(
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run those ranks of a world that belong to this task; all ranks have met."""
+    """Run those ranks of a world that belong to this task; all ranks have met.
+
+    Hello has been said on ``links``, which are in the order of ``mine``. ``gpus`` are those that Spark assigned to this
+    task; None: it assigns none. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    """
     towards = None if spec.hub is None else spec.hub.host
     alone = mine[0].local_size == mine[0].size
     try:

@@ -77,6 +77,8 @@ def supervise_all(
 ) -> list[Packed]:
     """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
+    ``links`` are in the order of ``jobs``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+
     Returns:
         Their outcomes, in the same order.
     """

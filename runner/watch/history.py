@@ -81,7 +81,7 @@ class RunHistory:
         self._generations: list[Generation] = []
 
     def take(self, vitals: Vitals, now: float) -> None:
-        """Note a record."""
+        """Note a record; ``now`` is ``time.monotonic()`` of this process, not of the rank."""
         self._began = now if self._began is None else self._began
         seconds = now - self._began
         if vitals.generation >= 0:

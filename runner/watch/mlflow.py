@@ -62,7 +62,10 @@ class Outbox:
             self._tags |= tags or {}
 
     def close(self, status: str | None, timeout: float) -> None:
-        """Send the rest, and wait until it is taken or refused. Without a status, the run's end is not ours."""
+        """Send the rest, and wait until it is taken or refused, ``timeout`` seconds at most.
+
+        Without a status, the run's end is not ours.
+        """
         self._status = status
         self._closing.set()
         self._thread.join(timeout)

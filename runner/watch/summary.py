@@ -151,7 +151,10 @@ def _with_worst(share: Share, what: str) -> str:
 
 
 def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) -> dict[str, Share | None]:
-    """Put the ranks' shares together, by name."""
+    """Put the ranks' shares together, by name.
+
+    ``parts`` has for each process its rank, its seconds, and its shares of them.
+    """
     found: dict[str, Share | None] = {}
     for name in SHARES:
         known = [(rank, seconds, part) for rank, seconds, named in parts if (part := named[name]) is not None]

@@ -115,7 +115,7 @@ def without_password(text: str) -> str:
 
 
 def facts_of(config: CommonConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
-    """What a tracker is told at the start."""
+    """What a tracker is told at the start; of ``more``, what is None is left out."""
     found: dict[str, str | int | float | None] = {
         "function": name,
         "num_proc": config.num_proc,

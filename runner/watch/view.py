@@ -117,6 +117,9 @@ class RunView:
 
     **Worlds.** Ranks of a newer generation replace those of the one before. What a process did counts once, whatever
     its rank is called later.
+
+    ``now`` is on the monotonic clock. ``price_per_hour`` is that of one rank; None: it is not known. ``gpus_per_rank``
+    is None for one, where ranks tell of any.
     """
 
     def __init__(

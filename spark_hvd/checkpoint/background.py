@@ -90,7 +90,10 @@ class Memory:
         self._pinned: list[Bytes] = []
 
     def take(self, sizes: Sequence[int], on_gpu: bool) -> list[Bytes]:
-        """Memory for some parts, with what was in it before."""
+        """Memory for some parts, with what was in it before.
+
+        ``sizes`` are in bytes. With ``on_gpu``, the memory is pinned: a GPU is to write to it directly.
+        """
         if on_gpu:
             if [len(part) for part in self._pinned] != list(sizes):
                 self._pinned = []  # the old ones go before the new ones are made

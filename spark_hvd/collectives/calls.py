@@ -54,7 +54,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
     ) -> NamedHandle[T]:
         """Be ready for a collective.
 
-        Calls without a name match by their order. One that is ``urgent``, as the caller is about to wait, is sent at
+        Calls without a name match by their order: they get made-up ones. Where such a name is still under way, the call
+        waits for its end, and the caller does not. One that is ``urgent``, as the caller is about to wait, is sent at
         once.
 
         Raises:

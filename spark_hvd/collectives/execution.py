@@ -58,7 +58,7 @@ def single_result(work: Work) -> torch.Tensor:
 
 
 class Execution:
-    """A batch in flight."""
+    """A batch in flight. ``steps`` starts collectives, and yields each handle that must be done before it goes on."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

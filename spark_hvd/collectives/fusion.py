@@ -82,7 +82,8 @@ class Batch(list[Entry]):
 def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
     """Divide entries into batches that travel together: the same operation in every respect, and of one dtype.
 
-    An entry is never divided, so that groups stay whole; a ``threshold`` of 0 bytes is no fusion.
+    ``entries`` are in the order that the coordinator gave them. An entry is never divided, so that groups stay whole; a
+    ``threshold`` of 0 bytes is no fusion.
     """
     done: list[Batch] = []
     filling: dict[tuple[object, ...], Batch] = {}

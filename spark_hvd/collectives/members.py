@@ -46,6 +46,8 @@ class Staging:
     Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
     out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's
     communicator stand between the passes, so a rank that has gone is noticed.
+
+    ``buffers`` are of bytes (uint8) and in rank order; ``place`` is mine in the process set.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], place: int) -> None:
@@ -101,7 +103,7 @@ def is_plain_sum(batch: Batch) -> bool:
 
 
 def _open_memory(group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> tuple[Staging | None, Slots | None]:
-    """Make and map memory for large and for small all-reduces; collective over `group`.
+    """Make and map memory for large and for small all-reduces; collective over `group`, which nobody else uses.
 
     Returns:
         None and None, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
@@ -173,7 +175,8 @@ def open_members(
 ) -> Members:
     """Make what the ranks of a process set talk over; each of them must call this.
 
-    ``nccl`` are all process groups that are of no use any more when one of the ranks has gone.
+    ``process_set_id`` is 0 for all ranks; ``ranks``, ascending, and ``me`` are numbers in the world. ``nccl`` are all
+    process groups that are of no use any more when one of the ranks has gone.
     """
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)

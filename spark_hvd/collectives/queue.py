@@ -32,7 +32,10 @@ from spark_hvd.world.vitals import Underway
 
 
 class NegotiatedQueue(Calls, Source):
-    """See the module's description."""
+    """See the module's description.
+
+    Collectives travel together up to ``fusion_threshold`` bytes. With ``horovod``, errors are Horovod's.
+    """
 
     def __init__(
         self,

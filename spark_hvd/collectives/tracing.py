@@ -34,7 +34,7 @@ _AUTO_ROWS = 16
 
 
 class Tracing:
-    """Shared by all queues of a process."""
+    """Shared by all queues of a process. ``wake`` wakes the engine, and is called from any thread."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -94,7 +94,11 @@ class Tracing:
     # ---- on and off -----------------------------------------------------------------------------------------------
 
     def start(self, send: Callable[[int, list[Event]], None], mark_cycles: bool, *, on_rank0: bool) -> None:
-        """Record from now on. ``send`` takes nanoseconds to add to all times, the same in every call, and events."""
+        """Record from now on.
+
+        ``send`` takes nanoseconds to add to all times, the same in every call, and events. With ``mark_cycles``, it is
+        marked when the engine wakes up; with ``on_rank0``, this rank's clock is the one that counts.
+        """
         self._called.clear()
         self._answers.clear()
         self._held.clear()

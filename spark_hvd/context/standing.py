@@ -89,13 +89,17 @@ class Context:
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of a process set; each of them must call this, in the same order.
 
-        With ``gloo_threads``, Gloo alone with so many threads, in place of the world's backends.
+        With ``gloo_threads``, Gloo alone with so many threads, in place of the world's backends. ``process_set_id`` is
+        0 for all ranks.
         """
         queue = self.queues[process_set_id] if process_set_id else self.queue
         return self.groups.make(process_set_id, queue.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
         """Pipes between a process set's ranks, all on one host; each of them must call this.
+
+        ``process_set_id`` is 0 for all ranks. The ranks agree over ``group``, a process group of theirs, which can
+        exchange small facts on ``device``.
 
         Returns:
             None, on every rank, if one cannot reach another's.

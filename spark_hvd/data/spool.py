@@ -194,7 +194,9 @@ class Spool:
     ) -> Iterator[PackedRows]:
         """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
 
-        Without a seed, one unit after the other, each in the order of the DataFrame.
+        Without a seed, one unit after the other, each in the order of the DataFrame. ``pieces`` are in the order in
+        which they are wanted. If ``window_rows`` is None, windows are of :attr:`window_rows`. ``columns`` are in the
+        order wanted; None: all.
         """
         names = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in names])

@@ -57,6 +57,8 @@ class TableFiles:
 def files_of(store: Store, path: str) -> TableFiles:
     """The files of what a path or URL names: a Delta or Iceberg table, a file of Iceberg's metadata, or Parquet.
 
+    ``path`` is complete, with no slash at the end; ``store`` is that of its file system.
+
     Raises:
         DataError: there are no files, a table has what is not read here, or the package that lists it is missing.
         StoreError: the store cannot be read.

@@ -182,6 +182,7 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
 
     The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
     every rank knows how far another is in its units, and what is done changes nothing in the order of the others.
+    ``pieces`` and ``number`` are the window's. Without a seed, units come one after the other.
     """
     _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))

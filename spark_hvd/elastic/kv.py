@@ -22,6 +22,8 @@ _PAUSE_SECONDS = 0.1
 def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore:
     """Connect to the store that rank 0 of a generation serves; :func:`spark_hvd.context.init.abort` ends that too.
 
+    The store gives up waiting for a key after ``timeout`` seconds.
+
     Raises:
         CollectiveError: It cannot be reached, or the generation was aborted.
     """

@@ -167,7 +167,10 @@ def _empty(ref: TensorRef) -> torch.Tensor:
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], root_rank: int) -> None:
-    """Overwrite tensors with those of one rank, in batches of bounded size."""
+    """Overwrite tensors with those of one rank, in batches of bounded size.
+
+    ``tensors`` have the same dtypes, shapes and kinds of device on every rank.
+    """
     for members in batches(tensors):
         batch = [tensors[index] for index in members]
         if len(batch) == 1:

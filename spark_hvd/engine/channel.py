@@ -61,7 +61,10 @@ class Keys:
 
 
 class CoordinatorSockets:
-    """The coordinator's end; it belongs to one thread. ZeroMQ's ZAP handler decides who is let in."""
+    """The coordinator's end; it belongs to one thread. ZeroMQ's ZAP handler decides who is let in.
+
+    ``host`` is the address to listen on, and ``ports`` are those to choose from; None: any.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys, ports: PortRange | None = None
@@ -114,6 +117,8 @@ class CoordinatorSockets:
 
 class MemberSockets:
     """A member's end. One thread may send while another receives.
+
+    ``place`` is mine in the process set. The connections have ``timeout`` seconds to come up.
 
     Raises:
         CollectiveError: The coordinator cannot be reached, or has another secret.
@@ -179,6 +184,8 @@ class MemberSockets:
 
 def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeout: float) -> str | None:
     """Wait for handshakes, all of them: one that is under way holds up whoever leaves, and what was sent on it is lost.
+
+    ``timeout`` is in seconds, for all together.
 
     Returns:
         The address of one that has failed, and why.

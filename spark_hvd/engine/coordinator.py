@@ -50,7 +50,9 @@ class _PendingName:
 class Coordinator:
     """Decides for one process set. Ranks are meant by their place in the set; texts name them by rank in the world.
 
-    Whether errors, and what joined ranks contribute, are Horovod's, ``horovod`` tells.
+    ``ranks`` are those of the members in the world, ascending. At most ``cache_capacity`` names get a number. A name
+    that some rank is missing for fails after ``stall_timeout`` seconds; None: never. Whether errors, and what joined
+    ranks contribute, are Horovod's, ``horovod`` tells.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Coordinator:
         """A rank is ready for these names.
 
         ``ids`` are numbers of names, as bits; ``fresh`` are other names, or ones with another request than before.
+        ``now`` is in seconds, on any monotonic clock.
         """
         if self._gone is not None:
             return []  # every rank has been told, or is about to be

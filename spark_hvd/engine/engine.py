@@ -45,7 +45,11 @@ _CONTEXT_SECONDS = 1.5
 
 
 class Engine:
-    """See the module's description. The thread starts with the first queue that needs one."""
+    """See the module's description. The thread starts with the first queue that needs one.
+
+    ``secret`` is the world's; None: no launcher made one. ``address`` gives this host's on the network of the ranks.
+    Coordinators may listen on ``ports``; None: any.
+    """
 
     def __init__(
         self, config: Config, secret: bytes | None, address: Callable[[], str], ports: PortRange | None = None

@@ -24,7 +24,11 @@ _WARNED = 10
 
 
 class Coordination:
-    """See the module's description."""
+    """See the module's description.
+
+    ``queue`` is the coordinator's own, and ``config`` is rank 0's; ``sockets`` is None where there are no other
+    members.
+    """
 
     def __init__(self, queue: NegotiatedQueue, config: Config, sockets: CoordinatorSockets | None) -> None:
         self.queue = queue

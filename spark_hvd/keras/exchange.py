@@ -46,7 +46,11 @@ class GradientExchange:
         return self.reducer
 
     def reduce(self, reducer: KerasReducer, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients to train with."""
+        """The gradients to train with.
+
+        ``gradients`` are this rank's, None for those that it lacks; ``variables`` are what they are of, and ``reducer``
+        is that of :meth:`open`.
+        """
         shared = [place for place, variable in enumerate(variables) if self._is_shared(variable)]
         found = list(gradients)
         reduced = reducer.reduce([gradients[place] for place in shared], [variables[place] for place in shared])

@@ -31,7 +31,7 @@ def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def change(arrays: Sequence[Any], function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> None:
-    """Overwrite arrays with what a function makes of them.
+    """Overwrite arrays, all on a CPU, with what a function makes of them.
 
     The function is given tensors that it may write to; it returns them or others, as many and of the same shapes.
     """

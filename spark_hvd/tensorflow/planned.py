@@ -18,7 +18,9 @@ def reduced(
 ) -> list[Any]:
     """The gradients of all ranks, as one operation of a graph or eagerly; None for what has none here.
 
-    Those ``for_the_step`` are used up before the next ones come, and need no memory of their own.
+    ``gradients`` are this rank's, None where it has none; IndexedSlices are made dense. ``places`` tells which
+    parameters of ``handed`` they are of. Those ``for_the_step`` are used up before the next ones come, and need no
+    memory of their own.
     """
     there = [place for place, gradient in enumerate(gradients) if gradient is not None]
     given = [tf.convert_to_tensor(gradients[place]) for place in there]

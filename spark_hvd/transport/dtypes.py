@@ -67,7 +67,7 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
 
 
 def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp, Restore]:
-    """Give a tensor the form in which a backend can reduce it.
+    """Give a contiguous tensor the form in which a backend can reduce it.
 
     Returns:
         The tensor to reduce, which shares memory with the argument where it can; the reduction to run on it, which is

@@ -26,7 +26,9 @@ _Made = tuple[dist.ProcessGroup, list[Address]]
 class Groups:
     """The process groups of one world.
 
-    With ``owns_default_group``, all other process groups end with the world, too.
+    A collective gives up on its peers after ``timeout`` seconds. With ``owns_default_group``, all other process groups
+    end with the world, too. ``registry`` is that of an elastic world, where all connections are to be known; None:
+    there is none.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Groups:
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of a process set; each of its ranks must call this, in the same order.
 
-        With ``gloo_threads``, Gloo alone with so many threads.
+        ``process_set_id`` is 0 for all ranks; ``ranks`` are numbers in the world, ascending. With ``gloo_threads``,
+        Gloo alone with so many threads; None: the world's backends.
         """
         if self._registry is None:
             return self._make(process_set_id, ranks, gloo_threads)[0]
@@ -60,7 +63,8 @@ class Groups:
     def make_slice(self, process_set_id: int, ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup, Connections]:
         """A process group of some of a process set's ranks; each of these alone must call this.
 
-        The name is the same on all of them, and in use for no other group of the set.
+        The name is the same on all of them, and in use for no other group of the set. ``process_set_id`` is 0 for all
+        ranks; ``ranks`` are numbers in the world, ascending.
         """
         full = f"{GROUP_PREFIX}{process_set_id}.{name}"
         made = self._known(lambda: self._group(full, ranks))

@@ -45,7 +45,11 @@ class PendingHandle(Handle[T]):
         finish: Callable[[], T],
         groups: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        """Take over works under way."""
+        """Take over works under way.
+
+        ``finish`` makes the result, once, when all have ended. ``groups`` are those of works on the CPU, which may have
+        to be given up with their world.
+        """
         self._groups = groups
         self._name = name
         self._works = [work for work in works if work is not None]

@@ -37,7 +37,10 @@ def nccl_backend(group: dist.ProcessGroup) -> NcclBackend | None:
 
 
 class NcclGroups:
-    """The process groups of one process set."""
+    """The process groups of one process set.
+
+    ``groups`` gives those there are now; None: one that has been destroyed. ``backend_of`` gives a group's NCCL part.
+    """
 
     def __init__(
         self,

@@ -89,7 +89,8 @@ class Activity:
     def end_loop(self, epoch: int | None = None, *, last: bool = False) -> None:
         """The newest loop of ``hvd.progress`` is over: its last values are those of its epoch, if that is over too.
 
-        ``epoch`` is that of the loop that follows, if it is not the ``last``.
+        ``epoch`` is that of the loop that follows, if this is not the ``last``; None: that loop belongs to the epoch
+        before it.
         """
         if self.progress is None or self._told_by_fit or not self.watched:
             return
@@ -125,7 +126,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, name: str, ranks: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Enter a collective that no source knows of, and wait for its end."""
+        """Enter a collective of these ranks (None: all) that no source knows of, and wait for its end."""
         one = (
             name,
             self.enter(name),

@@ -53,6 +53,9 @@ class PortRange:
 def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
     """What ``bind`` returns for the first port that it can have.
 
+    If ``ports`` is None, that is port 0, by which the kernel chooses. Where a port is taken, ``bind`` is to raise an
+    error with the ``errno`` EADDRINUSE.
+
     Raises:
         OSError: All are taken, or ``bind`` raised something else.
     """

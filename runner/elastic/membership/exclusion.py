@@ -11,8 +11,9 @@ class Exclusion:
     """Counts failures by task and host.
 
     A task's failures count until a worker of it takes part in a commit: where training goes on, the host is a good one.
-    Each exclusion is twice as long, within ``cooldown`` seconds, and up to a quarter more by chance: hosts return
-    apart.
+    After ``limit`` failures, a host is excluded. ``cooldown`` is the least and the greatest number of seconds that this
+    lasts; None: for ever. Each exclusion of a host is twice as long as the one before, and up to a quarter more by
+    chance: hosts return apart.
     """
 
     limit: int

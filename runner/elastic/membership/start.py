@@ -29,7 +29,10 @@ class StartPolicy:
     _enough_since: float | None = None
 
     def decide(self, there: int, now: float) -> Start:
-        """Decide; to be called several times a second."""
+        """Decide; to be called several times a second.
+
+        ``there`` is how many tasks could have a worker; ``now`` is in seconds, on any clock.
+        """
         limits = self.limits
         if self._since is None:
             self._since = now

@@ -36,6 +36,9 @@ class ProcessManager(Protocol):
     def manager_command(self, layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
         """The command that rank 0's host runs.
 
+        ``address`` is that of rank 0's host, to which the other hosts' parts connect; it may listen on ``ports``, None:
+        any.
+
         Raises:
             MpiMissingError: It is not installed here.
         """
@@ -53,7 +56,8 @@ class ProcessManager(Protocol):
     def rank_variables(self, interface: str | None, ports: PortRange | None) -> dict[str, str]:
         """What MPI reads from each rank's environment.
 
-        Without an interface, MPI chooses, which knows of InfiniBand and the like.
+        Without an interface, MPI chooses, which knows of InfiniBand and the like. Ranks may listen on ``ports``; None:
+        any.
         """
 
 

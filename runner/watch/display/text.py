@@ -50,7 +50,10 @@ class TableColumn:
 
 
 def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
-    """The run as lines; names that the function gave have no colours in them, and no line breaks."""
+    """The run as lines; names that the function gave have no colours in them, and no line breaks.
+
+    No line is longer than ``width`` characters; there is room for ``most_rows`` ranks.
+    """
     return [replace(line, text=_plain(line.text)) for line in _lines(snapshot, width, most_rows)]
 
 

@@ -70,7 +70,9 @@ class _Finding:
 
 
 def judge(waits: Sequence[Wait], observations: Mapping[int, RankObservation], patience: float) -> HangVerdict | None:
-    """Judge what there is to see. Nobody ``waits`` longer than ``patience`` seconds if ranks have only gone silent.
+    """Judge what there is to see.
+
+    ``waits`` tells who has waited for longer than ``patience`` seconds; it is empty if ranks have only gone silent.
 
     Returns:
         None if there is nothing to complain of.

@@ -116,7 +116,7 @@ class HangWatch:
         return None if self._active is None else self._active.verdict
 
     def take(self, vitals: Vitals, now: float) -> None:
-        """Take a record of a rank."""
+        """Take a record of a rank; ``now`` is ``time.monotonic()`` of this process, not of the rank."""
         if vitals.generation < self._generation:
             return
         if vitals.generation > self._generation:

@@ -116,7 +116,7 @@ class MemoryRounds(Generic[C]):
     # ---- the user's threads ---------------------------------------------------------------------------------------
 
     def begin(self, handle: C, slot: Slot, *, urgent: bool) -> bool:
-        """Take up a call; under the lock.
+        """Take up a call; under the lock. ``slot`` is that of its name: open, and free.
 
         Returns:
             Whether :meth:`publish` is to be called in a moment.

@@ -172,7 +172,10 @@ class Slots:
         return [slot for id, slot in self._slots.items() if ids >> id & 1]
 
     def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
-        """Come to the next rounds of open slots."""
+        """Come to the next rounds of open slots.
+
+        ``calls`` has each slot once, and this rank's tensor for it; ``now`` is in seconds on the monotonic clock.
+        """
         place = self._place
         given = [(slot, slot.copies[slot.round + 1 & 1][place], tensor) for slot, tensor in calls if slot.contributes]
         if given:

@@ -51,7 +51,7 @@ class SlotUse(NamedTuple):
         return self.op is ReduceOp.SUM or self.op is ReduceOp.AVERAGE
 
     def fits(self, largest: int, size: int) -> bool:
-        """Whether a slot can serve such a call."""
+        """Whether a slot for tensors of ``largest`` bytes at most, among ``size`` ranks, can serve such a call."""
         if self.kind == "barrier":
             return True
         if not 0 < self.nbytes <= largest:
@@ -70,7 +70,7 @@ class SlotUse(NamedTuple):
         return self.kind != "barrier" and (self.kind != "broadcast" or place == self.root)
 
     def finish(self, total: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
-        """Make the result out of a sum, in place."""
+        """Make the result out of ``total``, the sum of all ``copies``, in place; these are in rank order."""
         if self.op is ReduceOp.AVERAGE and total.dtype == torch.int32:  # whose sum may leave its range
             total.copy_(torch.stack([*copies]).sum(0).div_(len(copies), rounding_mode="trunc"))
         elif self.op is ReduceOp.AVERAGE:
@@ -79,7 +79,7 @@ class SlotUse(NamedTuple):
             total.mul_(self.postscale)
 
     def result(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result of a call that is no sum, in a new tensor."""
+        """The result of a call that is no sum, in a new tensor; ``copies`` are in rank order."""
         if self.kind == "broadcast":
             return copies[self.root].clone()
         if self.kind == "allgather":

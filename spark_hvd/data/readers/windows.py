@@ -100,8 +100,9 @@ class EpochLine:
     """The rows of an epoch in the order of its line, cut into windows.
 
     Shuffled, every other lane has its row groups in reverse, so that two neighbours come to the row group at their
-    border at the same time: it is read once for both. ``drawn`` is the epoch of the row groups' order; of those larger
-    than a window, ``chunk`` rows are decoded at once.
+    border at the same time: it is read once for both. ``groups`` has the rows of each row group; ``rows`` are shuffled
+    together, of all lanes. ``drawn`` is the epoch of the row groups' order; of those larger than a window, ``chunk``
+    rows are decoded at once.
 
     Attributes:
         height: Rows of a window; the first one of a lane may have fewer.

@@ -321,7 +321,10 @@ class FlatBucket:
 
     @torch.no_grad()
     def complete(self, correction: float | torch.Tensor) -> None:
-        """Make what was received the gradients, those included that this rank lacked but others had."""
+        """Make what was received the gradients, those included that this rank lacked but others had.
+
+        ``correction`` is a further factor, beside the one for the reduction.
+        """
         if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
             self._body.mul_(self._postscale * correction.to(self._flat.device, non_blocking=True))
         elif (scale := self._postscale * correction) != 1.0:

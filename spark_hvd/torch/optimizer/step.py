@@ -29,7 +29,11 @@ from spark_hvd.world.vitals import Underway
 
 
 class BucketPipeline:
-    """See the module's description."""
+    """See the module's description.
+
+    The list of ``buckets`` may grow. ``failed`` is a bound method, which is held weakly; it is called when a collective
+    has failed.
+    """
 
     def __init__(
         self,

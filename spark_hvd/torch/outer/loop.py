@@ -49,12 +49,13 @@ class _OuterExchange:
 class OuterLoop:
     """Counts the local steps of one optimizer, and exchanges what they came to with the other ranks.
 
-    Floating-point ``buffers`` are averaged along; without an outer optimizer the parameters are averaged.
+    Floating-point ``buffers`` are averaged along.
 
     Attributes:
         steps: Local steps since the last exchange that was applied, this rank's own.
         count: Exchanges applied.
-        outer: See above.
+        outer: The outer optimizer. It comes with parameters of the same shapes, and gets :attr:`anchors` to step on.
+            None: the parameters are averaged.
     """
 
     def __init__(

@@ -50,7 +50,9 @@ Board = memoryview
 class Pipes(Forkable):
     """The counters and pipes of one rank and others; one thread at a time sends and waits, any cuts.
 
-    ``incoming``, ``outgoing`` and ``boards`` are by place among ``ranks``.
+    ``ranks`` are numbers in the world. By place among them, ``incoming`` has the reading ends of the others' pipes,
+    ``outgoing`` the writing ends to them, and ``boards`` everyone's counters, zeros at first. ``timeout`` is how many
+    seconds to wait for the others at one point.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Pipes(Forkable):
     ) -> Pipes | None:
         """Make counters and pipes between all ranks; collective.
 
+        ``ranks`` are numbers in the world, and ``place`` is mine among them. ``timeout`` is how many seconds to wait
+        for the others at one point. ``exchange`` gives every rank the facts of all, in the order of ``ranks``.
         ``agree`` tells whether a fact holds for all who exchange facts, where these are more than ``ranks``.
 
         Returns:

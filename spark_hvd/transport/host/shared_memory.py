@@ -48,7 +48,10 @@ class MemorySum(Protocol):
 
 
 class SharedSum(MemorySum):
-    """The sum of a large buffer: each rank sums its share, in place."""
+    """The sum of a large buffer, time and again: each rank sums its share, in place.
+
+    ``buffers`` are every rank's, in rank order; mine belongs to the sum from :meth:`start` to :meth:`wait`.
+    """
 
     def __init__(self, buffers: Sequence[torch.Tensor], pipes: Pipes) -> None:
         self._buffers = buffers
@@ -78,11 +81,12 @@ class SharedSum(MemorySum):
 
 
 class CopiedSum(MemorySum):
-    """The sum of a small buffer: each rank copies its own out and sums all copies.
+    """The sum of a small buffer, time and again: each rank copies its own out and sums all copies.
 
     The ranks wait for each other once a sum and not twice, as there are two copies that take turns. A rank overwrites
     the copy of the sum before last, and it does so only when all have come to the last sum: then nobody reads it.
-    ``copies`` has every rank's for either turn.
+    ``copies`` has every rank's for either turn, in rank order. ``buffer`` is mine, which nobody else sees; it belongs
+    to the sum from :meth:`start` to :meth:`wait`.
     """
 
     def __init__(self, buffer: torch.Tensor, copies: Sequence[Sequence[torch.Tensor]], pipes: Pipes) -> None:
@@ -143,7 +147,8 @@ def sum_share(
 ) -> None:
     """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
 
-    ``finish`` makes the result of a sum element by element, while it is in the cache.
+    ``buffers`` are flat, of one dtype and length, and in rank order; ``place`` says whose share. ``finish`` makes the
+    result of a sum in place and element by element, while it is in the cache.
     """
     numel, size = buffers[0].numel(), len(buffers)
     start, end = numel * place // size, numel * (place + 1) // size

@@ -18,7 +18,11 @@ _LAST_SECONDS = 1.0
 
 
 class MpiEndpoint(Abortable):
-    """Owns its MPI communicator. Nobody else uses the communicator, which is freed with the endpoint."""
+    """Owns its MPI communicator. Nobody else uses the communicator, which is freed with the endpoint.
+
+    ``ranks`` are the communicator's in the default process group. ``name`` is what torch.distributed calls the process
+    group that uses it. ``timeout`` is how many seconds an operation waits for the other ranks.
+    """
 
     def __init__(self, communicator: MPI.Intracomm, ranks: Sequence[int], name: str, timeout: float) -> None:
         # What fails is to raise, not to end every process of the program.
@@ -37,7 +41,9 @@ class MpiEndpoint(Abortable):
     def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> MpiEndpoint:
         """Make one for some ranks of a communicator; each of them must call this, and no other.
 
-        The name is the same on all of them, and different from what others make at the same time.
+        ``ranks`` are numbers in ``parent``, in the order that they are to have; None: all. ``timeout`` is how many
+        seconds an operation waits for the other ranks. The name is the same on all of them, and different from what
+        others make at the same time.
 
         Raises:
             CollectiveError: MPI cannot make it.

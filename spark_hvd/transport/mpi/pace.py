@@ -24,7 +24,10 @@ class PollingPace:
         self._pause = _FIRST_PAUSE
 
     def after(self, before: float, now: float) -> float:
-        """Seconds to sleep before the next call, 0 for none."""
+        """Seconds to sleep before the next call, 0 for none.
+
+        The last call began at ``before`` and ended at ``now``, in seconds of any clock.
+        """
         if self._moved is None or now - before > _MOVED_SECONDS:
             self._moved, self._pause = (before if self._moved is None else now), _FIRST_PAUSE
             if now - before > _MOVED_SECONDS:

@@ -39,7 +39,7 @@ def is_mpi_communicator(comm: object) -> TypeGuard[MPI.Intracomm]:
 def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tuple[World, Store]:
     """The world whose ranks are those of a communicator, and the store that rank 0 serves; collective over it.
 
-    ``master`` is the address at which others reach rank 0; it finds one by default.
+    ``comm`` is MPI_COMM_WORLD by default. ``master`` is the address at which others reach rank 0; None: it finds one.
 
     Raises:
         ImportError: There is no mpi4py, or no MPI library.
@@ -102,6 +102,8 @@ def _all_gather(comm: MPI.Comm, fact: Any) -> list[Any]:
 def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> list[int]:
     """The ranks of a communicator in a world made by MPI, in the communicator's order.
 
+    ``parent`` is the communicator of the world, which has ``size`` ranks; None: MPI_COMM_WORLD.
+
     Raises:
         ValueError: Some of its ranks are not in the world, or the world was not made by MPI.
     """
@@ -118,7 +120,10 @@ def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> li
 
 
 def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of some ranks of another; each of them must call this."""
+    """A communicator of some ranks of another; each of them must call this.
+
+    ``ranks`` are numbers in ``parent``, in the order that they are to have. ``parent`` is MPI_COMM_WORLD if it is None.
+    """
     from spark_hvd.transport.mpi import endpoint as mpi_endpoint
     from spark_hvd.transport.mpi.library import MPI
 

@@ -43,7 +43,7 @@ _address = MPI.buffer.fromaddress
 
 
 def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Restore]:
-    """Give a tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`."""
+    """Give a contiguous tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`."""
     dtype = tensor.dtype
     wider = _WIDER.get(dtype)
     if wider is not None and op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -90,7 +90,10 @@ def in_blocks(tensor: torch.Tensor, size: int) -> Buffer:
 
 
 def in_parts(tensor: torch.Tensor, rows: Sequence[int]) -> Buffer:
-    """The memory of a contiguous tensor whose rows go to, or come from, several ranks."""
+    """The memory of a contiguous tensor whose rows, in rank order, go to several ranks or come from them.
+
+    ``rows`` has how many are each rank's.
+    """
     total = sum(rows)
     nbytes = tensor.numel() * tensor.itemsize
     row_bytes = nbytes // total if total else 0

@@ -16,7 +16,11 @@ from spark_hvd.world.errors import CollectiveError
 
 
 class MpiWork(dist.Work):
-    """Operations under way as one."""
+    """Operations under way as one.
+
+    ``timeout`` is how many seconds :meth:`wait` has if it is not told otherwise. ``finish`` completes ``outputs`` when
+    all operations have ended; None: MPI does.
+    """
 
     def __init__(
         self,
