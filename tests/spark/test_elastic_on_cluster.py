@@ -41,9 +41,9 @@ def test_a_failure_names_its_executor(cluster: SparkSession) -> None:
     def fails() -> None:
         raise ValueError("bad batch")
 
-    with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host \S+, executor [01]\)") as caught:
+    with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host \S+, executor \d+\)") as caught:
         run_elastic(fails, num_proc=2, spark=cluster, verbose=0)
-    assert {failure.executor for failure in caught.value.failures} <= {"0", "1"}
+    assert all(failure.executor.isdigit() for failure in caught.value.failures)  # tests before may have lost executors
 
 
 def rows_of(faults: FaultPlan) -> tuple[list[int], list[str], int]:
