@@ -6,7 +6,8 @@ Without a name only the list is printed. What a benchmark prints is kept in out/
 NAME.png beside that. `all` goes on where one fails, and says at the end which have.
 
 A benchmark is a file of this folder with ``if __name__ == "__main__"``. It declares about how long it takes, and what
-else it needs: ``MINUTES = 2``; ``NEEDS_ROOT = True``. One of 0 minutes measures nothing, and is not among all.
+else it needs: ``MINUTES = 2``; ``NEEDS_ROOT = True``; ``NEEDS_GPU = True``. One of 0 minutes measures nothing, and is
+not among all.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ class Program:
         about: The first line of what it says of itself.
         minutes: About how long it takes; None where it does not say.
         needs_root: Whether it makes hosts out of network namespaces.
+        needs_gpu: Whether it takes hours without an NVIDIA GPU.
     """
 
     name: str
     about: str
     minutes: float | None
     needs_root: bool
+    needs_gpu: bool = False
 
     @property
     def left_out(self) -> str:
         """Why it is not among all here; "" if it is."""
         if self.minutes == 0:
             return "measures nothing"
+        if self.needs_gpu and not os.path.exists("/dev/nvidiactl"):
+            return "needs a GPU"
         return "needs root" if self.needs_root and os.geteuid() != 0 else ""
 
     def run(self, options: Sequence[str] = (), out: Path = OUT) -> int:
@@ -88,7 +93,7 @@ def programs(folder: Path = FOLDER) -> list[Program]:
         about = (ast.get_docstring(tree) or "").partition("\n")[0]
         minutes = said.get("MINUTES")
         known = float(minutes) if isinstance(minutes, int | float) else None
-        found.append(Program(path.stem, about, known, bool(said.get("NEEDS_ROOT"))))
+        found.append(Program(path.stem, about, known, bool(said.get("NEEDS_ROOT")), bool(said.get("NEEDS_GPU"))))
     return found
 
 

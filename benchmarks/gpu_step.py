@@ -32,6 +32,7 @@ from spark_hvd.torch.optimizer.flat import Reduction
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 
 MINUTES = 2
+NEEDS_GPU = True
 WARM_UP = 5
 CAP_BYTES = 25 << 20
 KINDS = ("no exchange", "DDP", "DDP, bucket views", "spark_hvd", "spark_hvd, fp16", "DDP, fp16 hook")
@@ -99,7 +100,7 @@ class Training:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4, momentum=0.9)
 
     def step(self) -> None:
-        """Queue one."""
+        """Queue one step."""
         self.optimizer.zero_grad()
         with torch.autocast(self._device, torch.bfloat16):
             loss = self._loss(self.net)

@@ -26,7 +26,7 @@ def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
 
 
 def stopped(reason: str, culprit: int | None) -> str:
-    """Why we ended a rank."""
+    """The reasons for which we end a rank."""
     return {
         "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
         "interrupt": "stopped: the run was interrupted",

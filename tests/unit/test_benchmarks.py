@@ -43,10 +43,12 @@ def test_all_are_listed_with_the_sum() -> None:
     assert told.endswith("\n2 of 3: about 2 minutes, and 1 that do not say. Needs a quiet machine.")
 
 
-def test_hosts_of_namespaces_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_namespaces_need_root_and_others_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     program = command.Program("a", "First.", 1, needs_root=True)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert program.left_out == "needs root"
+    monkeypatch.setattr("os.path.exists", lambda path: path != "/dev/nvidiactl")
+    assert command.Program("d", "Fourth.", 1, needs_root=False, needs_gpu=True).left_out == "needs a GPU"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert program.left_out == ""
 

@@ -230,7 +230,10 @@ def DistributedOptimizer(
     grouped = group_indices(chosen_groups(groups, num_groups), params)
     mark_chosen(params, local_parameters)
     if isinstance(optimizer, torch.optim.LBFGS) and any(is_local(param) for param in params):
-        raise ValueError("LBFGS decides by all gradients at once, and those of local parameters differ between ranks")
+        raise ValueError(
+            "LBFGS decides by all gradients at once, and those of local parameters differ between ranks: give these to "
+            "an optimizer of their own"
+        )
     if process_set is not global_process_set and elastic_launcher.installed() is not None and not in_world():
         raise ValueError(
             f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "

@@ -39,13 +39,13 @@ _COPIED = (
 
 
 class _Swapped(torch.optim.Optimizer):
-    """Has the class of a copy, or of what is loaded from a pickle, of it."""
+    """An optimizer whose class was swapped. What is copied or loaded from a pickle of it becomes a :class:`_Copy`."""
 
     _base: type[torch.optim.Optimizer]
     """The class that the program gave it."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """It becomes a plain optimizer, which no rank knows of."""
+        """See object.__reduce_ex__."""
         return _copy, (self._base, cast(Any, self).__getstate__())
 
 
