@@ -12,6 +12,7 @@ from spark_hvd.checkpoint import sharded as checkpoint_sharded
 from spark_hvd.checkpoint.background import SaveHandle, settle, start_saving
 from spark_hvd.checkpoint.folder import ONE_FILE, SHARDED, Folder, check_step, store_of
 from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
+from spark_hvd.context.local import require_no_tables
 from spark_hvd.context.who import rank
 
 if TYPE_CHECKING:
@@ -68,11 +69,13 @@ def save(
         What tells when it is written, and waits for that; done with ``wait=True``.
 
     Raises:
-        TypeError, ValueError: ``state`` has something else in it, or an argument is wrong.
+        TypeError, ValueError: ``state`` has something else in it, such as one rank's rows of a ShardedEmbedding, or an
+            argument is wrong.
         StoreError: it cannot be written, or, with ``wait=False``, the one before could not be.
         CollectiveError: with ``wait=False``, a peer or the network failed.
     """
     check_step(step, keep)
+    require_no_tables(state, "save")
     if wait:
         background.finish()
     else:

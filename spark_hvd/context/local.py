@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +29,28 @@ def is_averaged(param: torch.Tensor) -> bool:
     return param in _marks and bool(_marks[param])
 
 
-def require_no_tables(model: Any, what: str) -> None:
-    """Raise a ValueError if a part of a model is cut over the ranks, as one rank's is not the others' then."""
-    for name, param in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        if is_averaged(param):
+def require_no_tables(of: Any, what: str) -> None:
+    """Raise a ValueError if a model, an optimizer or a state has parts of tables: one rank's are not the others'."""
+    tables = {_address(param) for param, averaged in list(_marks.items()) if averaged} - {0}
+    for name, tensor in _named(of) if tables else ():
+        if _address(tensor) in tables:
             raise ValueError(
                 f"{what} would take this rank's rows of {name!r} for the whole of a ShardedEmbedding: save "
                 "hvd.whole_state_dict(model) and that of its optimizer, and load them with any number of ranks"
             )
+
+
+def _named(of: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(of, torch.nn.Module):
+        yield from of.named_parameters()
+    elif isinstance(of, torch.optim.Optimizer):
+        yield from _named([group["params"] for group in of.param_groups])
+    elif isinstance(of, torch.Tensor):
+        yield name, of
+    elif isinstance(of, Mapping | list | tuple):
+        items = of.items() if isinstance(of, Mapping) else enumerate(of)
+        for key, value in items:
+            yield from _named(value, f"{name}.{key}" if name else str(key))
 
 
 def shares_local(tensors: list[torch.Tensor]) -> list[bool]:

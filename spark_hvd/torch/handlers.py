@@ -124,6 +124,10 @@ class OptimizerStateHandler(StateDictHandler):
 
     reloads = False
 
+    def __init__(self, value: Any) -> None:
+        require_no_tables(value, "a TorchState")
+        super().__init__(value)
+
     def load(self, state: Any) -> None:
         """See base class."""
         load_optimizer_state(self.value, state)

@@ -234,6 +234,35 @@ def test_what_would_save_a_part_as_the_whole(world: Ranks, tmp_path: Path) -> No
             hvd.elastic.TorchState(model=model)
         with pytest.raises(ValueError, match="save_sharded would take"):
             hvd.checkpoint.save_sharded(str(tmp_path), model, step=1)
+        with pytest.raises(ValueError, match=r"save would take this rank's rows of 'model.0.weight'"):
+            hvd.checkpoint.save(str(tmp_path), {"model": model.state_dict()}, 1)
+        with pytest.raises(ValueError, match="TorchState would take"):
+            hvd.elastic.TorchState(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        whole = hvd.whole_state_dict(model, 0)
+        hvd.checkpoint.save(str(tmp_path), {"model": whole or {}}, 2)
+        before = model[0].weight.detach().clone()
+        saved = hvd.checkpoint.load(str(tmp_path))
+        assert saved is not None
+        model.load_state_dict(saved.state["model"])
+        assert torch.equal(model[0].weight, before)
+
+    world.run(fn)
+
+
+def test_rows_of_another_rank_are_not_loaded_as_mine(world: Ranks) -> None:
+    def fn() -> None:
+        model = nn.Sequential(hvd.ShardedEmbedding(12, DIM))  # as many rows on each rank
+        before = model[0].weight.detach().clone()
+        model.load_state_dict(model.state_dict())
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        of_rank_0 = io.BytesIO(hvd.broadcast_object(file.getvalue(), 0))
+        if hvd.rank() == 0:
+            model.load_state_dict(torch.load(of_rank_0, weights_only=True))
+        else:
+            with pytest.raises(RuntimeError, match=rf"has those of rank 0 of {hvd.size()}: load a whole state"):
+                model.load_state_dict(torch.load(of_rank_0, weights_only=True))
+        assert torch.equal(model[0].weight, before)
 
     world.run(fn)
 

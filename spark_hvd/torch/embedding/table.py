@@ -166,9 +166,24 @@ class ShardedEmbedding(nn.Module):
         mark_local(self.weight, averaged=True)
         note_cut(self.weight, self.cut, self.name)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        metadata["cut"] = self.cut.rank, self.cut.size  # parts of several ranks may look alike
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + "weight"
-        value = state_dict.get(key)
+        value, (rank, size) = state_dict.get(key), args[0].get("cut", (self.cut.rank, self.cut.size))
+        if (
+            value is not None
+            and len(value) == self.cut.here < self.rows
+            and (rank, size) != (self.cut.rank, self.cut.size)
+        ):
+            args[-1].append(
+                f"the table {self.name!r} has rows of rank {self.cut.rank} of {self.cut.size} here, and {key!r} has those "
+                f"of rank {rank} of {size}: load a whole state, see hvd.whole_state_dict"
+            )
+            return
         if value is not None and len(value) != self.cut.here:
             if len(value) != self.rows:
                 args[-1].append(
