@@ -172,16 +172,12 @@ class ShardedEmbedding(nn.Module):
         metadata["cut"] = self.cut.rank, self.cut.size  # parts of several ranks may look alike
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        key = prefix + "weight"
-        value, (rank, size) = state_dict.get(key), args[0].get("cut", (self.cut.rank, self.cut.size))
-        if (
-            value is not None
-            and len(value) == self.cut.here < self.rows
-            and (rank, size) != (self.cut.rank, self.cut.size)
-        ):
+        key, mine = prefix + "weight", (self.cut.rank, self.cut.size)
+        value, cut = state_dict.get(key), tuple(args[0].get("cut", mine))
+        if value is not None and cut != mine and len(value) == self.cut.here < self.rows:
             args[-1].append(
-                f"the table {self.name!r} has rows of rank {self.cut.rank} of {self.cut.size} here, and {key!r} has those "
-                f"of rank {rank} of {size}: load a whole state, see hvd.whole_state_dict"
+                f"the table {self.name!r} has rows of rank {mine[0]} of {mine[1]} here, and {key!r} has those of rank "
+                f"{cut[0]} of {cut[1]}: load a whole state, see hvd.whole_state_dict"
             )
             return
         if value is not None and len(value) != self.cut.here:
