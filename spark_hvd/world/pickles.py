@@ -25,6 +25,17 @@ def _as_bytes(storage: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True).__reduce__()
 
 
+def _alone(tensor: Any) -> Any:
+    """A view without the rest of its storage; torch would take a whole bucket for each gradient in it."""
+    torch = sys.modules["torch"]
+    plain = (
+        tensor.layout is torch.strided and tensor.device.type != "meta" and not (tensor.is_quantized or vars(tensor))
+    )
+    if plain and tensor.nbytes < tensor.untyped_storage().nbytes():
+        tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
 class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
     """cloudpickle's, which from 3.1.3 on calls the file of all code "<dynamic-code>"."""
 
@@ -34,6 +45,7 @@ class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpick
         if (torch := sys.modules.get("torch")) is not None:
             # Storages of float8 and other young dtypes, whose own pickles torch cannot read.
             self.dispatch_table.setdefault(torch.UntypedStorage, _as_bytes)
+            self.dispatch_table.setdefault(torch.Tensor, _alone)
         super().__init__(*args, **kwargs)
 
 

@@ -61,6 +61,29 @@ def test_young_dtypes_travel() -> None:
         assert torch.equal(again.float(), tensor.float())
 
 
+def test_a_view_travels_without_the_rest_of_its_storage() -> None:
+    bucket = torch.arange(50_000.0)
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = bucket[8:12].view(2, 2)
+    views = [bucket[1:3], bucket[4:6].requires_grad_(), bucket[::25_000], bucket[:0], bucket[7], bucket[0].expand(9)]
+    views += [torch.nn.Parameter(bucket[20:22]), bucket.bool()[:2], bucket.to(torch.complex64).conj()[1:3]]
+    data = dumps([views, model, model.weight.grad])
+    assert len(data) < 10_000
+    again, _, gradient = pickle.loads(data)
+    assert torch.equal(gradient, model.weight.grad)
+    for was, now in zip(views, again, strict=True):
+        assert (type(now), now.dtype, now.shape, now.requires_grad) == (
+            type(was),
+            was.dtype,
+            was.shape,
+            was.requires_grad,
+        )
+        assert torch.equal(now, was)
+    tied = torch.nn.Parameter(bucket[:2])
+    first, second = pickle.loads(dumps([tied, tied]))
+    assert first is second
+
+
 def test_a_generator_is_no_function_to_run() -> None:
     def epochs() -> Iterator[int]:
         yield 1
