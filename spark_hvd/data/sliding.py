@@ -19,7 +19,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Ints, stretches
-from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
+from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, UNFIT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
 from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
@@ -236,6 +236,12 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
             raise DataError(
                 f"{where}column {column!r} has {found.times} null(s) in {found.series} series, {here}. Next: fill "
                 f"them, or drop such rows: df.na.drop(subset=[{column!r}])"
+            )
+        if kind.startswith(UNFIT):
+            raise DataError(
+                f"{where}column {kind.removeprefix(UNFIT)!r} has {found.times} number(s) in {found.series} series that "
+                f"float32 cannot hold, {here}. Next: cast it to double to have whole numbers rounded; scale down those "
+                "beyond 3e38"
             )
         if kind == REPEATED:
             raise DataError(

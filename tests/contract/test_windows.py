@@ -140,6 +140,13 @@ def test_what_is_wrong_is_said_with_key_and_count() -> None:
     gap = table_of(LENGTHS).filter(pa.compute.field("time") != 5)
     data["nulls"] = Windows(pa.Table.from_pandas(nulls), **ASKED)
     data["gap"] = Windows(gap, **ASKED, every=1, short="skip")
+    large = table_of(LENGTHS).to_pandas()
+    large["double"] = large["double"].where(large["time"].ne(3), 1e300)
+    data["beyond"] = Windows(pa.Table.from_pandas(large), **ASKED)
+    large["double"] = 2**24 + large["time"].mod(2)
+    data["rounded"] = Windows(pa.Table.from_pandas(large), **ASKED)
+    large["double"] = 2**40 * large["time"]
+    data["exact"] = Windows(pa.Table.from_pandas(large.iloc[:1]), **ASKED)
     hvd_data = list(data)
     one, other = run_local(fn, num_proc=2, data=data)
     assert one == other
@@ -147,6 +154,9 @@ def test_what_is_wrong_is_said_with_key_and_count() -> None:
         *(text for *_, text in WRONG.values()),
         r"column 'double' has 3 null\(s\) in 1 series, 3 of them in key='b'. Next: fill them, or drop such rows",
         r"3 series have 3 steps of 'time' other than every=1, 1 of them in key='[abc]'",
+        r"column 'double' has 3 number\(s\) in 3 series that float32 cannot hold, 1 of them in key='[abc]'. Next: cast",
+        r"column 'double' has \d+ number\(s\) in 3 series that float32 cannot hold",
+        r"1 series have fewer rows",
     ]
     for text, pattern in zip(one, expected, strict=True):
         assert re.search(pattern, text), text

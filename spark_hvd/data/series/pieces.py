@@ -26,9 +26,9 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 PROBLEM, COUNT = "__problem", "__count"
 """Columns of a row that is no piece: what is wrong with the series, and how often."""
 
-SHORT, REPEATED, GAP, NULL = "short", "repeated", "gap", "null in "
+SHORT, REPEATED, GAP, NULL, UNFIT = "short", "repeated", "gap", "null in ", "unfit in "
 """Values of :data:`PROBLEM`: too few rows (the count is how many), a time that comes again, a step in time of another
-length, a null in the column whose name follows."""
+length, a null in the column whose name follows, a number there that float32 does not have."""
 
 _BATCH_BYTES = 32 << 20
 
@@ -193,6 +193,10 @@ def _problems(batch: pa.RecordBatch, spec: WindowSpec, firsts: Ints, rows: Ints)
         if batch.column(name).null_count:
             nulls = batch.column(name).is_null().to_numpy(False)
             yield NULL + name, np.add.reduceat(nulls, firsts, dtype=np.int64)
+    for name in spec.columns:
+        unfit = _unfit(batch.column(name))
+        if unfit.any():
+            yield UNFIT + name, np.add.reduceat(unfit, firsts, dtype=np.int64)
     times = batch.column(spec.order_by)
     if times.null_count:
         return
@@ -204,6 +208,18 @@ def _problems(batch: pa.RecordBatch, spec: WindowSpec, firsts: Ints, rows: Ints)
     if spec.every is not None:
         every = spec.every // timedelta(microseconds=1) if isinstance(spec.every, timedelta) else spec.every
         yield GAP, np.add.reduceat(inside & (steps != 0) & (steps != every), firsts, dtype=np.int64)
+
+
+def _unfit(column: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where float32 has another whole number, or none as large."""
+    kept = pc.cast(column, pa.float32(), safe=False)
+    if pa.types.is_integer(column.type):
+        whole, found = (pc.fill_null(each, 0).to_numpy(False) for each in (column, kept))
+        unfit: np.ndarray[Any, np.dtype[np.bool_]] = np.abs(found) >= 2**24
+        unfit[unfit] = [int(one) != int(other) for one, other in zip(found[unfit], whole[unfit], strict=True)]
+        return unfit
+    finite = pc.and_(pc.is_finite(pc.cast(column, pa.float64())), pc.is_inf(kept))
+    return pc.fill_null(finite, False).to_numpy(False)
 
 
 def _batch(
