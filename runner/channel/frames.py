@@ -7,6 +7,7 @@ process can reach it; nothing in this module is ever used on a network socket.
 from __future__ import annotations
 
 import json
+import mmap
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ NOTICES = (signal.SIGTERM, *([signal.SIGPWR] if hasattr(signal, "SIGPWR") else [
 REQUEST_LENGTH = struct.Struct("!I")
 """Before each request to a fork server."""
 _LENGTHS = struct.Struct("!IQ")
+_LARGE = 1 << 20
 
 
 def send_frame(sock: socket.socket, header: dict[str, Any], payload: bytes | memoryview = b"") -> None:
@@ -33,7 +35,7 @@ def send_frame(sock: socket.socket, header: dict[str, Any], payload: bytes | mem
         sock.sendall(payload)
 
 
-def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], bytes] | None:
+def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], memoryview] | None:
     """Receive one frame from a blocking socket; ``None`` when the other end has closed."""
     prefix = recv_exactly(sock, _LENGTHS.size)
     if prefix is None:
@@ -43,19 +45,29 @@ def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], bytes] | None:
     payload = recv_exactly(sock, payload_length)
     if head is None or payload is None:
         return None
-    return json.loads(head), bytes(payload)
+    return json.loads(bytes(head)), payload
 
 
-def recv_exactly(sock: socket.socket, count: int) -> bytearray | None:
+def recv_exactly(sock: socket.socket, count: int) -> memoryview | None:
     """Receive ``count`` bytes from a blocking socket; ``None`` when it closes before that."""
-    data = bytearray(count)
-    view = memoryview(data)
+    data = view = _memory(count)
     while view:
         received = sock.recv_into(view)
         if not received:
             return None
         view = view[received:]
     return data
+
+
+def _memory(count: int) -> memoryview:
+    """Memory for so many bytes.
+
+    A large bytearray is filled with zeros, and copies of it are made, while no other thread can run: of gigabytes, for
+    longer than a task may be silent. Pages of the kernel's are made as they are written to, without Python's lock.
+    """
+    if count < _LARGE:
+        return memoryview(bytearray(count))
+    return memoryview(mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class FrameReader:
@@ -69,13 +81,13 @@ class FrameReader:
         self.closed = False
 
     def _want(self, count: int) -> None:
-        self._buffer = bytearray(count)
+        self._buffer = _memory(count)
         self._filled = 0
 
-    def read(self) -> tuple[dict[str, Any], bytearray] | None:
+    def read(self) -> tuple[dict[str, Any], memoryview] | None:
         """Read what is there now (call when readable); return a frame when it is complete."""
         try:
-            received = self._sock.recv_into(memoryview(self._buffer)[self._filled :])
+            received = self._sock.recv_into(self._buffer[self._filled :])
         except OSError:  # a peer killed with unread data resets the connection
             received = 0
         if not received:
@@ -84,13 +96,13 @@ class FrameReader:
         self._filled += received
         return self._advance() if self._filled == len(self._buffer) else None
 
-    def _advance(self) -> tuple[dict[str, Any], bytearray] | None:
+    def _advance(self) -> tuple[dict[str, Any], memoryview] | None:
         if self._lengths is None:
             self._lengths = _LENGTHS.unpack(self._buffer)
             self._want(self._lengths[0])
             return None
         if self._head is None:
-            self._head = json.loads(self._buffer)
+            self._head = json.loads(bytes(self._buffer))
             self._want(self._lengths[1])
             if self._lengths[1]:
                 return None

@@ -171,7 +171,7 @@ class Link:
             return False
         return True
 
-    def hand_over(self, value: bytes, **fields: Any) -> bool:
+    def hand_over(self, value: bytes | memoryview, **fields: Any) -> bool:
         """Send a value of any size, in parts, and wait until the hub has it.
 
         Returns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,8 @@ class Agent:
             self._link.send("gone", why=why)
         if self._given_up is not None:
             raise GivenUpError(self._given_up)
-        return AgentReport(tuple(self._values), tuple(self._failures))
+        values = [(number, replace(packed, data=bytes(packed.data))) for number, packed in self._values]
+        return AgentReport(tuple(values), tuple(self._failures))  # it is pickled
 
     def notice(self, signum: int, frame: FrameType | None = None) -> None:
         """Take a signal which says that this machine will go; a signal handler."""
@@ -188,13 +189,13 @@ class Agent:
 
     # ---- the worker -----------------------------------------------------------------------------------------------
 
-    def _on_frame(self, header: dict[str, Any], payload: bytearray) -> None:
+    def _on_frame(self, header: dict[str, Any], payload: memoryview) -> None:
         worker = self._worker
         assert worker is not None
         if header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
         elif header["ok"]:
-            self._values.append((worker.number, Packed(worker.place.rank, True, bytes(payload))))
+            self._values.append((worker.number, Packed(worker.place.rank, True, payload)))
             self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)
             worker.rank.let_exit()
             self._discard()

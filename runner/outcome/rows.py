@@ -77,7 +77,7 @@ class Packed:
 
     rank: int
     ok: bool
-    data: bytes
+    data: bytes | memoryview
     at_hub: bool = False
 
     @classmethod
@@ -121,7 +121,7 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
         yield packed.rank, packed.ok, _SPOOLED, path.encode()
         return
     for part, start in enumerate(range(0, max(len(packed.data), 1), chunk_bytes)):
-        yield packed.rank, packed.ok, part, packed.data[start : start + chunk_bytes]
+        yield packed.rank, packed.ok, part, bytes(packed.data[start : start + chunk_bytes])
 
 
 def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[Packed]:

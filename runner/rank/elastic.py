@@ -71,7 +71,7 @@ class ElasticRank(ElasticLauncher):
         """This rank's number in its last generation; before the first, the one that it was started with."""
         return self._me.rank
 
-    def run(self, payload: bytes) -> Any:
+    def run(self, payload: bytes | memoryview) -> Any:
         """Call fn, and return what it returns."""
         outlive_nccl(os.environ)
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))

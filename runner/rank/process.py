@@ -100,7 +100,9 @@ _SEEDERS: dict[str, Callable[[Any, bytes], None]] = {
 }
 
 
-def unpickle_call(payload: bytes, state: RandomState) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def unpickle_call(
+    payload: bytes | memoryview, state: RandomState
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Fn with its arguments, and random state of this rank's own for it and the modules that it needs.
 
     Raises:

@@ -138,7 +138,7 @@ class StaticRank:
         self._kv: Any = None
         self._ended_well = False
 
-    def run(self, payload: bytes) -> Any:
+    def run(self, payload: bytes | memoryview) -> Any:
         """Meet the others, and call fn."""
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         if not self._join():

@@ -239,7 +239,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
         prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, _FDS)
         (length,) = REQUEST_LENGTH.unpack(prefix)
         body = recv_exactly(connection, length) if length <= _MOST_BYTES and len(fds) == _FDS else None
-        if body is not None and isinstance(request := json.loads(body), dict):
+        if body is not None and isinstance(request := json.loads(bytes(body)), dict):
             return request, list(fds)
     except (OSError, ValueError, struct.error):
         pass

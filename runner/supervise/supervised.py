@@ -123,7 +123,7 @@ class SupervisedRank:
         server: ForkServer,
         link: Link,
         poller: zmq.Poller,
-        on_frame: Callable[[dict[str, Any], bytearray], None],
+        on_frame: Callable[[dict[str, Any], memoryview], None],
         on_lines: Callable[[str, list[str]], None] | None = None,
     ) -> None:
         self.process = process = server.spawn(job.env, job.start_timeout)

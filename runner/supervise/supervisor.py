@@ -163,14 +163,14 @@ class _Supervision:
             case other:
                 raise AssertionError(f"unexpected message {other!r}")
 
-    def _on_frame(self, frame: dict[str, Any], payload: bytearray) -> None:
+    def _on_frame(self, frame: dict[str, Any], payload: memoryview) -> None:
         if frame["type"] == "ready":
             self._ready = {"store": frame["store"]}
             self._tell_ready()
         elif frame["type"] == "joined":
             self._deadline = None
         elif frame["ok"]:
-            self._outcome = Packed(self._job.me.rank, True, bytes(payload))
+            self._outcome = Packed(self._job.me.rank, True, payload)
             self._link.send("ended", ok=True, bytes=len(payload))
         else:
             self._fail(

@@ -31,7 +31,7 @@ def is_averaged(param: torch.Tensor) -> bool:
 
 def require_no_tables(of: Any, what: str) -> None:
     """Raise a ValueError if a model, an optimizer or a state has parts of tables: one rank's are not the others'."""
-    tables = {_address(param) for param, averaged in list(_marks.items()) if averaged} - {0}
+    tables = {_address(param) for param in list(_marks) if _marks[param]} - {0}
     for name, tensor in _named(of) if tables else ():
         if _address(tensor) in tables:
             raise ValueError(

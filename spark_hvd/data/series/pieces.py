@@ -213,13 +213,15 @@ def _problems(batch: pa.RecordBatch, spec: WindowSpec, firsts: Ints, rows: Ints)
 def _unfit(column: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Where float32 has another whole number, or none as large."""
     kept = pc.cast(column, pa.float32(), safe=False)
+    unfit: np.ndarray[Any, np.dtype[np.bool_]]
     if pa.types.is_integer(column.type):
         whole, found = (pc.fill_null(each, 0).to_numpy(False) for each in (column, kept))
-        unfit: np.ndarray[Any, np.dtype[np.bool_]] = np.abs(found) >= 2**24
+        unfit = np.abs(found) >= 2**24
         unfit[unfit] = [int(one) != int(other) for one, other in zip(found[unfit], whole[unfit], strict=True)]
         return unfit
     finite = pc.and_(pc.is_finite(pc.cast(column, pa.float64())), pc.is_inf(kept))
-    return pc.fill_null(finite, False).to_numpy(False)
+    unfit = pc.fill_null(finite, False).to_numpy(False)
+    return unfit
 
 
 def _batch(
