@@ -147,7 +147,7 @@ def run_elastic(
         job = TaskJob(
             session,
             config.limits.max_num_proc,
-            task_of("elastic.task", "run_elastic_task", pickle.dumps(spec), payload),
+            task_of("elastic.task", "run_elastic_task", pickle.dumps(spec), payload, spool=spool),
             f"spark_hvd: {name} on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks, elastic",
             run_id,
             resources.profile,

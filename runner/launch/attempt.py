@@ -93,7 +93,9 @@ class Attempt:
             job = TaskJob(
                 session,
                 tasks,
-                task_of("supervise.task", "run_task", pickle.dumps(spec), self.payload, fed=rows is not None),
+                task_of(
+                    "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, fed=rows is not None
+                ),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from spark_hvd.runner.outcome.rows import SPOOL_ABOVE
 
 
 def task_of(
-    module: str, function: str, spec: bytes, payload: bytes, *, fed: bool = False
+    module: str, function: str, spec: bytes, payload: bytes, *, spool: str | None = None, fed: bool = False
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A task for ``mapInArrow``, as a nested function: such travel by value, so it starts even without spark_hvd there.
 
-    Where ``fed``, the function is called with the task's input too; it yields record batches.
+    Where ``fed``, the function is called with the task's input too; it yields record batches. A payload above 16 MiB
+    goes to ``spool``, of a driver on this machine: Spark would take it into the Java heap.
     """
+    file = None
+    if spool is not None and len(payload) > SPOOL_ABOVE:
+        file = Path(spool, "call")
+        file.write_bytes(payload)
+        payload = b""
 
     def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
         import importlib
@@ -31,6 +40,7 @@ def task_of(
                 f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
                 f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
             ) from None
-        yield from work(pickle.loads(spec), payload, *([batches] if fed else []))
+        given = payload if file is None else file.read_bytes()
+        yield from work(pickle.loads(spec), given, *([batches] if fed else []))
 
     return spark_hvd_task

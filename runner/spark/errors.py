@@ -17,6 +17,7 @@ _UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
+_HEAP = re.compile(r"java\.lang\.OutOfMemoryError[^\n]*")
 _MESSAGE = re.compile(r"message larger than max \([^)]*\)")
 
 _INSTALL = (
@@ -42,6 +43,17 @@ def silent(lost: str) -> ExecutorLostError:
     return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_SILENT_HOST}")
 
 
+def heap_full(error: Exception) -> ClusterError | None:
+    """The error for a driver whose JVM has no memory left; None where it is another error."""
+    if (match := _HEAP.search(str(error))) is None:
+        return None
+    return ClusterError(
+        f"the driver's JVM is out of memory: {match[0]}. fn and its arguments go through it, and so may its values. "
+        "Let ranks read what is large from a place that they reach, and give fn its path; or start the application "
+        "with a larger spark.driver.memory."
+    )
+
+
 def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
     """Make an error with a remedy out of one of Spark's."""
     text = str(error)
@@ -63,6 +75,8 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
             f"fn and its arguments are too large for Spark Connect: {match[0]} bytes. Let ranks read what is large "
             "from a place that they reach, and give fn its path."
         )
+    if (full := heap_full(error)) is not None:
+        return full
     if match := _LOST.search(text):
         executor = _EXECUTOR.search(text)
         where = placement.on_executor(executor[1], size) if placement and executor else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from spark_hvd.runner.outcome.report import Where
 from spark_hvd.runner.outcome.rows import SCHEMA, Row
 from spark_hvd.runner.spark import private as spark_private
+from spark_hvd.runner.spark.errors import heap_full
 from spark_hvd.runner.spark.names import call_site, job_group, job_named
 from spark_hvd.runner.spark.reach import Placement
 from spark_hvd.runner.spark.session import choose_python, executor_addresses, is_connect
@@ -97,7 +98,12 @@ class TaskJob:
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
         self.fed = input_frame is not None
         frame = spark.range(0, num_tasks, 1, num_tasks) if input_frame is None else input_frame
-        self._frame = frame.mapInArrow(task, SCHEMA, barrier=barrier, **given)
+        try:
+            self._frame = frame.mapInArrow(task, SCHEMA, barrier=barrier, **given)  # PySpark sends large functions here
+        except Exception as error:
+            if (full := heap_full(error)) is not None:
+                raise full from error
+            raise
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self._begun: int | None = None

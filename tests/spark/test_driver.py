@@ -176,7 +176,7 @@ def test_torch_missing_on_an_executor(
 def cut_off(*partitions: int) -> Any:
     """A task for which the driver's published port leads nowhere, as behind a firewall, and which soon knows."""
 
-    def make(module: str, function: str, spec: bytes, payload: bytes, *, fed: bool) -> Any:
+    def make(module: str, function: str, spec: bytes, payload: bytes, **_: Any) -> Any:
         def wrapped(batches: Any) -> Any:
             import dataclasses
             import pickle
@@ -348,6 +348,28 @@ def test_run_under_spark_submit_with_py_files(tmp_path: Path) -> None:
         command += ["--conf", setting]
     done = subprocess.run([*command, str(job)], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "values [40, 41]" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_large_arguments_and_values_go_around_the_heap(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    import pyspark.serializers
+
+    sent: list[int] = []
+    real = pyspark.serializers.CloudPickleSerializer.dumps
+
+    def dumps(self: Any, value: Any) -> bytes:
+        data: bytes = real(self, value)
+        sent.append(len(data))
+        return data
+
+    monkeypatch.setattr(pyspark.serializers.CloudPickleSerializer, "dumps", dumps)
+    data = os.urandom(17 << 20)
+    start = run_elastic if elastic else run
+    values = start(lambda given: given[::-1], (data,), num_proc=2, spark=spark)
+    assert [value == data[::-1] for value in values] == [True, True]
+    assert max(sent) < 1 << 20
 
 
 def test_nothing_is_alive_when_run_returns(spark: SparkSession) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from spark_hvd.runner.outcome.errors import ExecutorLostError, SetupError
+from spark_hvd.runner.outcome.errors import ClusterError, ExecutorLostError, SetupError
 from spark_hvd.runner.spark import reach as looks
 from spark_hvd.runner.spark.errors import translate
 from spark_hvd.runner.spark.reach import Placement, Reach, unanswered
@@ -95,6 +95,15 @@ def test_sparks_error_gets_ranks_and_hosts() -> None:
     error = translate(Exception("ExecutorLostFailure (executor 2 exited unrelated"), 3, Placement(TASKS, {}))
     assert isinstance(error, ExecutorLostError)
     assert "the executor of rank 0 on 10.0.0.2, rank 1 on 10.0.0.2 while 3 ranks" in str(error)
+
+
+def test_a_full_heap_is_told_with_what_goes_through_it() -> None:
+    error = translate(
+        Exception("An error occurred while calling o16.broadcast.\n: java.lang.OutOfMemoryError: Java heap"), 2
+    )
+    assert isinstance(error, ClusterError)
+    assert "java.lang.OutOfMemoryError: Java heap. fn and its arguments go through it" in str(error)
+    assert "spark.driver.memory" in str(error)
 
 
 def test_what_pyspark_itself_misses_on_an_executor_is_named() -> None:
