@@ -279,10 +279,10 @@ class GradientReducer:
     def _settle(self, *, last_chance: bool) -> None:
         """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
         trained = [index for index in self._plan.unplanned if index in self._watch.watched]
-        seen = self._progress.order
+        seen, unseen = self._progress.order, set(trained).difference(self._progress.order)
         facts = self._pipeline.gather_facts(
             {
-                "order": seen + [index for index in reversed(trained) if index not in set(seen)],
+                "order": seen + [index for index in reversed(trained) if index in unseen],
                 "complete": len(seen) == len(trained),
                 "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
