@@ -184,6 +184,13 @@ def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
     assert rows_of(again) == epochs[0]
 
 
+def test_what_a_gradient_does_to_a_batch_stays_there(shard: DatasetShard) -> None:
+    weight = torch.full((), 2.0, requires_grad=True)
+    for batch in shard.torch_batches(10):
+        assert not batch["half"].requires_grad
+        assert batch["half"].mul_(weight).tolist() == batch["row"].tolist()
+
+
 def test_threads_share_an_iterator(shard: DatasetShard) -> None:
     batches = iter(shard.torch_batches(2))
     seen: list[list[int]] = [[], []]

@@ -149,15 +149,16 @@ def cut_rows(
             have += at
             if have < sizes[step]:
                 continue
-            first = [torch.cat(each) for each in zip(*held, strict=True)]
+            columns = columns_of([torch.cat(each) for each in zip(*held, strict=True)])
             held, have = [], 0
-            yield columns_of(first)
+            yield [column.unsafe_split(sizes[step])[0] for column in columns]
+            del columns
             step += 1
         for end in ends:  # steps of one size
             while step < end and rows - at >= sizes[step]:
                 together = min((rows - at) // sizes[step], end - step, TOGETHER) * sizes[step]
                 # One call of torch cuts a column for all of them. Of the calls that do, this one alone leaves out
-                # autograd's note of a view for each.
+                # autograd's note of a view for each, by which a gradient of what is done to one would be all others'.
                 columns = columns_of([block.narrow(0, at, together) for block in blocks])
                 slices = [column.unsafe_split(sizes[step]) for column in columns]
                 at, step = at + together, step + len(slices[0])
