@@ -93,7 +93,9 @@ class ColumnForm(Form[Part, Columns]):
             found: Columns = {}
             for name in first.arrays:
                 arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
-                found[name] = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
+                one = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
+                # A gradient of what is done to this batch is not to be the next one's.
+                found[name] = one.detach() if isinstance(one, torch.Tensor) else one
             if first.others.num_columns:
                 others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
                 found |= self._convert(single(pa.concat_tables(others)), None)

@@ -78,6 +78,7 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
         {
             "row": rows,
             "text": [str(row) for row in rows],
+            "score": [row / 2 for row in rows],
             "pair": [[row, -row] for row in rows],
             "tags": [["x"] * (row % 3) for row in rows],
             "inner": [{"half": row / 2, "name": str(row)} for row in rows],
@@ -87,15 +88,17 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     hvd.init()
     hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
     loader = get_dataset_shard("train").torch_batches(5, shuffle=True, features={"wide": ["row", "pair"]})
-    seen = []
+    seen, weight = [], torch.full((), 2.0, requires_grad=True)
     for batch in loader:
-        assert list(batch) == ["wide", "text", "tags", "inner"]
+        assert list(batch) == ["wide", "text", "score", "tags", "inner"]
         found = batch["wide"][:, 0].tolist()
         assert batch["wide"].tolist() == [[row, row, -row] for row in found]
         assert batch["text"] == batch["inner"]["name"] == [str(row) for row in found]
         assert batch["tags"] == [["x"] * (row % 3) for row in found]
         assert batch["inner"]["half"].tolist() == [row / 2 for row in found]
         seen += found
+        assert not batch["score"].requires_grad
+        assert batch["score"].mul_(weight).tolist() == found
     assert sorted(seen) == list(rows)
     assert seen != list(rows)
 

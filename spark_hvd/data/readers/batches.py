@@ -22,7 +22,7 @@ from spark_hvd.data.readers.tensors import to_tensor
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
-TOGETHER = 32
+TOGETHER = 64
 """Batches that are cut at once, for as long as there are tensors of all of them."""
 
 
