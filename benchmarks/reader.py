@@ -26,10 +26,15 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import torch
 
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.columns import torch_batch
+from spark_hvd.data.readers.arrow import ArrowReader
+from spark_hvd.data.readers.blocks import TensorForm
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.estimators.training.rows import open_reader
+from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
 from spark_hvd.store import Store
 
 MINUTES = 2
@@ -67,14 +72,32 @@ def _by_column(batches: Iterable[Any]) -> int:
     return rows
 
 
-def _ours(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
+def _ours(
+    meta: DatasetMeta,
+    batch_size: int,
+    count: Callable[[Iterable[Any]], int] = _by_column,
+    form: Callable[[ReaderSpec], Form[Any, Any]] = TensorForm,
+    **spec: Any,
+) -> Pass:
     store, sharding = (
         Store.create(str(Path(meta.url).parent)),
         meta.sharding(batch_size, shuffle=spec.get("shuffle", False)),
     )
-    reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec))
+    asked = ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec)
+    reader = ArrowReader(asked, form(asked))
     share, sizes = sharding.share(Position(), 0, 1), sharding.batches(Position(), 0, 1)
-    return lambda number: _by_column(reader.batches(number, share, sizes))
+    return lambda number: count(reader.batches(number, share, sizes))
+
+
+def _stacked(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
+    """What an estimator makes of the same batches for a model that gets its columns side by side."""
+    specs = [TensorSpec(meta.column(name), stacked=True) for name in FEATURES]
+    return _ours(meta, batch_size, lambda batches: sum(len(tensors_of(specs, batch)[0]) for batch in batches), **spec)
+
+
+def _loader(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
+    """The batches of ``torch_batches``."""
+    return _ours(meta, batch_size, form=lambda _: ColumnForm(torch_batch, None, torch.cat), **spec)
 
 
 def _scan(meta: DatasetMeta) -> Pass:
@@ -135,6 +158,8 @@ def _speed(rows: int, rounds: int, workers: int) -> None:
             passes = {
                 SCAN: _scan(meta),
                 "spark_hvd": _ours(meta, **spec),
+                "spark_hvd, columns stacked by an estimator": _stacked(meta, **spec),
+                "spark_hvd, torch_batches": _loader(meta, **spec),
             }
             bases = [SCAN]
             try:

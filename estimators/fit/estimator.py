@@ -5,6 +5,7 @@ A fit has four stages, each called once: the plan, a trial of one batch, the dat
 
 from __future__ import annotations
 
+import gc
 import importlib
 import threading
 from collections.abc import Iterator, Mapping
@@ -300,8 +301,14 @@ def importing(name: str) -> Iterator[None]:
     """
 
     def load() -> None:
-        with suppress(Exception):
-            importlib.import_module(name)
+        collects = gc.isenabled()
+        gc.disable()  # what imports make stays: to look through it again and again is a quarter of their time
+        try:
+            with suppress(Exception):
+                importlib.import_module(name)
+        finally:
+            if collects:
+                gc.enable()
 
     thread = threading.Thread(target=load, name="spark_hvd-import", daemon=True)
     thread.start()

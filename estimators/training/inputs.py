@@ -37,8 +37,8 @@ class TensorSpec:
             DataError: ``dtype`` is one of integers and does not have a value.
             ValueError: its elements do not fill ``shape``, or do not give as many rows.
         """
-        rows = len(tensor)
         if self.shape is not None:
+            rows = len(tensor)
             try:
                 tensor = tensor.reshape(self.shape)
             except RuntimeError:
@@ -69,10 +69,14 @@ def stacked(
         DataError: there is no dtype that holds all of them: integers are too large for that of the others.
     """
     if specs and specs[0].stacked:
-        flat = [each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors]
-        stack = torch.cat(flat, 1)
-        for spec, each in zip(specs, flat, strict=True):
-            check_stack(each, stack.dtype, spec.column.name)
+        if all(each.dim() == 1 for each in tensors):
+            stack = torch.stack([*tensors], 1)
+        else:
+            stack = torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors], 1)
+        dtype = stack.dtype
+        for spec, each in zip(specs, tensors, strict=True):
+            if each.dtype != dtype:
+                check_stack(each, dtype, spec.column.name)
         tensors = [stack]
     return [moved(tensor, device) for tensor in tensors]
 

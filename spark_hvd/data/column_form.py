@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from spark_hvd.data.columns import ONE_LENGTH, Features, is_array_like, stacks_of
 from spark_hvd.data.packed import PackedRows
+from spark_hvd.data.readers.batches import cut_rows
 from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
@@ -77,12 +80,22 @@ class ColumnForm(Form[Part, Columns]):
         return _PartWindow(asked)
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
+        first = next(parts)
+        names, others = [*first.arrays], first.others.num_columns
+        parts = itertools.chain([first], parts)
+        if not others and all(isinstance(array, torch.Tensor) for array in first.arrays.values()):
+            del first  # its memory is free before the next is asked for
+            for tensors in cut_rows(map(_arrays_of, parts), sizes):
+                yield dict(zip(names, tensors, strict=True))
+            return
         for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
             found: Columns = {}
             for name in first.arrays:
                 arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
-                found[name] = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
+                one = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
+                # A gradient of what is done to this batch is not to be the next one's.
+                found[name] = one.detach() if isinstance(one, torch.Tensor) else one
             if first.others.num_columns:
                 others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
                 found |= self._convert(single(pa.concat_tables(others)), None)
@@ -91,6 +104,10 @@ class ColumnForm(Form[Part, Columns]):
 
     def kept(self, rows: Part) -> Part:
         return copy.deepcopy(rows)
+
+
+def _arrays_of(part: Part) -> list[torch.Tensor]:
+    return [*part.arrays.values()]
 
 
 def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:

@@ -38,7 +38,15 @@ def store(tmp_path: Path) -> Store:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(
     ("total", "files", "group_rows", "size", "batch_size"),
-    [(1, 1, 1, 1, 1), (100, 1, 100, 3, 7), (101, 4, 10, 2, 10), (97, 3, 5, 5, 64), (50, 5, 3, 7, 1), (64, 2, 8, 4, 16)],
+    [
+        (1, 1, 1, 1, 1),
+        (100, 1, 100, 3, 7),
+        (101, 4, 10, 2, 10),
+        (97, 3, 5, 5, 64),
+        (50, 5, 3, 7, 1),
+        (64, 2, 8, 4, 16),
+        (99, 1, 99, 1, 2),
+    ],
 )
 def test_each_row_once_over_all_ranks(
     kind: str, store: Store, total: int, files: int, group_rows: int, size: int, batch_size: int, shuffle: bool
@@ -92,6 +100,19 @@ def test_drop_last(kind: str, store: Store) -> None:
 def test_only_the_columns_asked_for_in_their_order(kind: str, store: Store) -> None:
     (batch,) = read(opened(kind, write(store, numbered(5)), store, columns=("other", "row")))
     assert list(batch) == ["other", "row"]
+
+
+@every
+@pytest.mark.parametrize("group_rows", [20, 7])
+def test_a_column_of_a_batch_may_be_changed_by_what_has_a_gradient(kind: str, store: Store, group_rows: int) -> None:
+    reader = opened(kind, write(store, numbered(20), 1, group_rows), store, 5)
+    batches, weight = read(reader), torch.full((5,), 3.0, requires_grad=True)
+    changed = batches[1].pop("half").mul_(weight)
+    assert changed.tolist() == [3 * row / 2 for row in range(5, 10)]
+    assert changed.requires_grad
+    assert not any(tensor.requires_grad for batch in batches for tensor in batch.values())
+    assert rows([*batches[:1], *batches[2:]], "half") == [row / 2 for row in range(20) if row // 5 != 1]
+    reader.close()
 
 
 @every

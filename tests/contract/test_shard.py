@@ -78,6 +78,7 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
         {
             "row": rows,
             "text": [str(row) for row in rows],
+            "score": [row / 2 for row in rows],
             "pair": [[row, -row] for row in rows],
             "tags": [["x"] * (row % 3) for row in rows],
             "inner": [{"half": row / 2, "name": str(row)} for row in rows],
@@ -87,15 +88,17 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     hvd.init()
     hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
     loader = get_dataset_shard("train").torch_batches(5, shuffle=True, features={"wide": ["row", "pair"]})
-    seen = []
+    seen, weight = [], torch.full((), 2.0, requires_grad=True)
     for batch in loader:
-        assert list(batch) == ["wide", "text", "tags", "inner"]
+        assert list(batch) == ["wide", "text", "score", "tags", "inner"]
         found = batch["wide"][:, 0].tolist()
         assert batch["wide"].tolist() == [[row, row, -row] for row in found]
         assert batch["text"] == batch["inner"]["name"] == [str(row) for row in found]
         assert batch["tags"] == [["x"] * (row % 3) for row in found]
         assert batch["inner"]["half"].tolist() == [row / 2 for row in found]
         seen += found
+        assert not batch["score"].requires_grad
+        assert batch["score"].mul_(weight).tolist() == found
     assert sorted(seen) == list(rows)
     assert seen != list(rows)
 
@@ -182,6 +185,13 @@ def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
     assert sorted(rows_of(loader)) == list(range(ROWS))
     again = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
     assert rows_of(again) == epochs[0]
+
+
+def test_what_a_gradient_does_to_a_batch_stays_there(shard: DatasetShard) -> None:
+    weight = torch.full((), 2.0, requires_grad=True)
+    for batch in shard.torch_batches(10):
+        assert not batch["half"].requires_grad
+        assert batch["half"].mul_(weight).tolist() == batch["row"].tolist()
 
 
 def test_threads_share_an_iterator(shard: DatasetShard) -> None:

@@ -1,6 +1,6 @@
 """Batches are slices of a few tensors: scalar columns of one dtype lie side by side in one matrix.
 
-Rows of 21 columns are then shuffled, copied and cut by two calls, not 21; only the views in a batch are one a column.
+Rows of 21 columns are then shuffled and copied by two calls, not 21; only the views in a batch are one a column.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 import torch
@@ -21,6 +21,9 @@ from spark_hvd.data.readers.tensors import to_tensor
 
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
+
+TOGETHER = 64
+"""Batches that are cut at once, for as long as there are tensors of all of them."""
 
 
 class Layout:
@@ -64,6 +67,13 @@ class Layout:
         """The blocks of columns that are tensors already."""
         matrices = [torch.stack([tensors[column.name] for column in group], 1) for group in self.matrices]
         return matrices + [tensors[column.name] for column in self.alone]
+
+    def columns_of(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The columns in the order of the batch, views of ``blocks``."""
+        columns: list[torch.Tensor] = []
+        for number, block in enumerate(blocks):
+            columns += block.unbind(1) if number < len(self.matrices) else (block,)
+        return [columns[at] for at in self.order]
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:
         """The columns of matrix ``number``, of shape (rows, columns)."""
@@ -111,24 +121,23 @@ class RowShapes:
                 )
 
 
-def as_batch(layout: Layout, blocks: Sequence[torch.Tensor]) -> Batch:
-    """All the rows of ``blocks`` as a batch, whose tensors are views of them.
-
-    Changing one in place shows in no other batch.
-    """
-    columns: list[torch.Tensor] = []
-    for number, block in enumerate(blocks):
-        columns += block.unbind(1) if number < len(layout.matrices) else (block,)
-    return dict(zip(layout.names, [columns[at] for at in layout.order], strict=True))
-
-
 def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cut rows that come in parts of any length into batches of ``sizes`` rows.
+    """Cut rows that come in parts of any length into batches of ``sizes`` rows; as :func:`cut_rows`."""
+    for columns in cut_rows(parts, sizes, layout.columns_of):
+        yield dict(zip(layout.names, columns, strict=True))
 
-    Batches inside a part are views of it. What is left of a part is copied, so that the memory of the part is free
-    before the next one is asked for.
+
+def cut_rows(
+    parts: Iterator[Sequence[torch.Tensor]],
+    sizes: Sequence[int],
+    columns_of: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = list,
+) -> Iterator[Sequence[torch.Tensor]]:
+    """What ``columns_of`` makes of the tensors of each batch, of parts whose tensors have as many rows.
+
+    Batches inside a part are views of it; changing one in place shows in no other. What is left of a part is copied, so
+    that the memory of the part is free before the next one is asked for.
     """
-    held: list[Blocks] = []  # `have` rows, too few for a batch
+    held: list[Sequence[torch.Tensor]] = []  # `have` rows, too few for a batch
     step, have = 0, 0
     ends = [end for _, run in itertools.groupby(range(len(sizes)), sizes.__getitem__) for end in [[*run][-1] + 1]]
     while step < len(sizes):
@@ -140,20 +149,21 @@ def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterat
             have += at
             if have < sizes[step]:
                 continue
-            first = [torch.cat(each) for each in zip(*held, strict=True)]
+            columns = columns_of([torch.cat(each) for each in zip(*held, strict=True)])
             held, have = [], 0
-            yield as_batch(layout, first)
+            yield [column.unsafe_split(sizes[step])[0] for column in columns]
+            del columns
             step += 1
         for end in ends:  # steps of one size
-            whole = min((rows - at) // sizes[step], end - step) if step < end else 0
-            if whole > 0:
-                # One call of torch cuts all of them: a slice apiece would cost twice the time.
-                slices = [block.narrow(0, at, whole * sizes[step]).split(sizes[step]) for block in blocks]  # type: ignore[no-untyped-call]
-                at += whole * sizes[step]
-                for each in zip(*slices, strict=True):
-                    yield as_batch(layout, each)
-                del slices, each
-                step += whole
+            while step < end and rows - at >= sizes[step]:
+                together = min((rows - at) // sizes[step], end - step, TOGETHER) * sizes[step]
+                # One call of torch cuts a column for all of them. Of the calls that do, this one alone leaves out
+                # autograd's note of a view for each, by which a gradient of what is done to one would be all others'.
+                columns = columns_of([block.narrow(0, at, together) for block in blocks])
+                slices = [column.unsafe_split(sizes[step]) for column in columns]
+                at, step = at + together, step + len(slices[0])
+                yield from zip(*slices, strict=True)
+                del columns, slices
             if step < end:
                 break
         if at < rows and step < len(sizes):
