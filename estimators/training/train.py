@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,8 @@ class Job:
         if self.late is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
-        self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
+        epoch = {"epoch": len(self.history) + 1}
+        self.history.append({**epoch, **means, **rest, **restarts, **epoch})  # a module may log one of that name
         if hvd.rank() == 0:
             activity.add_epoch(dict(self.history[-1]))
         if self.progress is not None:
@@ -226,8 +228,9 @@ class Job:
             states: dict[str, Mapping[str, Any]] = {}
             if partial_epoch is None:
                 key = monitored(self.history[-1], self.spec.monitor, late=self.late is not None)
-                # Without a loss, which a LightningModule may not report, no epoch is the best.
-                if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
+                # Without a loss, which a LightningModule may not report, or with NaN, no epoch is the best.
+                known = not math.isnan(self.history[-1].get(key, math.nan))
+                if known and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                     states[BEST] = common
             states[LAST] = content
             superseded: Callable[[], Iterable[str]] = tuple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head, threshold_of
-from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of
+from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of, within_digits
 
 ARROW = {
     "tinyint": pa.int8(),
@@ -58,6 +59,12 @@ class Output:
     def arrow_ddl(self) -> str:
         """The type in which Python hands it over."""
         return "array<" * self.depth + self.element + ">" * self.depth
+
+    @property
+    def digits(self) -> tuple[int, int] | None:
+        """Precision and scale where numbers become decimals."""
+        found = re.search(r"decimal(?:\((\d+)(?:,(\d+))?\))?", self.spark_type)
+        return (int(found[1] or 10), int(found[2] or 0)) if found else None
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -153,6 +160,8 @@ def _array(tensor: Values, output: Output) -> pa.Array:
 
 
 def _numbers(flat: torch.Tensor, output: Output) -> pa.Array:
+    if output.digits and flat.is_floating_point():
+        flat = within_digits(flat, *output.digits)
     try:
         values, missing = numbers_of(flat, output.element, output.threshold, output.name)
     except ValueError as error:
