@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
+from spark_hvd.data.readers.tensors import to_doubles
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head, threshold_of
 from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of, within_digits
@@ -139,6 +141,9 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
 def _array(tensor: Values, output: Output) -> pa.Array:
     if isinstance(tensor, list):
         try:
+            found = pa.array(tensor, None if output.element in ELEMENTS else output.arrow_type)
+            if output.element in ELEMENTS and (floats := _floats(found, output)) is not None:
+                return floats
             return pa.array(tensor, output.arrow_type)
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise ModelError(
@@ -157,6 +162,26 @@ def _array(tensor: Values, output: Output) -> pa.Array:
         count = rows * math.prod(lists[: level - 1])
         array = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * lists[level - 1]), array)
     return array
+
+
+def _floats(array: pa.Array, output: Output) -> pa.Array | None:
+    """Floating point numbers and decimals, in lists or not, as those of tensors become; None where there are others.
+
+    Arrow would cut what is behind the point off.
+
+    Raises:
+        DataError, ModelError: a type does not have a number.
+    """
+    if pa.types.is_list(array.type):
+        inner = _floats(array.values, output)
+        return None if inner is None else pa.ListArray.from_arrays(array.offsets, inner, mask=array.is_null())
+    if pa.types.is_decimal(array.type):
+        array = to_doubles(array, output.name)
+    if not pa.types.is_floating(array.type):
+        return None
+    known = array.is_valid().to_numpy(zero_copy_only=False)
+    numbers = _numbers(torch.from_numpy(array.fill_null(0.0).to_numpy().copy()), output)
+    return pc.if_else(pa.array(known), numbers, None)
 
 
 def _numbers(flat: torch.Tensor, output: Output) -> pa.Array:

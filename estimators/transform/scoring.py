@@ -62,6 +62,12 @@ def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tenso
     return flat.double().clamp(-high, high)
 
 
+def _nested(value: Any) -> Any:
+    """A value of a column as one array; Spark gives pandas nested lists as arrays of arrays."""
+    array = np.asarray(value)
+    return np.stack([_nested(each) for each in array]) if array.dtype == object and array.ndim else array
+
+
 def _rounded(number: float, scale: int) -> float:
     """A number with so many digits behind the point, as Spark rounds it."""
     if not math.isfinite(number):
@@ -209,7 +215,7 @@ class ScoredModel:
             if decode is not None:
                 array = np.stack([np.asarray(decode(bytes(value))) for value in column])
             elif column.dtype == object:
-                array = np.stack([np.asarray(value) for value in column])
+                array = np.stack([_nested(value) for value in column])
             else:
                 array = column.to_numpy()
             if decode is None and array.dtype.kind not in "biuf":  # decimals

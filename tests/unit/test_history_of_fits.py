@@ -44,12 +44,14 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train.hvd, "size", lambda: 1)
     monkeypatch.setattr(train, "order_of", lambda *_: {})
     kept: list[int] = []
-    job: Any = SimpleNamespace(
+    job: Any = object.__new__(train.Job)
+    job.__dict__.update(
         spec=SimpleNamespace(
             checkpoint_every=None, seed=1, epochs=9, monitor="auc", monitor_mode="min", restore_best_weights=True
         ),
         state=None,
         late=None,
+        awaits_validation=False,
         feed=SimpleNamespace(position=SimpleNamespace(to_json=dict)),
         rows=SimpleNamespace(sharding=SimpleNamespace(rows=1), layout=1),
         history=History(),

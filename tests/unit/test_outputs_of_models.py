@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head, head_of, heads_of
+from spark_hvd.estimators.transform.declared import declared_outputs, taken
 from spark_hvd.estimators.transform.outputs import Output, label_output, to_arrow
 from spark_hvd.estimators.transform.predict import run
 from spark_hvd.estimators.transform.scoring import ScoredModel, scores_of
@@ -125,3 +129,39 @@ def test_outputs_by_name_in_another_order_are_refused() -> None:
     assert len(run(model, inputs, ["b", "a"])) == len(run(model, inputs, ["x", "y"])) == 2
     with pytest.raises(ModelError, match="a dict with 'b', 'a', and the labels are 'a', 'b'"):
         run(model, inputs, ["a", "b"])
+
+
+def listed_column(values: list[Any], kind: str) -> list[Any]:
+    output = Output("p", 0, "value", kind, kind.removeprefix("array<").removesuffix(">"), kind.count("array<"))
+    return [row["c0"] for row in to_arrow([values], [output]).to_pylist()]
+
+
+def test_lists_become_what_tensors_become() -> None:
+    """Arrow would cut off what is behind the point, and make infinity of what is too large."""
+    assert listed_column([1.7, None, -1.7, math.nan, 3e9], "int") == [2, None, -2, None, 2**31 - 1]
+    assert listed_column([[1.7, 0.2], None, []], "array<bigint>") == [[2, 0], None, []]
+    assert listed_column([Decimal("1.7"), None], "tinyint") == [2, None]
+    assert listed_column([Decimal("0.1")], "double") == [0.1]
+    assert listed_column([0.7, 0.2], "boolean") == [True, False]
+    assert listed_column([1, 2], "int") == [1, 2]
+    with pytest.raises(ModelError, match=r"output 'p' of the model has the float64 1e\+300"):
+        listed_column([1e300], "float")
+    with pytest.raises(ModelError, match="not all of its 1 values are that"):
+        listed_column([Decimal("12345678901234567.89")], "double")
+
+
+def test_rows_that_lack_an_output_are_told() -> None:
+    plan = declared_outputs({"p": "float"})
+    with pytest.raises(ModelError, match="returns 'q' for a row, and outputs declares 'p'"):
+        taken([{"p": 1.0}, {"q": 1.0}], plan, 2)
+
+
+def test_a_pyfunc_takes_nested_lists_as_spark_gives_them() -> None:
+    plan = {
+        "inputs": [{"name": "x", "dtype": "float32", "to": None, "shape": None, "stacked": False}],
+        "outputs": [],
+        "decoders": {},
+    }
+    cells = [np.array([np.array([1.0, 2.0]), np.array([3.0, each])], object) for each in (4.0, 5.0)]
+    found = ScoredModel(nn.Identity(), plan)._input(pd.Series(cells), plan["inputs"][0])  # type: ignore[index] # above
+    assert found.tolist() == [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [3.0, 5.0]]]
