@@ -17,7 +17,7 @@ from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Shape
-from spark_hvd.estimators.transform.predict import run
+from spark_hvd.estimators.transform.predict import called, check_order
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
 
@@ -164,7 +164,7 @@ def probed_shapes(
     Asks Spark for a row only where neither ``specs`` nor the metadata of a column tell its shape.
 
     Raises:
-        ModelError: the model does not take them.
+        ModelError: the model does not take them, or gives its outputs by name in another order than ``labels``.
     """
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):
@@ -175,9 +175,7 @@ def probed_shapes(
         if shape is not None
     ]
     try:
-        outputs = run(unpack(packed).eval(), stacked(specs, zeros), labels)
-    except ModelError:
-        raise
+        result, outputs = called(unpack(packed).eval(), stacked(specs, zeros))
     except Exception as error:
         took = ", ".join(
             f"{spec.column.name!r}: {zero.dtype} {tuple(zero.shape)}" for spec, zero in zip(specs, zeros, strict=True)
@@ -186,6 +184,7 @@ def probed_shapes(
             f"the model does not run on two rows of zeros ({took}): {error}\nIt is called with one tensor for each of "
             "feature_columns. If they have another shape or dtype than it takes, give input_shapes or input_dtypes."
         ) from error
+    check_order(result, labels)
     return tuple(tuple(output.shape[1:]) for output in outputs)
 
 

@@ -110,14 +110,25 @@ def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> l
         ModelError: an output has another number of rows than the inputs; or outputs have the names of ``labels``, with
             which they are compared in order, and come in another.
     """
+    result, outputs = called(model, inputs)
+    check_order(result, labels)
+    return outputs
+
+
+def called(model: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """What a model returns for some rows, and its outputs; see :func:`run`."""
     with torch.inference_mode():
         result = model(*inputs)
-        if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
-            raise ModelError(
-                f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are "
-                "taken in order, whatever they are called. Name the labels in the order of the model"
-            )
-        return _tensors(result, len(inputs[0]))
+        return result, _tensors(result, len(inputs[0]))
+
+
+def check_order(result: Any, labels: Sequence[str]) -> None:
+    """See :func:`run`."""
+    if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
+        raise ModelError(
+            f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are taken in "
+            "order, whatever they are called. Name the labels in the order of the model"
+        )
 
 
 def _tensors(result: Any, rows: int) -> list[torch.Tensor]:
