@@ -41,7 +41,7 @@ def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
             ("learning_rate", None, c.number(above=0), "Of AdamW, at its highest; by default as the model asks for."),
             ("warmup", 0.1, c.number(at_least=0), "Share of all steps in which it rises; then it falls to 0."),
             ("weight_decay", 0.01, c.number(at_least=0), "Of AdamW, for matrices only."),
-            ("gradient_clip_norm", 1.0, c.number(above=0), "Largest norm of all gradients together."),
+            ("gradient_clip_norm", 1.0, c.number(above=0), "Largest norm of all gradients together; inf for any."),
         ),
         *_as_in_torch("Training", *rest.split(), "monitor_mode", "restore_best_weights"),
         *_as_in_torch("Validation", "validation", "val_batch_size"),

@@ -19,8 +19,6 @@ from spark_hvd.runner.spark.series import quoted
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_HELD = "__held"
-
 
 @dataclass(frozen=True)
 class RowsForRanks:
@@ -68,5 +66,6 @@ def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float |
     else:
         held = F.rand(seed) < validation
     meta = DatasetMeta("the DataFrame", tuple(columns), ())
-    split = Split(df.select([*sources, held.alias(_HELD)]), names, "validation", F.col(_HELD))
+    mark = "__held" + "_" * max(map(len, names))  # longer than any of theirs
+    split = Split(df.select([*sources, held.alias(mark)]), names, "validation", F.col(mark))
     return RowsForRanks({"training": split}, meta, meta)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
@@ -26,7 +28,11 @@ from spark_hvd.estimators.training.inputs import argument_names, tensors_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.runner.config import PRELOAD
 
-_REGRESSION = "mse mean_squared_error mae mean_absolute_error msle mean_squared_logarithmic_error mape log_cosh huber"
+_log = logging.getLogger(__name__)
+_REGRESSION = (
+    "mean_squared_error mean_absolute_error mean_squared_logarithmic_error mean_absolute_percentage_error log_cosh "
+    "huber poisson"
+)
 _HEADS = {
     **dict.fromkeys(_REGRESSION.split(), "regression"),
     "binary_crossentropy": "binary",
@@ -118,10 +124,15 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         if keras.config.backend() == "torch" and not settings["backend_env"]:  # which is for before Keras is imported
             derived["env"] = {PRELOAD: "spark_hvd.estimators.keras.on_torch"}
         if (checkpoint := settings["checkpoint_callback"]) is not None:
+            if settings["monitor"] not in (None, checkpoint.monitor):
+                raise ValueError(
+                    f"monitor={settings['monitor']!r} and a checkpoint_callback with monitor={checkpoint.monitor!r}: "
+                    "expected the same, or one of them"
+                )
             best = any(word in checkpoint.monitor for word in ("acc", "auc", "fmeasure", "f1"))
             mode = {"auto": "max" if best else "min"}.get(checkpoint.mode, checkpoint.mode)
             derived |= {"monitor": checkpoint.monitor, "monitor_mode": mode}
-            derived["restore_best_weights"] = checkpoint.save_best_only
+            derived["restore_best_weights"] = checkpoint.save_best_only or settings["restore_best_weights"]
         return derived
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
@@ -152,6 +163,14 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
                 f"the model takes {len(taken)} inputs, and feature_cols={plan.settings['feature_cols']!r} are given: "
                 "expected one column for each, or stack_features=True for one input of all"
             )
+        declared, labels_of = getattr(module.keras_model, "_outputs_struct", None), plan.settings["label_cols"]
+        if isinstance(declared, Mapping) and list(declared) != sorted(declared) and set(declared) != set(labels_of):
+            _log.warning(
+                "the outputs of the model are a dict, which Keras sorts by name: label_cols %s are compared with %s, "
+                "in this order",
+                listed(labels_of),
+                listed(sorted(declared)),
+            )
         inputs, labels, weights = batch_of(spec, batch)
         try:
             optimizer = Described.made(objects.optimizer, module.custom_objects)
@@ -170,9 +189,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         fields = model_fields(plan, spec, module, state, history)
-        fields["metadata"] = replace(
-            fields["metadata"], head=_head_of(self.value_of("loss")), heads=_heads_of(self.value_of("loss"))
-        )
+        loss, outputs = self.value_of("loss"), _output_names(module.keras_model)
+        fields["metadata"] = replace(fields["metadata"], head=_head_of(loss), heads=_heads_of(loss, outputs))
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
 
 
@@ -190,9 +208,13 @@ def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
 
 
 def _optimizer(settings: Settings) -> Any:
+    """The optimizer; for a model of half precision one that scales the loss, as compile of Keras makes it."""
     import keras
 
-    return keras.optimizers.get(settings["optimizer"])
+    found = keras.optimizers.get(settings["optimizer"])
+    layers = settings["model"].keras_model._flatten_layers()
+    half = any(each.dtype_policy.name == "mixed_float16" for each in layers)
+    return keras.optimizers.LossScaleOptimizer(found) if half and not hasattr(found, "inner_optimizer") else found
 
 
 def _head_of(loss: Any) -> Head:
@@ -200,6 +222,11 @@ def _head_of(loss: Any) -> Head:
     if isinstance(loss, list | tuple | Mapping):
         found = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
         return _head_of(found[0]) if len(found) == 1 else Head("other")
+    if isinstance(loss, str):
+        import keras
+
+        with suppress(ValueError):  # the name of one of the user's
+            loss = keras.losses.get(loss)
     config = loss.get_config() if hasattr(loss, "get_config") else {}
     names = [loss if isinstance(loss, str) else getattr(loss, "__name__", ""), config.get("name")]
     names += [kind.__name__ for kind in type(loss).__mro__]
@@ -208,11 +235,18 @@ def _head_of(loss: Any) -> Head:
     return Head(kind, scores if kind in ("binary", "multiclass") else "")
 
 
-def _heads_of(loss: Any) -> tuple[Head, ...]:
-    """What each of several outputs is; empty where there is one loss for all."""
-    if isinstance(loss, list | tuple | Mapping):
-        return tuple(map(_head_of, loss.values() if isinstance(loss, Mapping) else loss))
-    return ()
+def _output_names(model: Any) -> list[str]:
+    """Names of the outputs, in the order in which labels are compared with them; of a dict Keras sorts them."""
+    made = getattr(model, "_outputs_struct", None)
+    return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
+
+
+def _heads_of(loss: Any, outputs: Sequence[str]) -> tuple[Head, ...]:
+    """What each of several ``outputs`` is; empty where there is one loss for all."""
+    if isinstance(loss, Mapping):
+        names = outputs if set(loss) <= set(outputs) else list(loss)
+        return tuple(_head_of(loss[name]) if name in loss else Head("other") for name in names)
+    return tuple(map(_head_of, loss)) if isinstance(loss, list | tuple) else ()
 
 
 def _snake(name: str) -> str:

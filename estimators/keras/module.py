@@ -5,6 +5,7 @@ Nothing here imports Keras before the backend is known, which is fixed when Kera
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import sys
@@ -161,10 +162,13 @@ class Described:
     Attributes:
         config: What Keras writes down.
         own: Names -> classes that ranks cannot import.
+        undecayed: A regular expression of names of variables whose weights do not decay, which Keras does not write
+            down.
     """
 
     config: Any
     own: Mapping[str, Any]
+    undecayed: str = ""
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -177,7 +181,7 @@ class Described:
             import keras
 
             config = keras.saving.serialize_keras_object(value)
-            return cls(config, _own_objects(str(config), [value]))
+            return cls(config, _own_objects(str(config), [value]), _undecayed(value))
         return value
 
     @classmethod
@@ -190,5 +194,26 @@ class Described:
         if isinstance(value, cls):
             import keras
 
-            return keras.saving.deserialize_keras_object(value.config, custom_objects={**value.own, **custom_objects})
+            # A copy: many a from_config takes out of its config what it has read.
+            config = copy.deepcopy(value.config)
+            made = keras.saving.deserialize_keras_object(config, custom_objects={**value.own, **custom_objects})
+            if value.undecayed:
+                getattr(made, "inner_optimizer", made).exclude_from_weight_decay(var_names=[value.undecayed])
+            return made
         return value
+
+
+def _undecayed(value: Any) -> str:
+    """See :class:`Described`.
+
+    Raises:
+        ValueError: variables themselves are named, which are not those of the ranks.
+    """
+    optimizer = getattr(value, "inner_optimizer", value)
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise ValueError(
+            "optimizer: exclude_from_weight_decay(var_list=...) names variables of this process, and each rank has its "
+            "own: give their names, exclude_from_weight_decay(var_names=['bias'])"
+        )
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    return "" if pattern is None else str(pattern.pattern)

@@ -139,6 +139,8 @@ class _Fit:
         self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
         self.began, self.validating, self.rate, self.due = 0.0, 0.0, 0.0, 0
         self.logged: list[epoch.Logged] = []
+        self.before: dict[str, Any] = {}
+        job.awaits_validation = job.validation is not None
 
     def run(self) -> History:
         job = self.job
@@ -240,7 +242,7 @@ class _Fit:
         self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
         self.began, self.validating = time.monotonic(), 0.0
         self.rate = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
-        self.logged = []
+        self.logged, self.before = [], dict(self.trainer.callback_metrics)
         if not begun:
             return
         assert job.partial_epoch is not None
@@ -275,12 +277,15 @@ class _Fit:
         """Row of the history, files and checkpoint of an epoch that is over; after the ``last`` one no other begins."""
         job, trainer = self.job, self.trainer
         seconds = time.monotonic() - self.began - self.validating
-        mine = ((self.rows, self.validated), self.sums.values.tolist(), _numbers(trainer.callback_metrics))
+        # Lightning keeps what was logged in epochs before, as by a validation that this one had not.
+        logged = {name: each for name, each in trainer.callback_metrics.items() if self.before.get(name) is not each}
+        mine = ((self.rows, self.validated), self.sums.values.tolist(), _numbers(logged))
         # The one exchange of an epoch. Ranks may log what others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
         trained = sum(count for count, _ in rows)
+        job.awaits_validation &= not self.validated
         job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
         job.feed.skip(max(0, self.due - job.feed.given))  # the epoch was left early (limit_train_batches)
         job.report()

@@ -115,6 +115,9 @@ _OTHER: dict[str, dict[str, Any]] = {
         "doc": 'Dtype of each label; by default int64 with task="multiclass", float32 with others, else the column\'s.'
     },
     "label_shapes": {"doc": "The same for labels, such as `[[-1, 1]]`."},
+    "sample_weight_col": {
+        "doc": "Column of numbers from 0 that steps find in their batch, by its name; the module multiplies by it."
+    },
 }
 
 LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows(

@@ -7,6 +7,7 @@ in a ParamGridBuilder's grid too (there when ``fit`` starts).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class TableParams(Params):
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
-        set_defaults(self, {row.name: row.default for row in self._table})
+        set_defaults(self, {row.name: copy.copy(row.default) for row in self._table})
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Self:  # noqa: N802 - Spark's name
@@ -72,7 +73,9 @@ class TableParams(Params):
                 instead = f": {self._gone[name]}" if name in self._gone else f".{nearest(name, rows)}"
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}{instead}")
             # None, where it is not a value of the parameter, means the default, as in Horovod.
-            if value is not None or rows[name].default is None:
+            if value is None and rows[name].default is not None:
+                self.clear(getattr(self, name))
+            else:
                 self._set(**{name: rows[name].check(name, value) if value is not None else None})
         return self
 
@@ -80,6 +83,7 @@ class TableParams(Params):
         """The value of a parameter, given or default, checked again: grids and copies set values unchecked."""
         row = next(row for row in self._table if row.name == name)
         value = self.getOrDefault(name)
+        value = row.default if value is None else value
         return None if value is None else row.check(name, value)
 
 

@@ -50,6 +50,14 @@ class TorchEstimator(SparkEstimator[TorchModel]):
             raise ValueError("loss and loss_constructors are both given: give one of them")
         if not losses and settings["train_minibatch_fn"] is None:
             raise ValueError("loss is missing: give a function of (output, label), such as torch.nn.MSELoss()")
+        if settings["train_minibatch_fn"] is not None:
+            idle = ("precision", "gradient_clip_norm", "gradient_clip_value")
+            if odd := [name for name in idle if settings[name] not in (None, "32")]:
+                raise ValueError(
+                    f"{odd[0]}={settings[odd[0]]!r} and train_minibatch_fn are given, which replaces forward, backward "
+                    f"and step: do it there (torch.autocast, optimizer.synchronize() before clipping), and leave "
+                    f"{odd[0]} out"
+                )
         if not losses and settings["validation"]:
             raise ValueError(
                 "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 Scheduler = LRScheduler | ReduceLROnPlateau
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 """What schedulers of torch keep in parameter groups as rates."""
+_OWN_RATES = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "eta_min")
+"""What they keep themselves: a rate, or one for each group."""
 
 
 def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -63,7 +65,7 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
     it has a parameter ``total_steps`` without a default; a scheduler given has its own rates scaled.
 
     Raises:
-        ValueError: it is no scheduler.
+        ValueError: it is no scheduler, or one of another optimizer.
     """
     if given is None or isinstance(given, LRScheduler | ReduceLROnPlateau):
         scale(optimizer, given, factor)
@@ -75,6 +77,12 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
         scheduler = given(optimizer, **known)
     if scheduler is not None and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         raise ValueError(f"lr_scheduler={given!r} gave {type(scheduler).__name__}: expected a torch LRScheduler")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains the model, "
+            "whose rates it would leave as they are: make it of the optimizer that you give, or give a function, "
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        )
     return scheduler
 
 
@@ -88,9 +96,17 @@ def scale(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, factor:
                 group[key] = group[key] * factor
             elif group.get(key) is not None:
                 group[key] *= factor
-    inner = [scheduler, *getattr(scheduler, "_schedulers", ())]
-    for one in inner:
-        for name in ("base_lrs", "_last_lr", "min_lrs", "max_lrs"):
+    for one in _with_inner(scheduler):
+        for name in _OWN_RATES:
             rates = getattr(one, name, None)
             if isinstance(rates, list):
                 setattr(one, name, [rate * factor for rate in rates])
+            elif isinstance(rates, int | float):
+                setattr(one, name, rates * factor)
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it is made of, at any depth."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _with_inner(inner)

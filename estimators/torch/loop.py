@@ -185,6 +185,8 @@ class _Loop(Measure):
                 batch_idx=number,
             )
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
+            if last:
+                self._schedule("step")
         elif len(inputs[0]):
             outputs, labels, loss = self._forward(inputs, labels, weights)
             torch.autograd.backward(self.scaler.scale(loss / passes))

@@ -111,7 +111,7 @@ def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
             for spec in planned.specs
         ],
         "outputs": [
-            {name: getattr(each, name) for name in ("name", "index", "role", "element", "depth", "threshold")}
+            {name: getattr(each, name) for name in ("name", "index", "role", "element", "depth", "threshold", "digits")}
             for each in planned.plan
         ],
         "kind": planned.head.kind,

@@ -131,7 +131,8 @@ class TorchModel(SavedParams, Model):
                 columns.
         """
         try:
-            outputs = run(unpack(pack(self.value_of("model"))).eval(), list(inputs))
+            model = unpack(pack(self.value_of("model"))).eval()
+            outputs = run(model, list(inputs), self.value_of("label_columns") or ())
             plan = self._plan(self._label_types(), [tuple(output.shape[1:]) for output in outputs])
             to_arrow(outputs, plan, self._head())
         except Exception as error:
@@ -203,17 +204,18 @@ class TorchModel(SavedParams, Model):
                 raise ValueError(f"{what} needs {name}: give it to the constructor, or set it")
         check_columns(dataset.schema, names, "feature_columns", exact=tells_case_apart(dataset.sparkSession))
         decoders, meta = self.value_of("decoders") or {}, self.value_of("metadata")
+        shapes, dtypes = self.value_of("input_shapes"), self.value_of("input_dtypes")
         if meta is not None:
-            specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs)
+            specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs, shapes, dtypes)
         else:
-            shapes, dtypes = self.value_of("input_shapes"), self.value_of("input_dtypes")
             specs = inputs_of(dataset.schema, names, decoders, shapes, dtypes)
         packed = pack(model)
         known = meta.shapes if meta is not None and meta.shapes else None
-        shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
-        plan = self._plan(self._label_types(dataset.schema), shapes)
+        labels = self.value_of("label_columns") or ()
+        found = known or probed_shapes(dataset, packed, specs, decoders, labels) or self._assumed_shapes()
+        plan = self._plan(self._label_types(dataset.schema), found)
         used = {name: decoder for name, decoder in decoders.items() if name in names}
-        return Planned(model, packed, specs, used, plan, len(shapes), self._head())
+        return Planned(model, packed, specs, used, plan, len(found), self._head())
 
     def _head(self) -> Head:
         meta: ModelMeta | None = self.value_of("metadata")

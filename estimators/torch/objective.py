@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from spark_hvd.estimators.torch.weighted import WeightedLoss
 from spark_hvd.estimators.training.head import loss_name
+from spark_hvd.estimators.training.history import NOT_MEANS
 
 Loss = Callable[..., torch.Tensor]
 
@@ -96,7 +98,8 @@ class Metrics:
     """Functions of (output, label) that give a number for a batch: one list for all labels, or one for each.
 
     Raises:
-        ValueError: neither one group, nor one for each label.
+        ValueError: neither one group, nor one for each label; or a function has the name of something else that the
+            history keeps.
     """
 
     def __init__(self, groups: Sequence[Sequence[Callable[..., Any]]], labels: Sequence[str]) -> None:
@@ -112,9 +115,16 @@ class Metrics:
             for function in group:
                 name = loss_name(function)
                 name = name if len(labels) == 1 else f"{labels[number]}_{name}"
-                same = sum(other == name or other.startswith(f"{name}_") for other in self.names)
-                self.names.append(f"{name}_{same + 1}" if same else name)
+                numbered = (f"{name}_{count}" for count in itertools.count(2))
+                self.names.append(name if name not in self.names else next(n for n in numbered if n not in self.names))
                 self._functions.append((number, function))
+        taken = {"loss", *NOT_MEANS}
+        taken |= {f"val_{name}" for name in ("loss", *self.names)}
+        if odd := [name for name in self.names if name in taken]:
+            raise ValueError(
+                f"metrics has a function that the history would call {odd[0]!r}, as it does something else: give it "
+                "another name, by def or by its __name__"
+            )
 
     def __call__(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One number of shape () for each of :attr:`names`."""

@@ -20,11 +20,15 @@ from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_schedu
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
 from spark_hvd.estimators.torch.weighted import LossReduction, reduction_seen
+from spark_hvd.estimators.training.callbacks import CSVLogger, EarlyStopping, MLflow, TensorBoard
 from spark_hvd.estimators.training.head import known_as
+from spark_hvd.estimators.training.history import NOT_MEANS
 from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
+_THAT_ADD_NOTHING = (EarlyStopping, CSVLogger, TensorBoard, MLflow)
+"""Callbacks that leave the keys of the history as they are."""
 
 
 def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
@@ -62,11 +66,12 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
             check_plain(None if part is None else part.state_dict(), name)
 
     _step("a checkpoint", given, check_state)
+    metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
+    _check_monitors(spec, objects, metrics.names)
     losses = losses_known(objects)
     if (objects.loss_constructors and not losses) or objects.train_minibatch_fn is not None:
         return spec  # made and called in the rank only
     objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
-    metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():
         # torch only warns when it compares each output with each label, which is never what was meant
@@ -86,6 +91,21 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     _step("optimizer.step()", given, optimizer.step)
     _step("a checkpoint", given, check_state)  # most optimizers have a state only now
     return replace(spec, reductions=seen)
+
+
+def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -> None:
+    """Make sure that the history will have what is monitored, where no callback of the user's may add to it.
+
+    Raises:
+        ValueError: it will not.
+    """
+    if any(type(each) not in _THAT_ADD_NOTHING for each in objects.callbacks):
+        return
+    stopping = [each.monitor for each in objects.callbacks if isinstance(each, EarlyStopping)]
+    known = [f"{prefix}{name}" for prefix in ("", "val_") for name in ("loss", *metrics)] + list(NOT_MEANS)
+    for monitor in (spec.monitor, *stopping):
+        if monitor not in (None, *known):
+            raise ValueError(f"monitor={monitor!r}: expected one of {known}")
 
 
 def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:

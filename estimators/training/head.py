@@ -14,22 +14,22 @@ class Head:
 
     Attributes:
         kind: "multiclass" (one score for each class), "binary" (one score a row), "regression" (a value), or "other".
-        scores: What the scores are: "logits", "log_probabilities", "probabilities"; "" where there are none.
+        scores: What the scores are: "logits", "log_probabilities", "probabilities"; of a regression "logarithm", where
+            the value is the exponential of the output; "" where there are none.
     """
 
     kind: str
     scores: str = ""
 
 
-_REGRESSION = (
-    "MSELoss L1Loss SmoothL1Loss HuberLoss PoissonNLLLoss mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss"
-)
+_REGRESSION = "MSELoss L1Loss SmoothL1Loss HuberLoss mse_loss l1_loss smooth_l1_loss huber_loss"
 _HEADS = {
     **dict.fromkeys(("CrossEntropyLoss", "cross_entropy"), Head("multiclass", "logits")),
     **dict.fromkeys(("NLLLoss", "nll_loss"), Head("multiclass", "log_probabilities")),
     **dict.fromkeys(("BCEWithLogitsLoss", "binary_cross_entropy_with_logits"), Head("binary", "logits")),
     **dict.fromkeys(("BCELoss", "binary_cross_entropy"), Head("binary", "probabilities")),
     **dict.fromkeys(_REGRESSION.split(), Head("regression")),
+    **dict.fromkeys(("PoissonNLLLoss", "poisson_nll_loss"), Head("regression", "logarithm")),
 }
 KNOWN = frozenset(_HEADS)
 """Losses of torch whose labels' dtype is known: modules and functions."""
@@ -52,10 +52,16 @@ def known_as(loss: Any) -> str:
 
 def heads_of(losses: Sequence[Any], outputs: int) -> tuple[Head, ...]:
     """What each output is, by its loss or the one of all; "other" where that is not known."""
-    heads = [_HEADS.get(known_as(loss), Head("other")) for loss in losses]
+    heads = [_head_by(loss) for loss in losses]
     if len(heads) == 1:
         return (heads[0],) * outputs
     return tuple(heads) if len(heads) == outputs else (Head("other"),) * outputs
+
+
+def _head_by(loss: Any) -> Head:
+    head = _HEADS.get(known_as(loss), Head("other"))
+    options = loss.keywords if isinstance(loss, functools.partial) else vars(loss) if hasattr(loss, "__dict__") else {}
+    return Head(head.kind) if head.scores == "logarithm" and not options.get("log_input", True) else head
 
 
 def head_of(losses: Sequence[Any]) -> Head:

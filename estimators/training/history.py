@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-_NOT_MEANS = ("epoch", "lr", "seconds", "rows_per_second", "skipped_steps", "restarts")
+NOT_MEANS = ("epoch", "lr", "seconds", "rows_per_second", "skipped_steps", "restarts")
+"""Keys of a row that are neither losses nor metrics."""
 
 
 class History(list[Row]):
@@ -41,7 +43,7 @@ class History(list[Row]):
         return frame
 
     def best(self, monitor: str, mode: str = "min") -> Row:
-        """The row of the best epoch.
+        """The row of the best epoch; one with NaN only where there is no other.
 
         Args:
             monitor: A key of the rows.
@@ -53,7 +55,8 @@ class History(list[Row]):
         rows = [row for row in self if monitor in row]
         if not rows:
             raise KeyError(f"monitor={monitor!r}: the history has {sorted({key for row in self for key in row})}")
-        return (min if mode == "min" else max)(rows, key=lambda row: row[monitor])
+        known = [row for row in rows if not math.isnan(row[monitor])]
+        return (min if mode == "min" else max)(known or rows, key=lambda row: row[monitor])
 
     def plot(self, keys: Iterable[str] = ("loss",)) -> Figure:
         """Curves over the epochs, training and validation together, as a matplotlib figure.
@@ -91,7 +94,7 @@ def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
     Raises:
         ValueError: the row has no such key.
     """
-    keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in _NOT_MEANS)}
+    keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in NOT_MEANS)}
     if monitor is not None and monitor not in keys:
         raise ValueError(f"monitor={monitor!r}: expected one of {sorted(keys)}")
     return monitor or ("val_loss" if "val_loss" in keys else "loss")

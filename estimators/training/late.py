@@ -7,6 +7,7 @@ came out. At the end rank 0 asks for no more, and the driver tells when it has n
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -74,8 +75,9 @@ class Results:
         return {epoch: means for epoch, (theirs, means) in sorted(self.epochs.items()) if rows.get(epoch) == theirs}
 
     def best(self, key: str, sign: float, history: History) -> float | None:
-        """The lowest ``sign`` times the value of ``key`` of the rows of a history; None where there is none."""
-        return min((sign * means[key] for means in self.of(history).values() if key in means), default=None)
+        """The lowest ``sign`` times the value of ``key`` of the rows of a history; None where there is none but NaN."""
+        values = [sign * means[key] for means in self.of(history).values() if key in means]
+        return min((value for value in values if not math.isnan(value)), default=None)
 
 
 def generation_of(row: Row) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class Job:
         late: Where epochs are validated beside the training; None where ranks do it.
         progress: The loop over this epoch's batches, for displays.
         came_late: Rows of earlier epochs whose validation was told since the epoch before.
+        awaits_validation: Whether no epoch was validated yet, where not every one is: with Lightning.
     """
 
     spec: TrainSpec
@@ -91,6 +93,7 @@ class Job:
     late: LateValidation | None = None
     progress: hvd.Progress[Batch] | None = None
     came_late: list[Row] = field(default_factory=list)
+    awaits_validation: bool = False
     _saved: str | None = None  # of the weights that the last epoch's checkpoint has
 
     @property
@@ -165,7 +168,8 @@ class Job:
         if self.late is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
-        self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
+        epoch = {"epoch": len(self.history) + 1}
+        self.history.append({**epoch, **means, **rest, **restarts, **epoch})  # a module may log one of that name
         if hvd.rank() == 0:
             activity.add_epoch(dict(self.history[-1]))
         if self.progress is not None:
@@ -225,9 +229,10 @@ class Job:
         if stores:
             states: dict[str, Mapping[str, Any]] = {}
             if partial_epoch is None:
-                key = monitored(self.history[-1], self.spec.monitor, late=self.late is not None)
-                # Without a loss, which a LightningModule may not report, no epoch is the best.
-                if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
+                key = self._monitored()
+                # Without a loss, which a LightningModule may not report, or with NaN, no epoch is the best.
+                known = not math.isnan(self.history[-1].get(key, math.nan))
+                if known and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                     states[BEST] = common
             states[LAST] = content
             superseded: Callable[[], Iterable[str]] = tuple
@@ -243,6 +248,17 @@ class Job:
             if partial_epoch is None:
                 hvd.barrier()  # who goes on from this commit without rank 0 will not write its checkpoints
             self.state.put({**content, _STOPPED: stop}, done)
+
+    def _monitored(self) -> str:
+        """The key of the history that tells the best epoch.
+
+        Raises:
+            ValueError: the history has no such key, and would have it by now.
+        """
+        known = {key: value for row in self.history for key, value in row.items()}
+        if self.spec.monitor is not None and self.awaits_validation:
+            return self.spec.monitor
+        return monitored(known, self.spec.monitor, late=self.late is not None)
 
     def finish(self, weights: Mapping[str, Any]) -> None:
         """Have ``weights``, as callbacks and the framework left them, be those of the trained model.

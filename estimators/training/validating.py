@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def validate(
         ((ticket, found),) = taken
         key = monitored({**history[-1], **means}, spec.monitor)
         sign = 1.0 if spec.monitor_mode == "min" else -1.0
-        if key in means:  # else rank 0 of the training knows the best
+        if not math.isnan(means.get(key, math.nan)):  # else rank 0 of the training knows the best
             former = results.best(key, sign, History(history[:-1]))
             if former is None or sign * means[key] < former:
                 spec.store.write_bytes(spec.store.checkpoint_path(spec.run_id, BEST), found.data)

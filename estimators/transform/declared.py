@@ -86,10 +86,15 @@ def squeezed(rows: int) -> str:
 def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
     names = [output.name for output in plan]
     if isinstance(result, list) and len(result) == rows and rows and all(isinstance(row, Mapping) for row in result):
-        missing = next((name for name in names if name not in result[0]), None)
-        if missing is None:
+        lacking = next((row for row in result if not all(name in row for name in names)), None)
+        if lacking is None:
             return [[row[name] for row in result] for name in names]
-        result = result[0]
+        if rows > 1:
+            raise ModelError(
+                f"the model returns {listed(lacking)} for a row, and outputs declares {listed(names)}: name outputs as "
+                "the model does"
+            )
+        result = lacking
     if isinstance(result, Mapping):
         if all(name in result for name in names):
             return [result[name] for name in names]

@@ -17,7 +17,7 @@ from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Shape
-from spark_hvd.estimators.transform.predict import run
+from spark_hvd.estimators.transform.predict import called, check_order
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
 
@@ -87,9 +87,7 @@ def inputs_of(
         DataError: a column is missing, or no tensor can be made of it.
     """
     check_columns(schema, names, "feature_columns")
-    for name, given in (("input_shapes", shapes), ("input_dtypes", dtypes)):
-        if given is not None and len(given) != len(names):
-            raise ValueError(f"{name}={list(given)!r}: expected {len(names)}, one for each of {listed(names)}")
+    _check_numbers(names, shapes, dtypes)
     columns = columns_of(schema, names, decoders=decoders)
     columns = widened(columns, zip(names, dtypes or [None] * len(names), strict=True))
     return tuple(
@@ -98,23 +96,38 @@ def inputs_of(
     )
 
 
+def _check_numbers(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...] | None] | None, dtypes: Sequence[str | None] | None
+) -> None:
+    for name, given in (("input_shapes", shapes), ("input_dtypes", dtypes)):
+        if given is not None and len(given) != len(names):
+            raise ValueError(f"{name}={list(given)!r}: expected {len(names)}, one for each of {listed(names)}")
+
+
 def inputs_as_trained(
-    schema: StructType, names: Sequence[str], decoders: Decoders, trained: Sequence[TensorSpec]
+    schema: StructType,
+    names: Sequence[str],
+    decoders: Decoders,
+    trained: Sequence[TensorSpec],
+    shapes: Sequence[tuple[int, ...] | None] | None = None,
+    dtypes: Sequence[str | None] | None = None,
 ) -> tuple[TensorSpec, ...]:
     """What a model takes of a DataFrame's columns, where it is known from training.
 
-    Numbers may be wider or narrower than they were, vectors and arrays of numbers may stand for one another.
+    Numbers may be wider or narrower than they were, vectors and arrays of numbers may stand for one another. Shapes
+    and dtypes are those of training, or others that are given.
 
     Raises:
-        ValueError: another number of columns than in training.
+        ValueError: another number of columns than in training, or not one shape or dtype for each.
         DataError: a column is missing, or of another type than in training.
     """
     if len(names) != len(trained):
         was = listed(spec.column.name for spec in trained)
         raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected as many")
     check_columns(schema, names, "feature_columns")
+    _check_numbers(names, shapes, dtypes)
     specs = []
-    for column, spec in zip(columns_of(schema, names, decoders=decoders), trained, strict=True):
+    for number, (column, spec) in enumerate(zip(columns_of(schema, names, decoders=decoders), trained, strict=True)):
         before = spec.column
         decoded = column.name in decoders  # its dtype in training was that of what the decoder made
         if before.spark_type and not decoded and _family(column) != _family(before):
@@ -123,7 +136,12 @@ def inputs_as_trained(
                 f"{before.spark_type}: cast it, or give the column that was meant in feature_columns"
             )
         encoding = before.encoding if column.spark_type == "vector" else "plain"
-        specs.append(replace(spec, column=replace(column, dtype=before.dtype, shape=before.shape, encoding=encoding)))
+        column = replace(column, dtype=before.dtype, shape=before.shape, encoding=encoding)
+        if dtypes and dtypes[number]:
+            (column,), spec = widened([column], [(column.name, dtypes[number])]), replace(spec, dtype=dtypes[number])
+        if shapes and shapes[number]:
+            spec = replace(spec, shape=shapes[number])
+        specs.append(replace(spec, column=column))
     return tuple(specs)
 
 
@@ -133,14 +151,20 @@ def _family(column: Column) -> tuple[str, int]:
 
 
 def probed_shapes(
-    dataset: DataFrame, packed: PackedModule, specs: Sequence[TensorSpec], decoders: Decoders
+    dataset: DataFrame,
+    packed: PackedModule,
+    specs: Sequence[TensorSpec],
+    decoders: Decoders,
+    labels: Sequence[str] = (),
 ) -> tuple[Shape, ...] | None:
     """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
+
+    ``labels`` are what the outputs stand for, in order.
 
     Asks Spark for a row only where neither ``specs`` nor the metadata of a column tell its shape.
 
     Raises:
-        ModelError: the model does not take them.
+        ModelError: the model does not take them, or gives its outputs by name in another order than ``labels``.
     """
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):
@@ -151,7 +175,7 @@ def probed_shapes(
         if shape is not None
     ]
     try:
-        outputs = run(unpack(packed).eval(), stacked(specs, zeros))
+        result, outputs = called(unpack(packed).eval(), stacked(specs, zeros))
     except Exception as error:
         took = ", ".join(
             f"{spec.column.name!r}: {zero.dtype} {tuple(zero.shape)}" for spec, zero in zip(specs, zeros, strict=True)
@@ -160,6 +184,7 @@ def probed_shapes(
             f"the model does not run on two rows of zeros ({took}): {error}\nIt is called with one tensor for each of "
             "feature_columns. If they have another shape or dtype than it takes, give input_shapes or input_dtypes."
         ) from error
+    check_order(result, labels)
     return tuple(tuple(output.shape[1:]) for output in outputs)
 
 

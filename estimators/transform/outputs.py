@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
+from spark_hvd.data.readers.tensors import to_doubles
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head, threshold_of
-from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of
+from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of, within_digits
 
 ARROW = {
     "tinyint": pa.int8(),
@@ -58,6 +61,12 @@ class Output:
     def arrow_ddl(self) -> str:
         """The type in which Python hands it over."""
         return "array<" * self.depth + self.element + ">" * self.depth
+
+    @property
+    def digits(self) -> tuple[int, int] | None:
+        """Precision and scale where numbers become decimals."""
+        found = re.search(r"decimal(?:\((\d+)(?:,(\d+))?\))?", self.spark_type)
+        return (int(found[1] or 10), int(found[2] or 0)) if found else None
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -132,6 +141,9 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
 def _array(tensor: Values, output: Output) -> pa.Array:
     if isinstance(tensor, list):
         try:
+            found = pa.array(tensor, None if output.element in ELEMENTS else output.arrow_type)
+            if output.element in ELEMENTS and (floats := _floats(found, output)) is not None:
+                return floats
             return pa.array(tensor, output.arrow_type)
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise ModelError(
@@ -152,7 +164,29 @@ def _array(tensor: Values, output: Output) -> pa.Array:
     return array
 
 
+def _floats(array: pa.Array, output: Output) -> pa.Array | None:
+    """Floating point numbers and decimals, in lists or not, as those of tensors become; None where there are others.
+
+    Arrow would cut what is behind the point off.
+
+    Raises:
+        DataError, ModelError: a type does not have a number.
+    """
+    if pa.types.is_list(array.type):
+        inner = _floats(array.values, output)
+        return None if inner is None else pa.ListArray.from_arrays(array.offsets, inner, mask=array.is_null())
+    if pa.types.is_decimal(array.type):
+        array = to_doubles(array, output.name)
+    if not pa.types.is_floating(array.type):
+        return None
+    known = array.is_valid().to_numpy(zero_copy_only=False)
+    numbers = _numbers(torch.from_numpy(array.fill_null(0.0).to_numpy().copy()), output)
+    return pc.if_else(pa.array(known), numbers, None)
+
+
 def _numbers(flat: torch.Tensor, output: Output) -> pa.Array:
+    if output.digits and flat.is_floating_point():
+        flat = within_digits(flat, *output.digits)
     try:
         values, missing = numbers_of(flat, output.element, output.threshold, output.name)
     except ValueError as error:

@@ -6,7 +6,7 @@ A model is loaded once in each Python worker, which Spark keeps for many tasks, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
+from spark_hvd.data.readers.dataset import listed
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import outputs_of
@@ -102,14 +103,32 @@ def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
     return list(outputs)
 
 
-def run(model: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> list[torch.Tensor]:
     """The outputs of a model of tensors for some rows, on the CPU.
 
     Raises:
-        ModelError: an output has another number of rows than the inputs.
+        ModelError: an output has another number of rows than the inputs; or outputs have the names of ``labels``, with
+            which they are compared in order, and come in another.
     """
+    result, outputs = called(model, inputs)
+    check_order(result, labels)
+    return outputs
+
+
+def called(model: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """What a model returns for some rows, and its outputs; see :func:`run`."""
     with torch.inference_mode():
-        return _tensors(model(*inputs), len(inputs[0]))
+        result = model(*inputs)
+        return result, _tensors(result, len(inputs[0]))
+
+
+def check_order(result: Any, labels: Sequence[str]) -> None:
+    """See :func:`run`."""
+    if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
+        raise ModelError(
+            f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are taken in "
+            "order, whatever they are called. Name the labels in the order of the model"
+        )
 
 
 def _tensors(result: Any, rows: int) -> list[torch.Tensor]:

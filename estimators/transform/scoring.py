@@ -5,9 +5,12 @@ This file goes along with a model that is logged to MLflow, to where there is no
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_HALF_UP, Context, Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,14 +34,15 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
     Args:
         output: Scores (rows, classes), (rows, 1) or (rows,).
         kind: "multiclass", "binary" or "regression".
-        given: What the scores are: "logits", "log_probabilities", "probabilities".
+        given: What the scores are: "logits", "log_probabilities", "probabilities"; "logarithm" of a regression whose
+            predictions are their exponentials.
 
     Returns:
         "raw" and "probability" (rows, classes), "prediction" (rows,), float64; of a regression only the last.
     """
     scores = output.double().unsqueeze(-1).flatten(1)  # (rows,) too
     if kind == "regression":
-        return {"prediction": scores}
+        return {"prediction": scores.exp() if given == "logarithm" else scores}
     if kind == "binary":
         positive = torch.logit(scores) if given == "probabilities" else scores
         scores = torch.cat((-positive, positive), 1)
@@ -48,6 +52,27 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
         probability = torch.softmax(scores, 1)
     # of equal scores the first class wins, as in Spark ML
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
+
+
+def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tensor:
+    """Floating point numbers, and of those beyond a decimal of so many digits the nearest that it has; NaN stays."""
+    limit = Fraction(10**precision - 1, 10**scale)
+    high = float(limit)
+    high = high if high <= limit else math.nextafter(high, 0)
+    return flat.double().clamp(-high, high)
+
+
+def _nested(value: Any) -> Any:
+    """A value of a column as one array; Spark gives pandas nested lists as arrays of arrays."""
+    array = np.asarray(value)
+    return np.stack([_nested(each) for each in array]) if array.dtype == object and array.ndim else array
+
+
+def _rounded(number: float, scale: int) -> float:
+    """A number with so many digits behind the point, as Spark rounds it."""
+    if not math.isfinite(number):
+        return number
+    return float(Decimal(repr(number)).quantize(Decimal(1).scaleb(-scale), ROUND_HALF_UP, Context(prec=60)))
 
 
 def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) -> tuple[Any, Any]:
@@ -128,7 +153,8 @@ class ScoredModel:
     Args:
         model: A ``torch.nn.Module``.
         plan: "inputs", each with "name", "dtype", "to", "shape" and "stacked"; "outputs", each with "name", "index",
-            "role", "element", "depth" and "threshold"; "kind" and "scores" of the head; "decoders"; "batch_size".
+            "role", "element", "depth", "threshold" and "digits" (of a decimal, or None); "kind" and "scores" of the
+            head; "decoders"; "batch_size".
     """
 
     def __init__(self, model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
@@ -189,7 +215,7 @@ class ScoredModel:
             if decode is not None:
                 array = np.stack([np.asarray(decode(bytes(value))) for value in column])
             elif column.dtype == object:
-                array = np.stack([np.asarray(value) for value in column])
+                array = np.stack([_nested(value) for value in column])
             else:
                 array = column.to_numpy()
             if decode is None and array.dtype.kind not in "biuf":  # decimals
@@ -205,7 +231,12 @@ class ScoredModel:
         return _converted(tensor, given["to"], name) if given["to"] else tensor
 
     def _column(self, tensor: torch.Tensor, output: Mapping[str, Any]) -> Any:
-        values, missing = numbers_of(tensor.reshape(-1), output["element"], output["threshold"], output["name"])
+        flat, digits = tensor.reshape(-1), output["digits"]
+        if digits and flat.is_floating_point():
+            flat = within_digits(flat, *digits)
+        values, missing = numbers_of(flat, output["element"], output["threshold"], output["name"])
+        if digits:
+            values = np.array([_rounded(each, digits[1]) for each in values.tolist()], np.float64)
         if output["depth"]:
             shape = tensor.shape[1:] if output["depth"] > 1 else (-1,)
             return list(values.reshape(len(tensor), *shape).tolist())

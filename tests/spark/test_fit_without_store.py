@@ -74,7 +74,8 @@ def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -
 @pytest.mark.slow
 def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validation: str | float) -> None:
     held = df.withColumn("held", F.col("id") % 5 == 0).repartitionByRange(2, "held")  # each has rows of one kind alone
-    estimator(Recorder(tmp_path), feature_cols=["x"], validation=validation, epochs=2).fit(held)
+    held = held.withColumnRenamed("x", "__held")
+    estimator(Recorder(tmp_path), feature_cols=["__held"], validation=validation, epochs=2).fit(held)
     trained, validated = seen(tmp_path, "train"), seen(tmp_path, "validation")
     assert not trained.keys() & validated.keys()
     assert trained | validated == dict.fromkeys(range(ROWS), 2)

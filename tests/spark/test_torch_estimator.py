@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import ExponentialLR
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
@@ -272,8 +273,15 @@ def test_own_minibatch_function(df: DataFrame) -> None:
         optimizer.step()
         return outputs, loss
 
-    fitted = estimator(loss=None, train_minibatch_fn=twice_the_loss).fit(df)
-    same(fitted.getModel(), reference(lambda model, rows: 2 * mse(model, rows)))
+    decayed = {"lr_scheduler": lambda each: ExponentialLR(each, 0.9), "lr_scheduler_interval": "step"}
+    fitted = estimator(loss=None, train_minibatch_fn=twice_the_loss, **decayed).fit(df)
+
+    def decay(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    same(fitted.getModel(), reference(lambda model, rows: 2 * mse(model, rows), after_step=decay))
+    with pytest.raises(ValueError, match=r"gradient_clip_norm=1\.0 and train_minibatch_fn are given"):
+        estimator(loss=None, train_minibatch_fn=twice_the_loss, gradient_clip_norm=1.0).fit(df)
 
 
 def test_transformation_in_the_ranks(df: DataFrame) -> None:

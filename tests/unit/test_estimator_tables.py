@@ -95,3 +95,13 @@ def test_every_parameter_has_getter_setter_and_default(kind: Any) -> None:
 def test_horovods_names_of_getters() -> None:
     for name in ("getNumProc", "setFeatureCols", "getSampleWeightCol", "setInputShapes", "getTrainMinibatchFn"):
         assert callable(getattr(TorchEstimator, name))
+
+
+def test_defaults_are_ones_own_and_none_gives_them_back() -> None:
+    one, other = TorchEstimator(), TorchEstimator()
+    one.getCallbacks().append("mine")
+    assert other.getCallbacks() == TorchEstimator().getCallbacks() == []
+    one.setBatchSize(64).setParams(batch_size=None)
+    assert one.getBatchSize() == 32
+    assert not one.isSet(one.batch_size)
+    assert one.copy({one.batch_size: None}).value_of("batch_size") == 32

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head, head_of, heads_of
+from spark_hvd.estimators.transform.declared import declared_outputs, taken
 from spark_hvd.estimators.transform.outputs import Output, label_output, to_arrow
+from spark_hvd.estimators.transform.predict import run
+from spark_hvd.estimators.transform.scoring import ScoredModel, scores_of
 
 
 def column(values: Any, dtype: torch.dtype, element: str) -> list[Any]:
@@ -77,3 +83,85 @@ def test_booleans_of_logits() -> None:
     rows = to_arrow([scores, scores], plan).to_pylist()
     assert [row["c0"] for row in rows] == [False, True, True, True]
     assert [row["c1"] for row in rows] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "greatest"),
+    [("decimal(3,2)", 9.99), ("decimal", 9999999999.0), ("decimal(38,0)", 1e38), ("array<decimal(17,2)>", 1e15)],
+)
+def test_decimals_are_the_nearest_that_there_is(kind: str, greatest: float) -> None:
+    """As integers are: Spark fails where a number has more digits than its column."""
+    depth = kind.count("array<")
+    output = Output("p", 0, "value", kind, "double", depth)
+    values = torch.tensor([math.inf, 1e300, -1e300, 1.5], dtype=torch.float64)
+    array = to_arrow([values.reshape(4, *[1] * depth)], [output]).field("c0")
+    found = (array.flatten() if depth else array).to_pylist()
+    assert found[0] == found[1] == -found[2] == pytest.approx(greatest)
+    assert found[0] <= greatest
+    assert found[3] == 1.5
+    whole = {"name": "p", "index": 0, "role": "value", "element": "double", "depth": 0, "threshold": 0.5}
+    plan = {"inputs": [], "outputs": [], "kind": "other", "scores": "", "decoders": {}, "batch_size": 9}
+    scored = ScoredModel(nn.Identity(), plan)._column(values, {**whole, "digits": output.digits})
+    assert scored[3] == pytest.approx(1.5, abs=0.5)  # a whole number, where the scale is 0
+    assert scored[0] == pytest.approx(greatest)
+    halves = torch.tensor([0.125, 2.675], dtype=torch.float64)
+    rounded = ScoredModel(nn.Identity(), plan)._column(halves, {**whole, "digits": (3, 2)})
+    assert rounded.tolist() == [0.13, 2.68]  # as Spark rounds the digits that are shown
+
+
+def test_a_rate_is_predicted_where_its_logarithm_is_trained() -> None:
+    assert (
+        head_of([nn.PoissonNLLLoss()]) == head_of([nn.functional.poisson_nll_loss]) == Head("regression", "logarithm")
+    )
+    for loss in (nn.PoissonNLLLoss(log_input=False), partial(nn.functional.poisson_nll_loss, log_input=False)):
+        assert head_of([loss]) == Head("regression")
+    found = scores_of(torch.tensor([[0.0], [2.0]]), "regression", "logarithm")["prediction"]
+    assert found.flatten().tolist() == pytest.approx([1.0, math.e**2])
+
+
+def test_outputs_by_name_in_another_order_are_refused() -> None:
+    """They are taken in order, so labels would be those of other outputs."""
+
+    def model(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"b": 2 * x, "a": x}
+
+    inputs = [torch.ones(2, 1)]
+    assert len(run(model, inputs, ["b", "a"])) == len(run(model, inputs, ["x", "y"])) == 2
+    with pytest.raises(ModelError, match="a dict with 'b', 'a', and the labels are 'a', 'b'"):
+        run(model, inputs, ["a", "b"])
+
+
+def listed_column(values: list[Any], kind: str) -> list[Any]:
+    output = Output("p", 0, "value", kind, kind.removeprefix("array<").removesuffix(">"), kind.count("array<"))
+    return [row["c0"] for row in to_arrow([values], [output]).to_pylist()]
+
+
+def test_lists_become_what_tensors_become() -> None:
+    """Arrow would cut off what is behind the point, and make infinity of what is too large."""
+    assert listed_column([1.7, None, -1.7, math.nan, 3e9], "int") == [2, None, -2, None, 2**31 - 1]
+    assert listed_column([[1.7, 0.2], None, []], "array<bigint>") == [[2, 0], None, []]
+    assert listed_column([Decimal("1.7"), None], "tinyint") == [2, None]
+    assert listed_column([Decimal("0.1")], "double") == [0.1]
+    assert listed_column([0.7, 0.2], "boolean") == [True, False]
+    assert listed_column([1, 2], "int") == [1, 2]
+    with pytest.raises(ModelError, match=r"output 'p' of the model has the float64 1e\+300"):
+        listed_column([1e300], "float")
+    with pytest.raises(ModelError, match="not all of its 1 values are that"):
+        listed_column([Decimal("12345678901234567.89")], "double")
+
+
+def test_rows_that_lack_an_output_are_told() -> None:
+    plan = declared_outputs({"p": "float"})
+    with pytest.raises(ModelError, match="returns 'q' for a row, and outputs declares 'p'"):
+        taken([{"p": 1.0}, {"q": 1.0}], plan, 2)
+
+
+def test_a_pyfunc_takes_nested_lists_as_spark_gives_them() -> None:
+    plan = {
+        "inputs": [{"name": "x", "dtype": "float32", "to": None, "shape": None, "stacked": False}],
+        "outputs": [],
+        "decoders": {},
+    }
+    cells = [np.array([np.array([1.0, 2.0]), np.array([3.0, each])], object) for each in (4.0, 5.0)]
+    found = ScoredModel(nn.Identity(), plan)._input(pd.Series(cells), plan["inputs"][0])  # type: ignore[index] # above
+    assert found.tolist() == [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [3.0, 5.0]]]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from spark_hvd.estimators import LocalBackend, ModelError
+from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
+from spark_hvd.estimators.training.head import Head
 from tests.spark.estimator_support import ROWS, frame, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
 
@@ -130,7 +132,70 @@ def test_classes(df: DataFrame) -> None:
             np.testing.assert_allclose(found[:, -1], given[:, -1], rtol=1e-4, atol=1e-6)
 
 
+def scaled(factor: float) -> Any:
+    """A loss whose from_config takes out of its config what it reads, as many do."""
+
+    class Scaled(keras.losses.MeanSquaredError):  # type: ignore[misc, name-defined] # imported late
+        def __init__(self, factor: float = 1.0) -> None:
+            super().__init__(name="scaled")
+            self.factor = factor
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return self.factor * super().call(y_true, y_pred)
+
+        def get_config(self) -> dict[str, Any]:
+            return {"factor": self.factor}
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls(config.pop("factor", 1.0))
+
+    return Scaled(factor)
+
+
+def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
+    """The loss is scaled for half precision, biases do not decay, and a config is the same however often it is read."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        models = [net(), net()]
+    finally:
+        keras.config.set_dtype_policy(policy)
+    start = [np.full(each.shape, 0.5, "float32") if each.ndim == 1 else each for each in models[0].get_weights()]
+
+    def adamw() -> Any:
+        made = keras.optimizers.AdamW(0.1, weight_decay=1.0)
+        made.exclude_from_weight_decay(var_names=["bias"])
+        return made
+
+    for model in models:
+        model.set_weights(start)
+    models[1].compile(adamw(), scaled(1e-7))
+    features, value, _ = numbers()
+    models[1].fit(features, value, ROWS, 3, shuffle=False, verbose=0)
+    alone = {"backend": LocalBackend(1), "batch_size": ROWS, "epochs": 3, "scale_lr": False}
+    fitted = estimator(models[0], optimizer=adamw(), loss=scaled(1e-7), **alone).fit(df).getModel()
+    for before, one, wanted in zip(start, fitted.get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(one - before, wanted - before, 0.05, 1e-4)
+        assert np.abs(wanted - before).max() > 1e-3
+
+
+def test_heads_are_those_of_the_outputs_by_name() -> None:
+    losses = {"b": keras.losses.BinaryCrossentropy(from_logits=True), "a": "MSE"}
+    assert _heads_of(losses, ["a", "b", "c"]) == (Head("regression"), Head("binary", "logits"), Head("other"))
+    for name in ("MSE", "mape", "log_cosh", "poisson", keras.losses.MeanAbsolutePercentageError()):
+        assert _head_of(name) == Head("regression")
+    assert _head_of("bce") == Head("binary", "probabilities")
+
+
 def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
+    best = keras.callbacks.ModelCheckpoint("best.keras", monitor="loss")
+    with pytest.raises(ValueError, match="monitor='mae' and a checkpoint_callback with monitor='loss'"):
+        estimator(net(), checkpoint_callback=best, monitor="mae").fit(df)
+    excluding = keras.optimizers.AdamW()
+    excluding.exclude_from_weight_decay(var_list=net().trainable_variables[:1])
+    with pytest.raises(ValueError, match="var_list"):
+        estimator(net(), optimizer=excluding).fit(df)
     with pytest.raises(ValueError, match="has no variables yet"):
         estimator(keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(TypeError, match=r"expected a keras\.Model"):

@@ -144,6 +144,17 @@ def test_best_weights(df: DataFrame, estimator: Callable[..., LightningEstimator
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(best).items())
 
 
+def test_an_epoch_has_its_own_validation_or_none(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    """Lightning keeps the values of the epoch before; and not every epoch is to have what is monitored."""
+    options = {"validation": 0.2, "trainer_args": {"check_val_every_n_epoch": 2}, "epochs": 5}
+    torch.manual_seed(0)
+    best = estimator(model=Worse(), restore_best_weights=True, monitor="score", monitor_mode="max", **options).fit(df)
+    assert [row.get("score") for row in best.getHistory()] == [None, -0.0, None, -2.0, None]
+    torch.manual_seed(0)
+    second = estimator(model=Worse(), **{**options, "epochs": 2}).fit(df)
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(best).items())
+
+
 def test_averaged_weights(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     """What is validated are the averages, so they are what comes out; here they stay what the first step made."""
     fit = partial(estimator, model=net(), validation=0.2)

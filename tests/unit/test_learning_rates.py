@@ -1,0 +1,62 @@
+"""Learning rates of the estimators: schedulers that are given have all of theirs multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as of_torch
+from torch.optim.swa_utils import SWALR
+
+from spark_hvd.estimators.torch.learning_rate import make_scheduler
+
+Made = Callable[[torch.optim.Optimizer], Any]
+
+SCHEDULERS: dict[str, Made] = {
+    "cosine": lambda each: of_torch.CosineAnnealingLR(each, 8, eta_min=0.02),
+    "restarting": lambda each: of_torch.CosineAnnealingWarmRestarts(each, 4, eta_min=0.02),
+    "cyclic": lambda each: of_torch.CyclicLR(each, base_lr=0.01, max_lr=0.1, step_size_up=3),
+    "one cycle": lambda each: of_torch.OneCycleLR(each, max_lr=0.5, total_steps=13),
+    "plateau": lambda each: of_torch.ReduceLROnPlateau(each, patience=1, min_lr=0.05, factor=0.8),
+    "averaging": lambda each: SWALR(each, swa_lr=0.02, anneal_epochs=5),
+    "sequential": lambda each: of_torch.SequentialLR(
+        each, [of_torch.LinearLR(each, 0.1, 1, 3), of_torch.CosineAnnealingLR(each, 9, eta_min=0.01)], milestones=[3]
+    ),
+    "nested": lambda each: of_torch.ChainedScheduler(
+        [
+            of_torch.SequentialLR(
+                each, [of_torch.LambdaLR(each, lambda n: 0.9**n), of_torch.ConstantLR(each, 0.5, 9)], milestones=[3]
+            )
+        ]
+    ),
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+
+
+def rates(made: Made, factor: float) -> list[float]:
+    mine = optimizer()
+    scheduler: Any = make_scheduler(made(mine), mine, factor, 12)
+    found = []
+    for _ in range(12):
+        found.append(mine.param_groups[0]["lr"])
+        mine.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, of_torch.ReduceLROnPlateau) else []))
+    return found
+
+
+@pytest.mark.parametrize("made", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_all_rates_of_a_scheduler_are_multiplied(made: Made) -> None:
+    assert rates(made, 2.0) == pytest.approx([2 * rate for rate in rates(made, 1.0)])
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    """It would leave the rates of the one that trains as they are."""
+    other = of_torch.StepLR(optimizer(), 1)
+    for given in (other, lambda _: other):
+        with pytest.raises(ValueError, match="lr_scheduler is a StepLR of another optimizer"):
+            make_scheduler(given, optimizer(), 1.0, 10)
