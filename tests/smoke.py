@@ -71,6 +71,12 @@ def train_elastic(steps: int) -> tuple[int, int, int]:
     return state.step, hvd.size(), hvd.generation()
 
 
+def count_rows() -> int:
+    import spark_hvd.torch as hvd
+
+    return sum(len(batch["id"]) for batch in hvd.get_dataset_shard("train").torch_batches(4))
+
+
 def keep(folder: str) -> tuple[int, list[float]]:
     """A checkpoint written and read, of plain state and of an FSDP2 model."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -130,6 +136,12 @@ def test_a_failing_rank(spark: SparkSession) -> None:
     with pytest.raises(RankFailedError, match="bad batch") as caught:
         spark_hvd.run(train, args=[1], spark=spark, **MINE)
     assert 'raise ValueError("bad batch")' in str(caught.value)
+
+
+def test_data_without_rows(spark: SparkSession) -> None:
+    nothing = spark.range(10).where("id < 0").repartition(2)
+    with pytest.raises((spark_hvd.DataError, RankFailedError), match="data set 'train' has no rows: expected at least"):
+        spark_hvd.run(count_rows, data={"train": nothing}, spark=spark, **MINE)
 
 
 def test_run_local() -> None:
