@@ -25,7 +25,7 @@ from spark_hvd.runner import Level, RankFailedError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 MINE = {"num_proc": 2, "verbose": 0}
 
@@ -150,7 +150,7 @@ def test_run_local() -> None:
 
 def test_run_local_does_not_warn_of_forks() -> None:
     code = "import os, spark_hvd; print(spark_hvd.run_local(os.getpid, num_proc=2, verbose=0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "multi-threaded" not in done.stderr, "Python 3.12 warns of forks"
 
@@ -217,7 +217,7 @@ if "fail" in sys.argv:
 
 def command(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
     words = [sys.executable, "-m", "spark_hvd.runner.cli", *arguments]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # which torch 2.8 prints at each start
     return done.returncode, sorted(said), done.stderr
 
@@ -253,7 +253,7 @@ def test_connect() -> None:
         pytest.skip("PyPI's PySpark 3.5 has no Connect server")
     for package in ("grpc", "grpc_status", "google.rpc"):
         pytest.importorskip(package)
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout.splitlines()[-1:] == ["connected"], done.stderr[-4000:]
 
 
