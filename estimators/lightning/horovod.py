@@ -141,7 +141,8 @@ class _EachRow:
 
     def __call__(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = [self._function(dict(zip(frame.columns, row, strict=True))) for row in frame.itertuples(index=False)]
-        made: pd.DataFrame = pd.DataFrame({name: [_plain(row[name]) for row in rows] for name in (rows[0] if rows else ())})
+        names = rows[0] if rows else ()
+        made: pd.DataFrame = pd.DataFrame({name: [_plain(row[name]) for row in rows] for name in names})
         return made
 
 
