@@ -47,7 +47,7 @@ class _OwnParams(TableParams):
         return super().setParams(**{name: value for name, value in values.items() if name not in own})
 
 
-class TorchModel(_OwnParams, LightningModel):
+class HorovodModel(_OwnParams, LightningModel):
     """Horovod's TorchModel: a LightningModel whose subclasses may say what the model makes of a row.
 
     A subclass with ``get_prediction_fn()`` is asked for a function of the model and a row, a mapping of the feature
@@ -61,7 +61,7 @@ class TorchModel(_OwnParams, LightningModel):
         super().__init__(**values)
         set_defaults(self, {"outputCols": None, "_metadata": None})
 
-    def setOutputCols(self, value: Sequence[str]) -> TorchModel:  # noqa: N802
+    def setOutputCols(self, value: Sequence[str]) -> HorovodModel:  # noqa: N802
         """Set the names of the columns that transform appends."""
         return self._set(outputCols=list(value))
 
@@ -82,7 +82,7 @@ class TorchModel(_OwnParams, LightningModel):
         packed = pack(_RowByRow(self.value_of("model"), asked()))
         job = Prediction(
             model=sent(packed, session, is_connect(session)),
-            feed=CollatedFeed(tuple(names), Shipped("rows", _Rows(names)), (), None),
+            feed=CollatedFeed(tuple(names), Shipped("rows", _RowMappings(names)), (), None),
             plan=declared_outputs(dict.fromkeys(outputs, "vector")),
             outputs=None,
             head=Head("other"),
@@ -92,15 +92,15 @@ class TorchModel(_OwnParams, LightningModel):
         return appended(dataset, job, [dataset[quoted(name)] for name in names])
 
 
-class TorchEstimator(_OwnParams, LightningEstimator):
+class HorovodEstimator(_OwnParams, LightningEstimator):
     """Horovod's TorchEstimator for Lightning: ``transformation_fn`` takes a row, and subclasses choose the model.
 
     ``get_model_class()`` is the class of what comes out, ``_get_model_kwargs`` what its constructor is given.
     """
 
-    def get_model_class(self) -> type[TorchModel]:
+    def get_model_class(self) -> type[HorovodModel]:
         """Return the class of the model that fit returns."""
-        return TorchModel
+        return HorovodModel
 
     def getLoss(self) -> None:  # noqa: N802
         """None: a LightningModule has its own."""
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-class _Rows:
+class _RowMappings:
     """Mappings of names to values, one for each row, of a list of values for each column."""
 
     def __init__(self, names: Sequence[str]) -> None:

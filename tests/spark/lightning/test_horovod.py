@@ -16,7 +16,7 @@ from pyspark.ml.param import Param, Params
 from torch import nn
 
 from spark_hvd.estimators import Store
-from spark_hvd.estimators.lightning.horovod import TorchEstimator, TorchModel
+from spark_hvd.estimators.lightning.horovod import HorovodEstimator, HorovodModel
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,7 +49,7 @@ def ids_of(text: str) -> torch.Tensor:
     return torch.tensor([ord(letter) for letter in text.ljust(6)[:6]])
 
 
-class TextModel(TorchModel):
+class TextModel(HorovodModel):
     letters = Param(Params._dummy(), "letters", "how many count")
 
     def __init__(self, **values: Any) -> None:
@@ -68,7 +68,7 @@ class TextModel(TorchModel):
         return of_row
 
 
-class TextEstimator(TorchEstimator):
+class TextEstimator(HorovodEstimator):
     letters = Param(Params._dummy(), "letters", "how many count")
 
     def __init__(self, **values: Any) -> None:
@@ -82,7 +82,7 @@ class TextEstimator(TorchEstimator):
         )
         self._set(model=Net())
 
-    def get_model_class(self) -> type[TorchModel]:
+    def get_model_class(self) -> type[HorovodModel]:
         return TextModel
 
     def _get_model_kwargs(self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any) -> dict[str, Any]:
