@@ -25,7 +25,7 @@ from spark_hvd.runner import Level, RankFailedError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 MINE = {"num_proc": 2, "verbose": 0}
 
@@ -69,6 +69,12 @@ def train_elastic(steps: int) -> tuple[int, int, int]:
 
     loop(state)
     return state.step, hvd.size(), hvd.generation()
+
+
+def count_rows() -> int:
+    import spark_hvd.torch as hvd
+
+    return sum(len(batch["id"]) for batch in hvd.get_dataset_shard("train").torch_batches(4))
 
 
 def keep(folder: str) -> tuple[int, list[float]]:
@@ -132,13 +138,19 @@ def test_a_failing_rank(spark: SparkSession) -> None:
     assert 'raise ValueError("bad batch")' in str(caught.value)
 
 
+def test_data_without_rows(spark: SparkSession) -> None:
+    nothing = spark.range(10).where("id < 0").repartition(2)
+    with pytest.raises((spark_hvd.DataError, RankFailedError), match="data set 'train' has no rows: expected at least"):
+        spark_hvd.run(count_rows, data={"train": nothing}, spark=spark, **MINE)
+
+
 def test_run_local() -> None:
     assert spark_hvd.run_local(train, **MINE) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
 def test_run_local_does_not_warn_of_forks() -> None:
     code = "import os, spark_hvd; print(spark_hvd.run_local(os.getpid, num_proc=2, verbose=0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "multi-threaded" not in done.stderr, "Python 3.12 warns of forks"
 
@@ -205,7 +217,7 @@ if "fail" in sys.argv:
 
 def command(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
     words = [sys.executable, "-m", "spark_hvd.runner.cli", *arguments]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # which torch 2.8 prints at each start
     return done.returncode, sorted(said), done.stderr
 
@@ -241,7 +253,7 @@ def test_connect() -> None:
         pytest.skip("PyPI's PySpark 3.5 has no Connect server")
     for package in ("grpc", "grpc_status", "google.rpc"):
         pytest.importorskip(package)
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout.splitlines()[-1:] == ["connected"], done.stderr[-4000:]
 
 

@@ -277,7 +277,7 @@ def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
         df.schema,
         plan.spec.columns,
         decoders=set(settings["decoders"]),
-        collated=settings.get("collate") is not None,
+        collated=bool(settings.get("collate") or settings["transformation_fn"]),
         compress_sparse=settings["compress_sparse_cols"],
     )
     return widened(columns, dtypes_asked(settings))

@@ -112,17 +112,17 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
             for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
         )
 
-    labels = tensors(settings["label_cols"], "label")
+    labels = tensors(there := [name for name in settings["label_cols"] if name in batch], "label")
     if settings["label_dtypes"] is None:
         losses = losses_known(plan.objects)
         labels = tuple(
             replace(label, dtype=_label_dtype(batch[label.column.name], losses, number))
             for number, label in enumerate(labels)
         )
-    if settings.get("collate") is None:
+    if settings.get("collate") is None and all(name in batch for name in settings["feature_cols"]):
         return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
-    made = [name for name in batch if name not in settings["label_cols"]]
-    inputs = tuple(TensorSpec(_as_in(batch[name], Column(name, "object"))) for name in made)
+    others = {*there, settings["sample_weight_col"]}
+    inputs = tuple(TensorSpec(_as_in(batch[name], Column(name, "object"))) for name in batch if name not in others)
     return replace(plan.spec, inputs=inputs, labels=labels)
 
 

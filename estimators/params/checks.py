@@ -220,13 +220,13 @@ def callbacks(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...], bool]]:
-    """Fields as Petastorm's TransformSpec takes them."""
+def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...] | None, bool]]:
+    """Fields as Petastorm's TransformSpec takes them; a shape of None is found in the values."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(field, (list, tuple)) and len(field) == 4 and isinstance(field[0], str) for field in value
     ):
         raise TypeError(f"{name}={value!r}: expected a list of (name, numpy dtype, shape, nullable)")
-    return [(field[0], field[1], tuple(field[2]), bool(field[3])) for field in value]
+    return [(each[0], each[1], None if each[2] is None else tuple(each[2]), bool(each[3])) for each in value]
 
 
 def compression(name: str, value: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
+import os
 import pickle
 import time
 import uuid
@@ -41,6 +43,8 @@ _NETWORK_SECONDS = 60.0
 
 def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources) -> SparkFacts:
     """What the driver knows of the application; waits some seconds for executors that are still registering."""
+    import pyspark
+
     lacking, counted = "", None
     try:
         counted = wait_for_slots(spark, asked, 20.0, resources)
@@ -54,6 +58,8 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
         version=spark.version,
+        pyspark=(pyspark.__version__, os.path.dirname(pyspark.__file__ or "")),
+        installed=tuple(_installed()),
         master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
         local=on_spark.is_local(spark),
         connect=connect,
@@ -66,6 +72,12 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         result_bytes=on_spark.max_result_bytes(spark),
         settings=settings,
     )
+
+
+def _installed() -> Iterator[str]:
+    for name in ("pyspark", "pyspark-client", "databricks-connect"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{name} {importlib.metadata.version(name)}"
 
 
 def gather(

@@ -36,6 +36,8 @@ class SparkFacts:
 
     Attributes:
         version: Spark's.
+        pyspark: That of this program's PySpark, and where it is.
+        installed: The packages, with their versions, that have installed a ``pyspark`` here.
         master: Its URL.
         local: Whether all tasks run in the driver's JVM.
         connect: Whether the session is a Spark Connect client.
@@ -50,6 +52,8 @@ class SparkFacts:
     """
 
     version: str
+    pyspark: tuple[str, str]
+    installed: tuple[str, ...]
     master: str
     local: bool
     connect: bool
@@ -69,8 +73,37 @@ class SparkFacts:
 
 def check_spark(facts: SparkFacts) -> Iterator[Finding]:
     """All findings that follow from the settings alone."""
-    for check in (check_slots, check_barrier, check_memory, check_results):
+    for check in (check_pyspark, check_slots, check_barrier, check_memory, check_results):
         yield from check(facts)
+
+
+def check_pyspark(facts: SparkFacts) -> Iterator[Finding]:
+    """Whether there is one PySpark here, of Spark's version."""
+    version, where = facts.pyspark
+    here, there = ([int(part) for part in each.split(".")[:2]] for each in (version, facts.version))
+    found = f"PySpark {version} ({where})"
+    if len(facts.installed) > 1:
+        names = [each.split()[0] for each in facts.installed]
+        yield error(
+            "PySpark",
+            f"{found} is of {len(facts.installed)} packages, which overwrite each other's files: "
+            f"{', '.join(facts.installed)}",
+            f"pip uninstall -y {' '.join(names)}   # then install the one that your cluster wants",
+        )
+    elif here != there and not facts.connect:
+        yield error(
+            "PySpark",
+            f"two PySparks are on the path: {found}, and that of Spark {facts.version} itself, which SPARK_HOME names",
+            f"Unset SPARK_HOME, or pip install pyspark=={facts.version}",
+        )
+    elif here > there:
+        yield warning(
+            "PySpark",
+            f"{found} is newer than the Spark Connect server, {facts.version}: Spark promises the reverse alone",
+            f"pip install 'pyspark-client=={'.'.join(map(str, there))}.*'",
+        )
+    else:
+        yield ok("PySpark", f"{found}, Spark {facts.version}")
 
 
 def check_slots(facts: SparkFacts) -> Iterator[Finding]:

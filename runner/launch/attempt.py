@@ -63,6 +63,7 @@ class Attempt:
 
         Raises:
             RunError: one of :func:`spark_hvd.run`.
+            DataError: the DataFrames have no row, and Spark has started no rank for them.
             KeyboardInterrupt: after every rank has been stopped.
         """
         session, config, monitor = self.session, self.config, self.monitor
@@ -108,6 +109,11 @@ class Attempt:
                     hub.wait_gone(_STOP_GRACE.ranks / 2)
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
+            if rows is not None and not job.rows:  # Spark 3.5 runs no task for an input that came out empty
+                from spark_hvd.data.loader import too_few
+                from spark_hvd.data.readers.errors import DataError
+
+                raise DataError(too_few(next(iter(self.data.frames)), 0, size))
             order, values = ([], {}) if hub is None else (hub.snapshot()[1], hub.values())
             where = partial(job.where, size)
             return results(from_rows(job.rows, values), size, order, config.timeout, monitor.hang, where)

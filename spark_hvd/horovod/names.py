@@ -94,10 +94,10 @@ TABLE: Mapping[str, Served] = {
     "horovod.spark.torch": Served(names=_at(_ESTIMATORS, "TorchEstimator", "TorchModel")),
     "horovod.spark.torch.estimator": Served(names=_at(_ESTIMATORS, "TorchEstimator", "TorchModel")),
     "horovod.spark.lightning": Served(
-        names=_at(_ESTIMATORS, TorchEstimator="LightningEstimator", TorchModel="LightningModel")
+        names=_at(f"{_ESTIMATORS}.lightning.horovod", TorchEstimator="HorovodEstimator", TorchModel="HorovodModel")
     ),
     "horovod.spark.lightning.estimator": Served(
-        names=_at(_ESTIMATORS, TorchEstimator="LightningEstimator", TorchModel="LightningModel")
+        names=_at(f"{_ESTIMATORS}.lightning.horovod", TorchEstimator="HorovodEstimator", TorchModel="HorovodModel")
     ),
     "horovod.spark.keras": Served(names=_at(_ESTIMATORS, "KerasEstimator", "KerasModel")),
     "horovod.spark.keras.estimator": Served(names=_at(_ESTIMATORS, "KerasEstimator", "KerasModel")),

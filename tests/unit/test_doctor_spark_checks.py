@@ -16,6 +16,27 @@ def test_an_application_that_is_well_has_no_remedies() -> None:
     assert not any(finding.remedy for finding in found)
 
 
+def test_two_pysparks_on_the_path() -> None:
+    both = ("pyspark 4.3.0", "databricks-connect 17.2.0")
+    finding = of("PySpark", check_spark(application(pyspark=("4.3.0", "/x/pyspark"), installed=both)))
+    assert finding.level is Level.ERROR
+    assert finding.found == (
+        "PySpark 4.3.0 (/x/pyspark) is of 2 packages, which overwrite each other's files: pyspark 4.3.0, "
+        "databricks-connect 17.2.0"
+    )
+    assert finding.remedy.startswith("pip uninstall -y pyspark databricks-connect")
+    finding = of("PySpark", check_spark(application(pyspark=("4.3.0", "/x/pyspark"), version="3.5.9")))
+    assert finding.level is Level.ERROR
+    assert finding.found.startswith("two PySparks are on the path: PySpark 4.3.0 (/x/pyspark), and that of Spark 3.5.9")
+    assert finding.remedy == "Unset SPARK_HOME, or pip install pyspark==3.5.9"
+
+
+@pytest.mark.parametrize(("server", "level"), [("4.2.1", Level.WARNING), ("4.10.0", Level.OK), ("4.3.1", Level.OK)])
+def test_a_client_newer_than_its_server_and_the_reverse(server: str, level: Level) -> None:
+    finding = of("PySpark", check_spark(application(pyspark=("4.3.0", "/x"), version=server, connect=True)))
+    assert (finding.level, "pip install 'pyspark-client==4.2.*'" in finding.remedy) == (level, level is Level.WARNING)
+
+
 def test_too_few_slots_are_what_a_run_says_of_them() -> None:
     lacking = f"num_proc=10: 10 slots wanted, 4 there (master yarn). {AT_ONCE} Ask for fewer ranks."
     finding = of("slots", check_spark(application(asked=10, lacking=lacking)))
