@@ -108,7 +108,7 @@ class Attempt:
             )
             looks = [] if hub is None else [_look(job, hub, size, config, local)]
             if feeding is not None:
-                looks.append(partial(feeding.look, lambda: bool(hub and hub.snapshot()[0]) or job.placed is not False))
+                looks.append(partial(feeding.look, lambda: bool(hub and hub.snapshot()[0]) or bool(job.placed)))
             attend(job, hub, monitor, _STOP_GRACE, lambda: _each(looks))
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now

@@ -16,7 +16,8 @@ from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
-from spark_hvd.data.fed import Fed, fed_source
+from spark_hvd.data.fed import fed_source
+from spark_hvd.data.feeders.mapping import Fed
 from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader, TorchLoader
 from spark_hvd.data.readers.dataset import listed
