@@ -1,14 +1,15 @@
 """How long ranks wait for rows that a function makes: in their loop, in threads of theirs, and with feeders.
 
-Two ranks take batches of 32 rows; a step is a sleep that stands for a GPU's. Each way is measured in an epoch of its
-own after one that is not. Two kinds of rows:
+Two ranks take batches of 32 rows of a Parquet file of JPEGs, 320 x 320 pixels; a step is a sleep that stands for a
+GPU's. Each way is measured in an epoch of its own after one that is not. Twice:
 
-- images: JPEGs of 320 x 320 pixels in a Parquet file are decoded by Pillow, on the cores that there are. Where these
-  are two, feeders have no other cores than the ranks have.
-- remote: a function takes 5 ms a row without using a core, one row at a time in a process, as if each process had one
-  other core for it. So eight feeders have eight, whatever this machine has.
+- decoded here: Pillow decodes, on the cores that there are. Where these are two, feeders have no other cores than the
+  ranks have.
+- decoded elsewhere: a sleep of 10 ms an image stands for decoding, one call at a time in a process, as if each process
+  had one other core for it: eight feeders have eight, whatever this machine has. What goes to and fro is as large as
+  JPEGs and pixels are, 224 x 224.
 
-`python -m benchmarks.feeders [--feeders 8] [--rounds 3] [--images 1280] [--rows 2560]`
+`python -m benchmarks.feeders [--feeders 8] [--rounds 3] [--images 2560]`
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import spark_hvd
+from spark_hvd.data import Mapped
 
 MINUTES = 6
-BATCH, PIXELS, ROW_SECONDS = 32, 320, 0.005
-STEPS = {"images": 0.1, "remote": 0.06}
+BATCH, PIXELS, IMAGE_SECONDS, DIFFERENT = 32, 320, 0.01, 128
+STEPS = {"here": 0.1, "elsewhere": 0.14}
 """Seconds of a step, which sleeps."""
 _cores: dict[str, threading.Lock] = {}
 """Of this process: empty when functions are pickled, since locks cannot be."""
@@ -46,14 +48,15 @@ def write_images(path: str, rows: int) -> float:
     from PIL import Image
 
     random, jpegs = np.random.default_rng(0), []
-    for _ in range(rows):
+    for _ in range(DIFFERENT):
         soft = Image.fromarray(random.integers(0, 256, (20, 20, 3), np.uint8)).resize((PIXELS, PIXELS))
         noisy = np.asarray(soft).astype(np.int16) + random.integers(-8, 9, (PIXELS, PIXELS, 3))
         file = io.BytesIO()
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
         jpegs.append(file.getvalue())
-    pq.write_table(pa.table({"jpeg": jpegs, "label": range(rows)}), path, row_group_size=128)
-    return sum(map(len, jpegs)) / rows / 1000
+    repeated = [jpegs[number % DIFFERENT] for number in range(rows)]
+    pq.write_table(pa.table({"jpeg": repeated, "label": range(rows)}), path, row_group_size=128)
+    return sum(map(len, jpegs)) / DIFFERENT / 1000
 
 
 def decode(rows: pa.RecordBatch) -> dict[str, Any]:
@@ -64,13 +67,12 @@ def decode(rows: pa.RecordBatch) -> dict[str, Any]:
     return {"image": np.stack(images), "label": rows.column("label")}
 
 
-def remote(rows: pa.RecordBatch) -> dict[str, Any]:
-    """Rows that something else is at work for, one at a time."""
+def decode_elsewhere(rows: pa.RecordBatch) -> dict[str, Any]:
+    """Pixels, after as long as something else would take to decode them, one call at a time."""
     core = _cores.setdefault("the other one", threading.Lock())
-    for _ in range(rows.num_rows):
-        with core:
-            time.sleep(ROW_SECONDS)
-    return {"image": np.zeros((rows.num_rows, 16), np.float32), "label": rows.column("label")}
+    with core:
+        time.sleep(IMAGE_SECONDS * rows.num_rows)
+    return {"image": np.zeros((rows.num_rows, 224, 224, 3), np.uint8), "label": rows.column("label")}
 
 
 def train(step: float, in_loop: Any) -> tuple[float, float, list[int]]:
@@ -103,8 +105,8 @@ def train(step: float, in_loop: Any) -> tuple[float, float, list[int]]:
 
 def measure(kind: str, path: str, rows: int, feeders: int, rounds: int, spark: Any) -> None:
     """Print a table."""
-    function, step = (decode if kind == "images" else remote), STEPS[kind]
-    mapped = spark_hvd.data.Mapped(path, function, rows_at_once=8)
+    function, step = (decode if kind == "here" else decode_elsewhere), STEPS[kind]
+    mapped = Mapped(path, function, rows_at_once=4)
     ways: dict[str, dict[str, Any]] = {
         "in the loop (collate_fn)": {"data": {"train": path}, "args": (step, function)},
         "two threads of the rank (Mapped)": {"data": {"train": mapped}, "args": (step, None)},
@@ -116,8 +118,8 @@ def measure(kind: str, path: str, rows: int, feeders: int, rounds: int, spark: A
             ranks = spark_hvd.run(train, num_proc=2, verbose=0, spark=spark, **options)
             assert sorted(ranks[0][2] + ranks[1][2]) == list(range(rows))
             found[way].append((statistics.mean(each[0] for each in ranks), sum(each[1] for each in ranks) * BATCH))
-    print(f"\n{kind}: {rows} rows, a step sleeps {step * 1000:.0f} ms\n")
-    print("| | waits for data | range | rows/s |\n|---|---|---|---|")
+    print(f"\ndecoded {kind}: {rows} images, a step sleeps {step * 1000:.0f} ms, load {os.getloadavg()[0]:.1f}\n")
+    print("| | waits for data | range | images/s |\n|---|---|---|---|")
     for way, results in found.items():
         shares, rates = zip(*results, strict=True)
         spread = f"{min(shares):.1%} to {max(shares):.1%}"
@@ -125,29 +127,24 @@ def measure(kind: str, path: str, rows: int, feeders: int, rounds: int, spark: A
 
 
 def main() -> None:
-    """Measure both kinds of rows."""
+    """Measure both kinds of decoding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--feeders", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=1280)
-    parser.add_argument("--rows", type=int, default=2560)
+    parser.add_argument("--images", type=int, default=2560)
     arguments = parser.parse_args()
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.master(f"local[{2 + arguments.feeders}]").config("spark.ui.enabled", "false")
     builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.log.level", "ERROR")
     spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
-        size = write_images(f"{folder}/images.parquet", arguments.images)
-        print(f"a JPEG has {size:.0f} kB, its pixels {3 * PIXELS**2 / 1000:.0f} kB")
-        pq.write_table(pa.table({"label": range(arguments.rows)}), f"{folder}/rows.parquet", row_group_size=256)
-        few = min(2, arguments.feeders)  # as many as there are cores, for what needs them
-        for kind, path, rows, feeders in (
-            ("remote", f"{folder}/rows.parquet", arguments.rows, arguments.feeders),
-            ("images", f"{folder}/images.parquet", arguments.images, few),
-        ):
-            measure(kind, path, rows, feeders, arguments.rounds, spark)
+        path, rows = f"{folder}/images.parquet", arguments.images
+        size = write_images(path, rows)
+        print(f"{os.cpu_count()} cores; a JPEG has {size:.0f} kB, its pixels {3 * PIXELS**2 / 1000:.0f} kB", flush=True)
+        measure("elsewhere", path, rows, arguments.feeders, arguments.rounds, spark)
+        # as many feeders as there are cores, for what needs these
+        measure("here", path, rows, min(os.cpu_count() or 1, arguments.feeders), arguments.rounds, spark)
     spark.stop()
 
 
