@@ -1,15 +1,15 @@
 """How long ranks wait for rows that a function makes: in their loop, in threads of theirs, and with feeders.
 
 Two ranks take batches of 32 rows of a Parquet file of JPEGs, 320 x 320 pixels; a step is a sleep that stands for a
-GPU's. Each way is measured in an epoch of its own after one that is not. Twice:
+GPU's. Each way is measured in an epoch, after one that is left early. Twice:
 
 - decoded here: Pillow decodes, on the cores that there are. Where these are two, feeders have no other cores than the
   ranks have.
-- decoded elsewhere: a sleep of 10 ms an image stands for decoding, one call at a time in a process, as if each process
+- decoded elsewhere: a sleep of 30 ms an image stands for decoding, one call at a time in a process, as if each process
   had one other core for it: eight feeders have eight, whatever this machine has. What goes to and fro is as large as
   JPEGs and pixels are, 224 x 224.
 
-`python -m benchmarks.feeders [--feeders 8] [--rounds 3] [--images 2560]`
+`python -m benchmarks.feeders [--feeders 8] [--rounds 3] [--images 2560] [--only elsewhere]`
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import spark_hvd
 from spark_hvd.data import Mapped
 
 MINUTES = 6
-BATCH, PIXELS, IMAGE_SECONDS, DIFFERENT = 32, 320, 0.01, 128
-STEPS = {"here": 0.1, "elsewhere": 0.14}
+BATCH, PIXELS, IMAGE_SECONDS, DIFFERENT = 32, 320, 0.03, 128
+STEPS = {"here": 0.1, "elsewhere": 0.45}
 """Seconds of a step, which sleeps."""
 _cores: dict[str, threading.Lock] = {}
 """Of this process: empty when functions are pickled, since locks cannot be."""
@@ -76,7 +76,7 @@ def decode_elsewhere(rows: pa.RecordBatch) -> dict[str, Any]:
 
 
 def train(step: float, in_loop: Any) -> tuple[float, float, list[int]]:
-    """Of two epochs, the share of the second in which a rank waits for data, its batches a second, and its rows."""
+    """The share of an epoch in which a rank waits for data, its batches a second, and its rows."""
     import torch
 
     import spark_hvd.torch as hvd
@@ -86,17 +86,15 @@ def train(step: float, in_loop: Any) -> tuple[float, float, list[int]]:
 
     shard = hvd.get_dataset_shard("train")
     loader = shard.torch_batches(BATCH, shuffle=True, collate_fn=None if in_loop is None else collated)
-    for _ in range(2):
+    for only in (3, len(loader)):
         hvd.barrier()
         labels: list[int] = []
         waited, began = 0.0, time.perf_counter()
         batches = iter(loader)
-        while True:
+        for _ in range(only):
             asked = time.perf_counter()
-            batch = next(batches, None)
+            batch = next(batches)
             waited += time.perf_counter() - asked
-            if batch is None:
-                break
             labels += batch["label"].tolist()
             time.sleep(step)
         took = time.perf_counter() - began
@@ -132,6 +130,7 @@ def main() -> None:
     parser.add_argument("--feeders", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=2560)
+    parser.add_argument("--only", choices=STEPS, help="where images are decoded; by default both are measured")
     arguments = parser.parse_args()
     from pyspark.sql import SparkSession
 
@@ -142,9 +141,10 @@ def main() -> None:
         path, rows = f"{folder}/images.parquet", arguments.images
         size = write_images(path, rows)
         print(f"{os.cpu_count()} cores; a JPEG has {size:.0f} kB, its pixels {3 * PIXELS**2 / 1000:.0f} kB", flush=True)
-        measure("elsewhere", path, rows, arguments.feeders, arguments.rounds, spark)
-        # as many feeders as there are cores, for what needs these
-        measure("here", path, rows, min(os.cpu_count() or 1, arguments.feeders), arguments.rounds, spark)
+        cores = min(os.cpu_count() or 1, arguments.feeders)  # as many feeders, for what needs these
+        for kind, feeders in (("elsewhere", arguments.feeders), ("here", cores)):
+            if arguments.only in (None, kind):
+                measure(kind, path, rows, feeders, arguments.rounds, spark)
     spark.stop()
 
 

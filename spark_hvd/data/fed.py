@@ -100,7 +100,8 @@ class FedReader(Reader[BatchT]):
             made = (
                 self._form.of(pa.Table.from_batches([each]), where) for each in ahead(start, enumerate(given), number)
             )
-            yield from self._form.cut(one_ahead(thread, made), sizes)
+            # A batch is cut while the one before is used, so that who takes it waits for one thread once.
+            yield from one_ahead(thread, self._form.cut(made, sizes))
 
     def close(self) -> None:
         """See base class."""
