@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 import spark_hvd
 from spark_hvd.data import Mapped
 
-MINUTES = 6
+MINUTES = 15
 BATCH, PIXELS, IMAGE_SECONDS, DIFFERENT = 32, 320, 0.03, 128
 STEPS = {"here": 0.1, "elsewhere": 0.45}
 """Seconds of a step, which sleeps."""
