@@ -209,6 +209,14 @@ class RunConfig(CommonConfig):
         least=0,
     )
 
+    feeders: int = option(
+        0,
+        "Spark tasks, beside those of the ranks, in which the functions of ``spark_hvd.data.Mapped`` run; 0 to have "
+        "them run in the ranks.",
+        least=0,
+        unit="Spark tasks",
+    )
+
     @property
     def num_tasks(self) -> int | None:
         """Spark tasks that run at the same time; None for as many as there are slots."""

@@ -84,7 +84,7 @@ def run_elastic_local(
     with stored(sets) as sources, make_monitor(config, fn, num_proc) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor, config.port_range)
         closing.callback(hub.close)
-        task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources)
+        task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources, maps=sets.maps)
         spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)
         agent = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
         job = ThreadJob(lambda number: agent(number=number, task=number), config.limits.max_num_proc)

@@ -139,7 +139,13 @@ def run_elastic(
         hub = open_hub(session, lambda bind, public: ElasticHub(config.limits, bind, public, monitor, port_range))
         closing.callback(hub.close)
         common_spec = TaskSpec(
-            config, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share, sources=sources
+            config,
+            run_id,
+            hub.address,
+            spool,
+            may_share_gpus=resources.plan.may_share,
+            sources=sources,
+            maps=sets.maps,
         )
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc

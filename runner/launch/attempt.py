@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from spark_hvd.runner.channel.state import FALLBACK_AFTER, FALLBACK_AFTER_HERE, 
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attend import Grace, attend
 from spark_hvd.runner.launch.data import Given
+from spark_hvd.runner.launch.feeding import Feeding, Room
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import ClusterError, StartTimeoutError
@@ -57,6 +58,7 @@ class Attempt:
     resources: TaskResources
     monitor: Monitor
     data: Given
+    room: Room
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
@@ -67,7 +69,7 @@ class Attempt:
             KeyboardInterrupt: after every rank has been stopped.
         """
         session, config, monitor = self.session, self.config, self.monitor
-        size = tasks * config.procs_per_task
+        size, tag = tasks * config.procs_per_task, f"{self.run_id}.{generation}"
         rows = None
         if self.data.frames:
             from spark_hvd.runner.spark.input import InputRows
@@ -79,6 +81,9 @@ class Attempt:
                 check_system()
             if (hub := self._open_hub(size, local)) is not None:
                 closing.callback(hub.close)
+            feeding = None
+            if self.room.feeders:
+                feeding = closing.enter_context(Feeding(session, config, self.data.maps, self.room, self.name, tag))
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(
                 config,
@@ -89,6 +94,8 @@ class Attempt:
                 generation=generation,
                 sources=self.data.sources,
                 schemas={} if rows is None else rows.schemas,
+                maps=self.data.maps,
+                feed=None if feeding is None else feeding.address,
             )
             again = f", restart {generation}" if generation else ""
             job = TaskJob(
@@ -98,11 +105,14 @@ class Attempt:
                     "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, fed=rows is not None
                 ),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
-                f"{self.run_id}.{generation}",
+                tag,
                 self.resources.profile,
                 input_frame=None if rows is None else rows.frame,
             )
-            attend(job, hub, monitor, _STOP_GRACE, *([] if hub is None else [_look(job, hub, size, config, local)]))
+            looks = [] if hub is None else [_look(job, hub, size, config, local)]
+            if feeding is not None:
+                looks.append(partial(feeding.look, lambda: bool(hub and hub.snapshot()[0]) or bool(job.placed)))
+            attend(job, hub, monitor, _STOP_GRACE, lambda: _each(looks))
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
@@ -193,6 +203,11 @@ def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}): set spark.driver.bindAddress to an address of this machine"
         ) from error
+
+
+def _each(looks: Sequence[Callable[[], None]]) -> None:
+    for look in looks:
+        look()
 
 
 def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> Callable[[], None]:

@@ -8,15 +8,18 @@ import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from spark_hvd.runner.outcome.payload import UnpicklableError, explain
 from spark_hvd.runner.spark.session import tells_case_apart
+from spark_hvd.world.pickles import dumps
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from spark_hvd.data.feeders.mapping import Mapped, RowMap
     from spark_hvd.data.readers.errors import TableError
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.tables import SparkRead
@@ -27,7 +30,7 @@ _log = logging.getLogger(__name__)
 KINDS = (
     "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face or Arrow, or what Arrow can import, as tables "
     "of Polars or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or "
-    "of such a table; or a list of paths of Parquet files"
+    "of such a table; a list of paths of Parquet files; or one of these as Mapped"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
 _INSTEAD = {
@@ -48,12 +51,14 @@ class Given:
         tables: In this program's memory.
         sources: Pickled: ranks read these themselves.
         refused: Tables that only Spark may be able to read.
+        maps: What the rows of a data set go through, by its name.
     """
 
     frames: Mapping[str, DataFrame | Split | Windows] = field(default_factory=dict)
     tables: Mapping[str, pa.Table | Windows] = field(default_factory=dict)
     sources: Mapping[str, bytes] = field(default_factory=dict)
     refused: Mapping[str, _Refused] = field(default_factory=dict)
+    maps: Mapping[str, RowMap] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.frames or self.tables or self.sources or self.refused)
@@ -99,16 +104,13 @@ class Given:
         Raises:
             DataError: it cannot.
         """
-        return Given(
-            {**self.frames, **{name: each.frame(name, session) for name, each in self.refused.items()}},
-            self.tables,
-            self.sources,
-        )
+        read = {name: each.frame(name, session) for name, each in self.refused.items()}
+        return replace(self, frames={**self.frames, **read}, refused={})
 
     def in_spark(self, session: SparkSession) -> Given:
         """The same with all tables as Spark's frames, to be fed to tasks that may run on any host."""
         made = {name: _frame_of(session, table) for name, table in self.tables.items()}
-        return Given({**self.frames, **made}, {}, self.sources, self.refused)
+        return replace(self, frames={**self.frames, **made}, tables={})
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,12 @@ def given(data: Mapping[str, Any] | None) -> Given:
     tables: dict[str, pa.Table | Windows] = {}
     sources: dict[str, bytes] = {}
     refused: dict[str, _Refused] = {}
+    maps: dict[str, RowMap] = {}
     for name, value in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')
+        if _is_mapped(value):
+            maps[name], value = _row_map(name, value), value.rows
         if isinstance(value, str | os.PathLike) or _are_paths(value) or _is_table(value):
             from spark_hvd.data.readers.errors import TableError
             from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
@@ -181,7 +186,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
             )
         else:
             raise TypeError(f"data[{name!r}] is of type {type(value).__qualname__}: expected {KINDS}")
-    return Given(frames, tables, sources, refused)
+    return Given(frames, tables, sources, refused, maps)
 
 
 def check_rows(data: str, rows: int) -> None:
@@ -214,6 +219,24 @@ def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
                 f"data[{data!r}] has more than one column {name!r} for Spark, which does not tell it from "
                 f"{first[name.casefold()]!r}: rename one of them, or set spark.sql.caseSensitive to true"
             )
+
+
+def _is_mapped(value: Any) -> TypeGuard[Mapped]:
+    mapping = sys.modules.get("spark_hvd.data.feeders.mapping")
+    return mapping is not None and isinstance(value, mapping.Mapped)
+
+
+def _row_map(name: str, value: Mapped) -> RowMap:
+    from spark_hvd.data.feeders.mapping import RowMap
+
+    try:
+        code = dumps(value.fn)
+    except Exception as error:
+        raise UnpicklableError(
+            f"cannot send the function of data[{name!r}]: {explain([('fn', value.fn)], error)}\n"
+            "Create it inside the function instead, or pass what it is made from (a path, a configuration)."
+        ) from error
+    return RowMap(code, value.columns, value.rows_at_once, value.random)
 
 
 def _is_windows(value: Any) -> TypeGuard[Windows]:

@@ -84,7 +84,7 @@ def run_local(
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with sets.on_disk() as folders, make_monitor(config, fn, num_proc) as monitor:
-        given_data = {"sources": sets.sources, "folders": folders}
+        given_data = {"sources": sets.sources, "folders": folders, "maps": sets.maps}
 
         def start(generation: int, lost: RunError | None) -> list[R]:
             return _attempt(config, run_id, payload, num_proc, monitor, generation, given_data)

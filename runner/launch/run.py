@@ -15,6 +15,7 @@ from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.early import torch_loading
+from spark_hvd.runner.launch.feeding import room_beside
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
@@ -49,15 +50,16 @@ class SlotShares:
         self._told = False
 
     @contextmanager
-    def held(self, tasks: int, slots: int | None) -> Iterator[None]:
+    def held(self, tasks: int, slots: int | None, more: Fraction = Fraction(0)) -> Iterator[None]:
         """Hold slots for this run; waits until they are free.
 
         Kinds of tasks differ in cores and GPUs, so shares are compared; where ``slots`` is None there is no wait.
+        ``more`` is the share of its other tasks.
 
         Raises:
             KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
         """
-        share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)))
+        share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)) + more)
         me, thread = object(), threading.get_ident()
         with self._changed:
             if thread in self._threads:  # within a run, as from its tracker: the wait for that one would never end
@@ -110,6 +112,7 @@ def run(
     num_proc: int | None = None,
     *,
     data: Mapping[str, Any] | None = None,
+    feeders: int = 0,
     spark: SparkSession | None = None,
     backend: str | None = None,
     procs_per_task: int = 1,
@@ -156,14 +159,17 @@ def run(
     sets = sets.read_by(session)
     on_spark.check_barrier_possible(session)
     tasks, resources = tasks_of(session, config)
+    room = room_beside(session, config, sets, tasks, resources)
+    tasks = room.tasks
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
-        slot_shares.held(tasks, task_slots(session, resources)),
+        slot_shares.held(tasks, task_slots(session, resources), room.share),
         torch_loading(session, config.env),
         make_monitor(config, fn, tasks * config.procs_per_task) as monitor,
     ):
-        attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets.in_spark(session))
+        sets = sets.in_spark(session)
+        attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets, room)
 
         def start(generation: int, lost: RunError | None) -> list[R]:
             there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark import BarrierTaskContext
 
+    from spark_hvd.data.feeders.mapping import RowMap
+    from spark_hvd.data.feeders.sockets import FeedAddress
     from spark_hvd.runner.channel.hub import Hub
     from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
@@ -58,6 +60,8 @@ class TaskSpec:
         sources: Of data sets that ranks read themselves, pickled, by name.
         schemas: Of those whose rows come to the tasks, see :class:`~spark_hvd.runner.spark.input.InputRows`.
         folders: Of those whose rows are on this host's disk.
+        maps: What rows of data sets go through, by name.
+        feed: Where they do; None: in the ranks.
     """
 
     config: CommonConfig = field(repr=False)
@@ -71,6 +75,8 @@ class TaskSpec:
     sources: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     schemas: Mapping[str, tuple[int, bytes]] = field(default_factory=dict, repr=False)
     folders: Mapping[str, str] = field(default_factory=dict)
+    maps: Mapping[str, RowMap] = field(default_factory=dict, repr=False)
+    feed: FeedAddress | None = None
 
     @property
     def mpi(self) -> str | None:
@@ -127,12 +133,16 @@ class TaskSpec:
         return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
 
     def _data(self, part: int, parts: int) -> dict[str, bytes]:
-        if not self.folders:
-            return dict(self.sources)
-        from spark_hvd.data.spool import SpoolSource
+        found = dict(self.sources)
+        if self.folders:
+            from spark_hvd.data.spool import SpoolSource
 
-        rows = {name: pickle.dumps(SpoolSource(folder, part, parts)) for name, folder in self.folders.items()}
-        return {**self.sources, **rows}
+            found |= {name: pickle.dumps(SpoolSource(folder, part, parts)) for name, folder in self.folders.items()}
+        if self.maps:
+            from spark_hvd.data.feeders.mapping import Fed
+
+            found |= {name: pickle.dumps(Fed(found[name], each, self.feed)) for name, each in self.maps.items()}
+        return found
 
 
 def run_task(

@@ -1,7 +1,7 @@
 """The rows that a rank trains on, for any framework.
 
-May import the context and what is below it, store, its own readers and series; no pyspark. Doors: handed, shard, spool.
-Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
+May import the context and what is below it, store, its own readers, series and feeders; no pyspark. Doors: handed,
+shard, spool. Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
+    from spark_hvd.data.feeders.mapping import Mapped
     from spark_hvd.data.handed import get_dataset_shard
     from spark_hvd.data.images import ImageAugmentation, ImageDecoder
     from spark_hvd.data.loader import ShardLoader, TorchLoader
@@ -21,6 +22,7 @@ _HOMES = {
     "DatasetShard": "shard",
     "ImageAugmentation": "images",
     "ImageDecoder": "images",
+    "Mapped": "feeders.mapping",
     "ShardLoader": "loader",
     "TorchLoader": "loader",
     "Windows": "series.windows",
@@ -33,6 +35,7 @@ __all__ = [
     "DatasetShard",
     "ImageAugmentation",
     "ImageDecoder",
+    "Mapped",
     "ShardLoader",
     "TorchLoader",
     "Windows",

@@ -196,7 +196,7 @@ class UnitReader(Reader[BatchT]):
         seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)
         pieces = _pieces_of(self._counts, self._owned, seed).cut(share).pieces()
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
-            yield from self._form.cut(_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
+            yield from self._form.cut(one_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
 
     def close(self) -> None:
         """See base class."""
@@ -314,7 +314,7 @@ def _runs(places: Ints) -> list[Interval]:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
+def one_ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
     """The items, of which the next is made while one is used."""
     coming = pool.submit(next, items, None)
     while (item := coming.result()) is not None:

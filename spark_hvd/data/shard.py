@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
+from spark_hvd.data.fed import fed_source
+from spark_hvd.data.feeders.mapping import Fed
 from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader, TorchLoader
 from spark_hvd.data.readers.dataset import listed
@@ -199,12 +202,14 @@ def _weigh(
     batch[name] = made.astype(np.float32) if isinstance(made, np.ndarray) else made.float()
 
 
-def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
+def source_here(name: str, told: DataSource | SpoolSource | Fed) -> DataSource:
     """What this rank reads of what it was told of a data set. To be called by all ranks.
 
     Raises:
-        DataError: the rows of a DataFrame do not come, or its series are not what windows need.
+        DataError: the rows of a DataFrame do not come, its series are not what windows need, or its function fails.
     """
+    if isinstance(told, Fed):
+        return fed_source(name, source_here(name, pickle.loads(told.inner)), told)
     if not isinstance(told, SpoolSource):
         return told
     spool = told.open()

@@ -12,17 +12,14 @@ hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import zmq
-import zmq.auth
 import zmq.utils.monitor
 
 from spark_hvd.collectives.messages import Decision, decode, encode
+from spark_hvd.engine.curve import Keys, url
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange, bound
@@ -39,25 +36,6 @@ CLOSE_GRACE_SECONDS = 0.3
 end for members to go."""
 _NEVER_MS = 1 << 30
 _EVERYONE = b"a"
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The two CURVE key pairs of a world: the coordinators' and the members'."""
-
-    server_public: bytes
-    server_secret: bytes
-    member_public: bytes
-    member_secret: bytes
-
-    @classmethod
-    def of(cls, secret: bytes) -> Keys:
-        """The keys that belong to a world's secret."""
-        pairs = []
-        for who in (b"coordinator", b"member"):
-            private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd collectives " + who, hashlib.sha256).digest())
-            pairs += [zmq.curve_public(private), private]
-        return cls(*pairs)
 
 
 class CoordinatorSockets:
@@ -222,35 +200,3 @@ def _received(each: zmq.Socket[bytes]) -> bytes | None:
     if not int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         return None
     return each.recv(zmq.NOBLOCK)
-
-
-def url(endpoint: Endpoint) -> str:
-    """ZeroMQ's form of an address; port 0 stands for any."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    return f"tcp://{host}:{endpoint.port or '*'}"
-
-
-class ZapAuthenticator:
-    """Lets the holders of a member's key connect to a coordinator, and nobody else (https://rfc.zeromq.org/spec/27).
-
-    It belongs to one thread. pyzmq's own authenticators bring a thread and an event loop for each context; the engine
-    has a thread already.
-    """
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind("inproc://zeromq.zap.01")
-        self._allowed: set[bytes] = set()
-
-    def allow(self, public_key: bytes) -> None:
-        """Let in the holder of this key, given as Z85 text."""
-        self._allowed.add(zmq.utils.z85.decode(public_key))
-
-    def handle_requests(self) -> None:
-        """Answer what has been asked."""
-        while self.socket.poll(0):
-            version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-            known = mechanism == b"CURVE" and credentials[0] in self._allowed
-            status, text = (b"200", b"OK") if known else (b"400", b"no key of this world")
-            self.socket.send_multipart([version, request, status, text, b"", b""])

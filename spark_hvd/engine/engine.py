@@ -24,7 +24,8 @@ from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Decision
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
+from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets, MemberSockets
+from spark_hvd.engine.curve import Keys, ZapAuthenticator
 from spark_hvd.engine.links import CoordinatorLink, LoneLink, MemberLink
 from spark_hvd.engine.service import Coordination
 from spark_hvd.engine.timeline import WorldTimeline

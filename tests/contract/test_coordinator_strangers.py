@@ -22,7 +22,8 @@ import zmq
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.messages import decode
 from spark_hvd.context import standing
-from spark_hvd.engine.channel import MAX_MESSAGE, Keys
+from spark_hvd.engine.channel import MAX_MESSAGE
+from spark_hvd.engine.curve import Keys
 from spark_hvd.engine.service import Coordination
 from spark_hvd.world.config import Config
 from tests.ranks import Ranks, ranks

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from spark_hvd.engine.channel import CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.engine.channel import CoordinatorSockets, MemberSockets
+from spark_hvd.engine.curve import Keys
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import HubState
 from tests.conftest import wait_until

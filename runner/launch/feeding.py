@@ -1,0 +1,200 @@
+"""The feeders of a run, seen from the driver: whether there is room for them, their Spark job, and its end."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import zmq
+
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError, RunError, StartTimeoutError
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.entry import task_of
+from spark_hvd.runner.spark.job import TaskJob
+from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.slots import task_slots
+from spark_hvd.runner.stopping import check_stop
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from spark_hvd.data.feeders.mapping import RowMap
+    from spark_hvd.data.feeders.sockets import FeedAddress
+    from spark_hvd.runner.launch.data import Given
+
+_log = logging.getLogger(__name__)
+_SETTLE = 10.0
+"""Seconds that executors get to register for the feeders, once there are enough for the ranks."""
+_STARTS = 4
+"""How often the feeders' job is started before its failure is the run's: as often as Spark tries a task, which on a
+local master it does once."""
+_ASK_EVERY = 0.2
+_GRACE, _KILL = 2.0, 10.0
+"""Seconds for feeders to end when they are told to, and once their job is cancelled."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where feeders are to be.
+
+    Attributes:
+        tasks: Spark tasks of ranks.
+        feeders: Spark tasks of feeders.
+        share: Of the application's slots, what feeders take.
+        resources: What each of them gets; None where there are none.
+    """
+
+    tasks: int
+    feeders: int = 0
+    share: Fraction = Fraction(0)
+    resources: TaskResources | None = None
+
+
+def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: int, of_ranks: TaskResources) -> Room:
+    """Make sure that feeders find slots beside so many tasks of ranks, for which there is room.
+
+    Where the number of ranks was left open, they leave as much room as feeders need.
+
+    Raises:
+        ValueError: there is nothing for feeders to do.
+        NotEnoughSlotsError: naming the slots wanted, those there, and what to change.
+    """
+    feeders = config.feeders
+    if not feeders:
+        return Room(tasks)
+    if not sets.maps:
+        raise ValueError(
+            f"feeders={feeders}: none of the data sets of data= goes through a function. Give "
+            'data={"train": spark_hvd.data.Mapped(rows, function)}, or leave feeders= out'
+        )
+    try:
+        mine = task_resources(session, Ask(gpus_per_proc=0))
+    except ClusterError:  # before PySpark 4 a stage cannot do without GPUs where others have some
+        mine = task_resources(session, Ask())
+    deadline = time.monotonic() + min(config.start_timeout, _SETTLE)
+    while True:
+        slots, room = task_slots(session, of_ranks), task_slots(session, mine)
+        if slots is None or room is None:  # Spark Connect does not tell
+            return Room(tasks, feeders, resources=mine)
+        share = Fraction(feeders, max(room, 1))
+        left = int((1 - share) * slots)
+        if left >= (1 if config.num_proc is None else tasks):
+            return Room(min(tasks, left), feeders, share, mine)
+        if on_spark.is_local(session) or time.monotonic() > deadline:
+            break
+        check_stop()
+        time.sleep(_ASK_EVERY)
+    wanted = 1 if config.num_proc is None else tasks
+    fewer = f"feeders={int((1 - Fraction(wanted, max(slots, 1))) * room)}" if slots > wanted else "no feeders"
+    raise NotEnoughSlotsError(
+        f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots wanted, {room} there. Each feeder "
+        f"takes a slot beside those of the ranks for as long as the run. Ask for fewer, {fewer}, or "
+        + (f'start the session with master("local[{wanted + feeders}]")' if on_spark.is_local(session) else _MORE)
+    )
+
+
+_MORE = "give the application more executors or cores (spark.executor.instances, spark.executor.cores, spark.cores.max)"
+
+
+class Feeding:
+    """Feeders for one start of a run's ranks, to its end.
+
+    Their job begins once ranks run: a barrier stage finds its slots free before.
+
+    Raises:
+        ClusterError: this program cannot listen for them.
+    """
+
+    def __init__(
+        self, session: SparkSession, config: RunConfig, maps: Mapping[str, RowMap], room: Room, name: str, tag: str
+    ) -> None:
+        from spark_hvd.data.feeders.directory import Directory
+
+        self._session, self._config, self._maps, self._room = session, config, maps, room
+        self._name, self._tag = name, f"{tag}.feeders"
+        try:
+            public, bind = on_spark.driver_hosts(session)
+            self._directory = Directory(on_spark.address_of(bind), public, config.port_range, room.feeders)
+        except (OSError, zmq.ZMQBaseError) as error:
+            raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
+        self._job: TaskJob | None = None
+        self._started, self._next_look, self._deadline = 0, 0.0, 0.0
+
+    def __enter__(self) -> Feeding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._directory.end()
+        if self._job is not None:
+            self._job.wait(_GRACE)
+            if self._job.running:
+                self._job.cancel()
+                self._job.wait(_KILL)
+        self._directory.close()
+
+    @property
+    def address(self) -> FeedAddress:
+        """What ranks are told."""
+        return self._directory.address
+
+    def look(self, ranks_run: Callable[[], bool]) -> None:
+        """Start the job when ranks run, and again where it has failed; to be called many times a second.
+
+        Raises:
+            StartTimeoutError: no feeder has been heard of in ``start_timeout``.
+            RunError: the job has failed as often as it may; from Spark's error.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _ASK_EVERY
+        if self._job is None:
+            if ranks_run():
+                self._start()
+        elif not self._job.running:
+            self._again(self._job.error)
+        elif not self._directory.come and now > self._deadline:
+            raise StartTimeoutError(
+                f"no feeder of {self._room.feeders} was heard of start_timeout={self._config.start_timeout:g} s after "
+                "the ranks had started. Each takes a task slot beside those of the ranks, and reaches this program at "
+                f"{self.address.endpoint.host}: wait for the jobs that hold slots, ask for fewer feeders, or see "
+                "spark.driver.host"
+            )
+
+    def _start(self) -> None:
+        assert self._room.resources is not None
+        from spark_hvd.runner.supervise.feeding import FeederSpec
+
+        spec = FeederSpec(self._config, self.address, self._maps)
+        self._started += 1
+        self._deadline = time.monotonic() + self._config.start_timeout
+        self._job = TaskJob(
+            self._session,
+            self._room.feeders,
+            task_of("supervise.feeding", "run_feeder", pickle.dumps(spec), b""),
+            f"spark_hvd: {self._room.feeders} feeders of {self._name}",
+            self._tag,
+            self._room.resources.profile,
+            barrier=False,
+        )
+
+    def _again(self, error: Exception | None) -> None:
+        said = "they ended" if error is None else str(error).strip().partition("\n")[0]
+        if self._started < _STARTS:
+            _log.warning("the feeders of this run are started again (%d of %d): %s", self._started, _STARTS - 1, said)
+            self._start()
+            return
+        raise RunError(
+            f"the Spark job of the feeders failed {self._started} times, the last time with: {said}. Next: look for a "
+            "process that was killed (memory, a crash in native code) in the executors' logs; try the function in "
+            "run_local, where it runs in the ranks"
+        ) from error

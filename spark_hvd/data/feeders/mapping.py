@@ -1,0 +1,157 @@
+"""What ``data=`` is given for rows that go through a function, and the function as some rows go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import single
+
+if TYPE_CHECKING:
+    from spark_hvd.data.feeders.sockets import FeedAddress
+
+ROWS_AT_ONCE = 32
+"""Rows that a function gets at once: of images, a few megabytes of what it makes."""
+
+
+class Mapped:
+    """Rows that go through a function on their way to the ranks; a value for ``data=``.
+
+    With ``spark_hvd.run(..., feeders=6)`` the function runs in six Spark tasks beside the ranks, a few hundred rows
+    ahead of them; without feeders, as in ``run_local``, in threads of the rank. Which rows a rank gets, and in which
+    order, is as without a function.
+
+    Args:
+        rows: What else ``data=`` takes.
+        fn: Function of a ``pyarrow.RecordBatch`` of some rows. Returns as many rows, in their order: a dict of numpy
+            arrays or tensors (rows, ...) or lists by the names of columns, a record batch or table of Arrow, or a
+            pandas DataFrame. It should give the same for the same rows: after a loss it is called for some again.
+        columns: Names of the columns that it gets; None for all.
+        rows_at_once: How many rows it gets at most. It gets fewer where a rank's rows of an epoch end.
+        random: Call ``fn(batch, generator)`` with a ``numpy.random.Generator`` for all that it draws, which follows
+            from the loader's seed, the epoch, the rank and how many rows came before.
+
+    Raises:
+        DataError: an argument is none of these.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __init__(
+        self,
+        rows: Any,
+        fn: Callable[..., Any],
+        *,
+        columns: Sequence[str] | None = None,
+        rows_at_once: int = ROWS_AT_ONCE,
+        random: bool = False,
+    ) -> None:
+        if isinstance(rows, Mapped):
+            raise DataError("Mapped over Mapped: expected one function. Next: give one that calls both")
+        if not callable(fn):
+            raise DataError(f"fn={fn!r}: expected a function of a pyarrow.RecordBatch")
+        if isinstance(columns, str):
+            raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
+        if not isinstance(rows_at_once, int) or rows_at_once < 1:
+            raise DataError(f"rows_at_once={rows_at_once!r}: expected a whole number of rows, at least 1")
+        self.rows, self.fn, self.columns = rows, fn, None if columns is None else tuple(columns)
+        self.rows_at_once, self.random = rows_at_once, random
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """What ranks and feeders are told of a :class:`Mapped`; ``code`` is its function, pickled."""
+
+    code: bytes = field(repr=False)
+    columns: tuple[str, ...] | None
+    rows_at_once: int
+    random: bool
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a rank is told of a data set whose rows go through a function.
+
+    Attributes:
+        inner: What it is told of the rows, pickled.
+        row_map: The function.
+        feed: Where it runs; None: here.
+    """
+
+    inner: bytes
+    row_map: RowMap
+    feed: FeedAddress | None
+
+
+def apply(
+    fn: Callable[..., Any], rows: pa.RecordBatch, draws: Sequence[int] | None, columns: Sequence[str] | None = None
+) -> pa.RecordBatch:
+    """Rows through a function.
+
+    ``draws`` is the seed of its generator; None: it gets none. ``columns`` are those wanted of what it makes; None:
+    all.
+
+    Raises:
+        DataError: it does not return as many rows, or not what can be made a table.
+        Exception: whatever the function raises.
+    """
+    made = fn(rows) if draws is None else fn(rows, np.random.default_rng(draws))
+    table = _table_of(made)
+    if table.num_rows != rows.num_rows:
+        raise DataError(
+            f"the function of Mapped returned {table.num_rows} rows for {rows.num_rows}: expected as many, as ranks "
+            "share out the rows before. Next: leave rows out in the DataFrame, or mark them in a column for fn of run"
+        )
+    if columns is not None:
+        if missing := [name for name in columns if name not in table.column_names]:
+            raise DataError(
+                f"the function of Mapped returned no column {listed(missing)} but {listed(table.column_names)}: "
+                "expected the same columns as for the first row"
+            )
+        table = table.select(list(columns))
+    return single(table.replace_schema_metadata(None))
+
+
+def _table_of(made: Any) -> pa.Table:
+    if isinstance(made, pa.RecordBatch):
+        return pa.Table.from_batches([made])
+    if isinstance(made, pa.Table):
+        return made
+    if isinstance(made, Mapping) and made:
+        return pa.table({name: _column(values) for name, values in made.items()})
+    if type(made).__module__.startswith("pandas.") and hasattr(made, "columns"):
+        return pa.Table.from_pandas(made, preserve_index=False)
+    raise DataError(
+        f"the function of Mapped returned a {type(made).__qualname__}: expected a dict of columns, a pyarrow "
+        "RecordBatch or Table, or a pandas DataFrame"
+    )
+
+
+def _column(values: Any) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, pa.Array | pa.ChunkedArray) or not hasattr(values, "__array__"):
+        return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
+    array = np.asarray(values)
+    column = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for length in reversed(array.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, length)
+    return column
+
+
+def to_bytes(rows: pa.RecordBatch) -> pa.Buffer:
+    """Rows in Arrow's stream format."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_batch(rows)
+    return sink.getvalue()
+
+
+def from_bytes(data: Any) -> pa.RecordBatch:
+    """The inverse, in the memory of ``data``."""
+    with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
+        return stream.read_next_batch()

@@ -1,0 +1,186 @@
+"""A rank's side of the feeders: hands them rows, a few requests each, and takes what they make of these.
+
+A feeder may end at any moment. What it was asked for and has not answered goes to another, so each request is answered
+once, whatever is computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import zmq
+
+from spark_hvd.data.feeders.mapping import from_bytes, to_bytes
+from spark_hvd.data.feeders.sockets import MAX_REQUEST, FeedAddress, SocketThread
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.world.layout import Endpoint
+
+IN_FLIGHT = 2
+"""Requests of a rank that a feeder has at once: one that it works at, and the next."""
+_ASK_AT_FIRST, _ASK_EVERY = 0.1, 1.0
+"""Seconds between two questions who is there, while nobody is and afterwards."""
+
+
+class FunctionFailed(Exception):  # noqa: N818  the cause of what is raised, for its text
+    """Where in a feeder the function of a ``Mapped`` has raised what follows from this."""
+
+
+@dataclass
+class _Request:
+    number: bytes
+    frames: list[Any]
+    future: Future[pa.RecordBatch]
+
+
+@dataclass
+class _Feeder:
+    socket: zmq.Socket[bytes]
+    ends: zmq.Socket[bytes]
+    asked: dict[bytes, _Request] = field(default_factory=dict)
+
+
+class FeederPool(SocketThread):
+    """See the module's description."""
+
+    def __init__(self, feed: FeedAddress) -> None:
+        super().__init__("spark_hvd-fed", feed.secret)
+        self.in_flight = IN_FLIGHT * feed.feeders
+        self._numbers = itertools.count()
+        self._directory = self._client(feed.endpoint)
+        self._feeders: dict[str, _Feeder] = {}
+        self._waiting: deque[_Request] = deque()
+        self._next_question = 0.0
+        self._failure: Exception | None = None
+        self._thread.start()
+
+    def submit(
+        self, data: str, rows: pa.RecordBatch, draws: Sequence[int] | None, columns: Sequence[str] | None
+    ) -> Future[pa.RecordBatch]:
+        """Have a feeder apply the function of a data set to some rows; see :func:`.mapping.apply`.
+
+        Raises:
+            DataError: they are too many bytes for one message.
+        """
+        body, number = to_bytes(rows), str(next(self._numbers)).encode()
+        if body.size > MAX_REQUEST - 4096:
+            raise DataError(
+                f"{rows.num_rows} rows of data set {data!r} have {body.size} bytes: expected at most {MAX_REQUEST}, "
+                "which a feeder takes at once. Next: a smaller rows_at_once= of Mapped"
+            )
+        asked = json.dumps({"data": data, "draws": draws, "columns": columns}).encode()
+        request = _Request(number, [number, asked, body], Future())
+        self._waiting.append(request)
+        self._ring()
+        if self._failure is not None:
+            _settle(request.future.set_exception, self._failure)
+        return request.future
+
+    def _turn(self, ready: set[Any]) -> None:
+        for name, feeder in list(self._feeders.items()):
+            if feeder.socket in ready:
+                self._take_answers(feeder)
+            if feeder.ends in ready:
+                self._drop(name)
+        now = time.monotonic()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._meet(json.loads(self._directory.recv(zmq.NOBLOCK))["feeders"])
+        if now >= self._next_question:
+            self._next_question = now + (_ASK_EVERY if self._feeders else _ASK_AT_FIRST)
+            with contextlib.suppress(zmq.Again):
+                self._directory.send(b"null", zmq.NOBLOCK)
+        self._hand_out()
+
+    def _meet(self, there: dict[str, list[Any]]) -> None:
+        for name in self._feeders.keys() - there.keys():
+            self._drop(name)
+        for name in there.keys() - self._feeders.keys():
+            socket = self._client(Endpoint(*there[name]))
+            ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._poller.register(ends, zmq.POLLIN)
+            self._feeders[name] = _Feeder(socket, ends)
+
+    def _drop(self, name: str) -> None:
+        """Others are to do what this feeder has not answered; it is met again if it is still there."""
+        feeder = self._feeders.pop(name)
+        self._waiting.extendleft(reversed(feeder.asked.values()))
+        self._poller.unregister(feeder.socket)
+        self._poller.unregister(feeder.ends)
+        feeder.socket.disable_monitor()
+        feeder.ends.close(0)
+        feeder.socket.close(0)
+
+    def _take_answers(self, feeder: _Feeder) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                number, error, body = feeder.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                request = feeder.asked.pop(number.bytes)
+                if len(error):
+                    _settle(request.future.set_exception, _raised(error.bytes, body.bytes.decode()))
+                else:
+                    _settle(request.future.set_result, from_bytes(body.buffer))
+
+    def _hand_out(self) -> None:
+        free = [each for each in self._feeders.values() if len(each.asked) < IN_FLIGHT]
+        while self._waiting and free:
+            if self._waiting[0].future.cancelled():
+                self._waiting.popleft()
+                continue
+            feeder = min(free, key=lambda each: len(each.asked))
+            request = self._waiting[0]
+            try:
+                feeder.socket.send_multipart(request.frames, zmq.NOBLOCK, copy=False)
+            except zmq.Again:  # not connected yet
+                free.remove(feeder)
+                continue
+            self._waiting.popleft()
+            feeder.asked[request.number] = request
+            if len(feeder.asked) == IN_FLIGHT:
+                free.remove(feeder)
+
+    def _failed(self, error: Exception) -> None:
+        super()._failed(error)
+        self._failure = error
+        asked = [each for feeder in self._feeders.values() for each in feeder.asked.values()]
+        for request in [*asked, *self._waiting]:
+            _settle(request.future.set_exception, error)
+
+
+def _settle(how: Callable[[Any], None], what: Any) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled: the epoch was left
+        how(what)
+
+
+def _raised(pickled: bytes, text: str) -> BaseException:
+    try:
+        error: BaseException = pickle.loads(pickled)
+    except Exception:  # of a class that does not exist here
+        error = RuntimeError(text.strip().rpartition("\n")[2])
+    error.__cause__ = FunctionFailed(f"in a feeder\n{text.rstrip()}")
+    return error
+
+
+_pools: dict[FeedAddress, tuple[int, FeederPool]] = {}
+_lock = threading.Lock()
+
+
+def pool_of(feed: FeedAddress) -> FeederPool:
+    """The pool of this process: its thread does not survive a fork."""
+    with _lock:
+        process, pool = _pools.get(feed, (0, None))
+        if pool is None or process != os.getpid():
+            pool = FeederPool(feed)
+            _pools[feed] = os.getpid(), pool
+        return pool

@@ -1,0 +1,125 @@
+"""A thread with sockets of ZeroMQ that nobody else touches: what feeders, ranks and their directory have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from spark_hvd.engine.curve import Keys, ZapAuthenticator, url
+from spark_hvd.world.layout import Endpoint
+from spark_hvd.world.ports import PortRange, bound
+
+_log = logging.getLogger(__name__)
+_TICK_MS = 100
+_HANDSHAKE_MS = 5000
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 7000
+MAX_REQUEST = 256 << 20
+"""Bytes that a feeder takes at once. ZeroMQ sets aside what a newcomer announces before it knows who that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedAddress:
+    """Where the directory of a run's feeders is. A secret: send it through Spark's own channels only.
+
+    Attributes:
+        endpoint: Where it listens.
+        secret: From which all keys follow.
+        feeders: How many there are to be.
+    """
+
+    endpoint: Endpoint
+    secret: bytes = field(repr=False)
+    feeders: int
+
+
+class SocketThread:
+    """Serves sockets until it is closed; a subclass says what is done in a turn, and starts the thread."""
+
+    def __init__(self, name: str, secret: bytes) -> None:
+        self._context = zmq.Context(2)  # threads: one encrypts 0.4 GB/s or less
+        self._keys = Keys.of(secret)
+        self._zap: ZapAuthenticator | None = None
+        self._poller = zmq.Poller()
+        self._bell, self._ringer = socket.socketpair()
+        for end in (self._bell, self._ringer):
+            end.setblocking(False)
+        self._poller.register(self._bell, zmq.POLLIN)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def close(self) -> None:
+        """Stop the thread; what was not sent is dropped. Idempotent."""
+        self._closing.set()
+        self._ring()
+        if self._thread.is_alive():
+            self._thread.join(5.0)  # libzmq 4.3.5 may never end a context, see engine.channel
+
+    def _ring(self) -> None:
+        """Have the thread take a turn; from any thread."""
+        with contextlib.suppress(OSError):  # full: it will look anyway
+            self._ringer.send(b"\0")
+
+    def _server(self, host: str, ports: PortRange | None) -> tuple[zmq.Socket[bytes], Endpoint]:
+        """A socket that members may send to, and where it listens.
+
+        Raises:
+            OSError, zmq.ZMQError: it cannot listen there.
+        """
+        self._zap = ZapAuthenticator(self._context)
+        self._zap.allow(self._keys.member_public)
+        self._poller.register(self._zap.socket, zmq.POLLIN)
+        made = self._prepared(zmq.ROUTER, host)
+        made.curve_server = True
+        made.curve_secretkey, made.curve_publickey = self._keys.server_secret, self._keys.server_public
+        made.maxmsgsize = MAX_REQUEST
+        bound(ports, lambda port: made.bind(url(Endpoint(host, port))))
+        return made, Endpoint(host, int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
+
+    def _client(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        made = self._prepared(zmq.DEALER, endpoint.host)
+        made.curve_serverkey = self._keys.server_public
+        made.curve_secretkey, made.curve_publickey = self._keys.member_secret, self._keys.member_public
+        made.immediate = True  # what is sent before there is a connection is refused, not kept
+        made.connect(url(endpoint))
+        return made
+
+    def _prepared(self, kind: int, host: str) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.ipv6 = ":" in host
+        made.linger = 0
+        made.handshake_ivl = _HANDSHAKE_MS
+        made.sndhwm = made.rcvhwm = 0  # what is outstanding is bounded by who asks
+        made.heartbeat_ivl, made.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        self._poller.register(made, zmq.POLLIN)
+        return made
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing.is_set():
+                ready = {each for each, _ in self._poller.poll(_TICK_MS)}
+                with contextlib.suppress(BlockingIOError):
+                    while self._bell.recv(4096):
+                        pass
+                if self._zap is not None:
+                    self._zap.handle_requests()
+                self._turn(ready)
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._context.destroy(linger=0)
+            self._bell.close()
+            self._ringer.close()
+
+    def _turn(self, ready: set[Any]) -> None:
+        """Look at the sockets; ``ready`` are those that something has come to."""
+        raise NotImplementedError
+
+    def _failed(self, error: Exception) -> None:
+        """The thread ends by an error of ours."""
+        _log.exception("%s failed", self._thread.name)
