@@ -124,9 +124,9 @@ class HubServer:
         """Ask every rank to stop; returns at once."""
         self._ask(lambda: self._state.stop(reason))
 
-    def examine(self) -> None:
-        """Have every task look at its rank's process, and tell the listener what it finds; returns at once."""
-        self._ask(self._state.examine)
+    def examine(self, rank: int | None = None) -> None:
+        """Have one rank's task, or all (None), look at its rank's process and tell the listener; returns at once."""
+        self._ask(lambda: self._state.examine(rank))
 
     def wait_gone(self, timeout: float) -> bool:
         """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""

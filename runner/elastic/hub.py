@@ -112,8 +112,9 @@ class ElasticState(HubLogic):
         """Note that an agent's executor will go."""
         return self._told(ev.AgentLeaving(agent, why), now)
 
-    def examine(self) -> list[Send]:
-        return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
+    def examine(self, rank: int | None = None) -> list[Send]:
+        there = sorted(self._present & self.labels.keys())
+        return [Send(agent, {"type": "examine"}) for agent in there if rank in (None, self.labels[agent])]
 
     @property
     def senders(self) -> range:
