@@ -29,6 +29,7 @@ from spark_hvd.world.vitals import Vitals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from spark_hvd.runner.channel.state import Message
     from spark_hvd.runner.watch.display.page import Page
     from spark_hvd.runner.watch.summary import Summary
 
@@ -87,6 +88,10 @@ class Monitor(Listener):
         self._examinations.append((rank, found))
         if self._page is not None:
             self._page.examined(rank, found)
+
+    def profiled(self, rank: int, message: Message) -> None:
+        if self._page is not None:
+            self._page.profiled(rank, message)
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
@@ -148,7 +153,15 @@ class Monitor(Listener):
     def _open_page(self, address: PageAddress) -> None:
         from spark_hvd.runner.watch.display.page import Page, announce
 
-        self._page = Page(address, lambda rank: None if self._hub is None else self._hub.examine(rank))
+        def examine(rank: int) -> None:
+            if self._hub is not None:  # else nobody answers, which is said
+                self._hub.examine(rank)
+
+        def profile(rank: int, number: int, steps: int) -> None:
+            if self._hub is not None:
+                self._hub.profile(rank, number, steps)
+
+        self._page = Page(address, examine, profile)
         announce(self._page, self._begun[0], in_notebook())
 
     def _picture(self, at_end: bool = False) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import cloudpickle
 import pytest
+import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import Reporting, run_local
@@ -34,6 +35,23 @@ def train_until(path: Path, fails: bool = False) -> int:
         bar.step(samples=8)
     if fails:
         raise ValueError("<i>no</i> batch left")
+    return hvd.rank()
+
+
+def train_elastic(path: Path, fails: bool = False) -> int:
+    state: Any = hvd.elastic.ObjectState(step=0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+    @hvd.elastic.run
+    def step_until(state: Any) -> None:  # without hvd.progress: those of the optimizer are steps then
+        while not hvd.allreduce(torch.tensor(float(path.exists())), name="done"):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+
+    step_until(state)
     return hvd.rank()
 
 
@@ -63,7 +81,14 @@ class Browser:
 
 
 def watched(
-    visit: Callable[[Browser], None], capfd: Capture, path: Path, *, fails: bool = False, page: bool | None = True
+    visit: Callable[[Browser], None],
+    capfd: Capture,
+    path: Path,
+    *,
+    fails: bool = False,
+    page: bool | None = True,
+    start: Callable[..., Any] = run_local,
+    fn: Callable[..., int] = train_until,
 ) -> Any:
     """A run that lasts as long as somebody visits its page; what the visitor raises is raised."""
     errors: list[BaseException] = []
@@ -87,7 +112,7 @@ def watched(
     visitor = threading.Thread(target=go)
     visitor.start()
     try:
-        return run_local(train_until, [path, fails], reporting=Reporting(page=page, progress="off"), timeout=120)
+        return start(fn, [path, fails], reporting=Reporting(page=page, progress="off"), timeout=120)
     finally:
         visitor.join()
         if errors:

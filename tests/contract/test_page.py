@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spark_hvd.runner import Reporting, run_local
+from spark_hvd.runner import Reporting, run_elastic_local, run_local
 from spark_hvd.runner.config import PageAddress
 from spark_hvd.runner.watch.display import page as page_module
 from spark_hvd.runner.watch.display import serve
 from spark_hvd.runner.watch.display.page import Page
 from tests.conftest import wait_until
-from tests.contract.page_cases import Browser, Capture, train_until, watched
+from tests.contract.page_cases import Browser, Capture, train_elastic, train_until, watched
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(capfd: Capture, tmp_path: Path) -> None:
+def check_trace(packed: bytes) -> None:
+    """Two ranks, two steps each, at about the same time, by the clock of their host."""
+    events = json.loads(gzip.decompress(packed))["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "rank 0 (127.0.0.1): CPU", 1000: "rank 1 (127.0.0.1): CPU"}
+    for pid in named:
+        steps = [event for event in events if event["pid"] == pid and event["name"] == "step" and event["ph"] == "X"]
+        assert len(steps) == 2
+        assert all(abs(event["ts"] / 1e6 - time.time()) < 60 for event in steps)
+
+
+def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
+    capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "_HEARD_SECONDS", 3.0)
     last: list[dict[str, Any]] = []
 
     def visit(browser: Browser) -> None:
@@ -45,8 +61,20 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(capfd: Capture, tmp
         assert browser.ask("stacks?rank=1")[0] == 404  # a link that somebody follows asks for nothing
         for wrong in ("2", "-1", "x", ""):
             assert browser.ask(f"stacks?rank={wrong}", "POST")[0] == 404
+        assert browser.ask("trace.json.gz")[0] == 404
+        for wrong in ("steps=0", "steps=1000", "steps=x", ""):
+            assert browser.ask(f"profile?{wrong}", "POST")[0] == 400
+        assert browser.ask("profile?steps=2&rank=2", "POST")[0] == 404
+        assert browser.told("profile?steps=2", "POST")["trace"]["text"] == "profiling 2 steps of ranks 0, 1 ..."
+        while not run.get("trace") or not run["trace"]["ready"]:
+            run = browser.told(f"run?me=x&after={run['number']}")
+        check_trace(browser.ask("trace.json.gz")[1])
         os.kill(run["ranks"][1]["pid"], signal.SIGSTOP)
         try:
+            browser.told("profile?steps=1&rank=1", "POST")
+            while run["trace"]["text"] != "rank 1: does not answer: it has ended, or its host cannot be reached":
+                run = browser.told(f"run?me=x&after={run['number']}")
+            assert not run["trace"]["ready"]
             stopped = browser.told("stacks?rank=1", "POST")
             assert (stopped["status"], stopped["stacks"]) == ("stopped", "")
         finally:
@@ -101,9 +129,24 @@ def test_nobody_who_asks_disturbs_the_run(capfd: Capture, tmp_path: Path) -> Non
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_members_of_an_elastic_run_are_asked_by_their_ranks(capfd: Capture, tmp_path: Path) -> None:
+    def visit(browser: Browser) -> None:
+        run: dict[str, Any] = {"number": 0}
+        while not run.get("plots"):
+            run = browser.told(f"run?me=x&after={run['number']}")
+        assert any("in step_until" in line for line in browser.told("stacks?rank=1", "POST")["folded"])
+        browser.told("profile?steps=2", "POST")
+        while not run.get("trace") or not run["trace"]["ready"]:
+            run = browser.told(f"run?me=x&after={run['number']}")
+        check_trace(browser.ask("trace.json.gz")[1])
+
+    assert watched(visit, capfd, tmp_path / "done", start=run_elastic_local, fn=train_elastic) == [0, 1]
+
+
 def test_who_says_nothing_has_no_connection_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_HEAD_SECONDS", 0.2)
-    page = Page(PageAddress(), lambda rank: None)
+    page = Page(PageAddress(), lambda rank: None, lambda *asked: None)
     try:
         with Browser(page.url).raw(b"GET / HT") as connection:
             connection.settimeout(30)
@@ -115,7 +158,7 @@ def test_who_says_nothing_has_no_connection_for_long(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_does_not_answer_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(page_module, "_STACKS_SECONDS", 0.5)
-    page = Page(PageAddress(), asked.append)
+    page = Page(PageAddress(), asked.append, lambda *asked: None)
     try:
         page._server.call(page._publish, {"ranks": [{}, {}]})
         browser = Browser(page.url)

@@ -12,7 +12,7 @@ import pytest
 from spark_hvd.runner.config import PageAddress, RunConfig
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.watch.display import page
-from spark_hvd.runner.watch.display.serve import Request, refusal
+from spark_hvd.runner.watch.display.serve import PageRequest, refusal
 from spark_hvd.runner.watch.history import RunHistory
 from tests.trained_ranks import record, trained
 
@@ -46,10 +46,10 @@ def test_what_is_no_address_is_an_error_that_says_so(asked: str, monkeypatch: py
         RunConfig(page=8080)  # type: ignore[arg-type]
 
 
-def asked(path: str = f"/{TOKEN}/run?after=3", method: str = "GET", **headers: str) -> Request:
+def asked(path: str = f"/{TOKEN}/run?after=3", method: str = "GET", **headers: str) -> PageRequest:
     named = {"Host": "127.0.0.1:8080", **{name.replace("_", "-"): value for name, value in headers.items()}}
     lines = "".join(f"{name}: {value}\r\n" for name, value in named.items())
-    return Request.parse(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode())
+    return PageRequest.parse(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode())
 
 
 def test_a_request_is_read_behind_any_prefix() -> None:
@@ -58,7 +58,7 @@ def test_a_request_is_read_behind_any_prefix() -> None:
         assert (request.token, request.name, request.query) == (TOKEN, "run", {"after": "3"})
     for head in (b"\x16\x03\x01\x02", b"GET /\r\n\r\n", b"GET / FTP/1.0\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"):
         with pytest.raises(ValueError):  # noqa: PT011 - any will do
-            Request.parse(head)
+            PageRequest.parse(head)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_request_is_read_behind_any_prefix() -> None:
         (asked(method="PUT"), 405),
     ],
 )
-def test_who_is_answered(request_: Request, status: int | None) -> None:
+def test_who_is_answered(request_: PageRequest, status: int | None) -> None:
     found = refusal(request_, TOKEN, {"localhost", "hub.example.com"})
     assert (None if found is None else found.status) == status
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracebacks import folded
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import plain
-from spark_hvd.runner.watch.display.serve import Answer, PageServer, Request
+from spark_hvd.runner.watch.display.serve import Answer, PageRequest, PageServer
 from spark_hvd.runner.watch.display.text import columns_of
+from spark_hvd.runner.watch.display.trace import MOST_STEPS, Trace
 from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot
 from spark_hvd.world.palette import SHARES
@@ -40,6 +41,9 @@ _PATIENCE = 10.0
 _LAST_LOOK = 1.5
 """Seconds that the end of a run waits for browsers to fetch the last picture."""
 _STACKS_SECONDS = 6.0
+_HEARD_SECONDS, _LATE_SECONDS = 8.0, 30.0
+"""For a rank to say that it will profile its steps, and to send them after the first one has."""
+_NO_ANSWER = "does not answer: it has ended, or its host cannot be reached"
 _MOST_LINES, _MOST_LENGTH = 2000, 2000
 """Of what ranks print: lines of all ranks together, and characters of each."""
 _MOST_CURVES, _MOST_POINTS, _MOST_PLOTS = 8, 200, 7
@@ -124,14 +128,17 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Answer:
 class Page:
     """Serves the page of one run from the beginning to :meth:`end`; not after it: then browsers have the last picture.
 
-    ``examine`` has one rank looked at, and returns at once; what is found comes to :meth:`examined`.
+    ``examine`` has one rank looked at, ``profile`` has it profile so many steps, under a number; both return at once.
+    What comes of it goes to :meth:`examined` and :meth:`profiled`.
 
     Raises:
         OSError: the address cannot be had.
     """
 
-    def __init__(self, address: PageAddress, examine: Callable[[int], None]) -> None:
-        self._examine = examine
+    def __init__(
+        self, address: PageAddress, examine: Callable[[int], None], profile: Callable[[int, int, int], None]
+    ) -> None:
+        self._examine, self._profile = examine, profile
         self._printed: list[tuple[int, str, str]] = []
         self._next = 0.0
         # The rest is the server's thread's, but for the time of the last look, which is only read elsewhere.
@@ -145,6 +152,7 @@ class Page:
         self._browsers: dict[str, tuple[float, int]] = {}
         self._told = threading.Event()
         self._looks: dict[int, asyncio.Future[Examination]] = {}
+        self._trace: Trace | None = None
         self._server = PageServer(address.host, address.port, address.names, self._answered)
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = f"http://{host}:{self._server.port}/{self._server.token}/"
@@ -187,6 +195,10 @@ class Page:
         """What a look at a rank has found; from any thread."""
         self._server.call(self._found, rank, found)
 
+    def profiled(self, rank: int, message: Mapping[str, Any]) -> None:
+        """What a rank says of a profile; from any thread."""
+        self._server.call(self._take_trace, rank, message)
+
     # ---- the server's thread --------------------------------------------------------------------------------------
 
     def _keep(self, printed: list[tuple[int, str, str]]) -> None:
@@ -203,7 +215,7 @@ class Page:
         if (look := self._looks.pop(rank, None)) is not None and not look.done():
             look.set_result(found)
 
-    async def _answered(self, request: Request) -> Answer:
+    async def _answered(self, request: PageRequest) -> Answer:
         match request.method, request.name:
             case "GET", "":
                 return _document()
@@ -211,6 +223,11 @@ class Page:
                 return await self._run(request.query)
             case "POST", "stacks":
                 return await self._stacks(request.query.get("rank", ""))
+            case "POST", "profile":
+                return self._ask_for_trace(request.query.get("rank", ""), request.query.get("steps", ""))
+            case "GET", "trace.json.gz" if self._trace is not None and self._trace.ready:
+                headers = ('Content-Disposition: attachment; filename="trace.json.gz"',)
+                return Answer(self._trace.body(), kind="application/gzip", headers=headers)
         return Answer(f"There is nothing of the name of {request.name!r:.50}.\n", 404)
 
     async def _run(self, query: Mapping[str, str]) -> Answer:
@@ -225,7 +242,8 @@ class Page:
         since = _number(query, "line")
         lines = [line for line in self._lines if line[0] > since]
         self._note(query.get("me", "")[:20])
-        return _json({**self._picture, "number": self._number, "lines": lines, "line": self._line})
+        trace = None if self._trace is None else self._trace.status()
+        return _json({**self._picture, "number": self._number, "lines": lines, "line": self._line, "trace": trace})
 
     def _note(self, browser: str) -> None:
         """Note who has which picture, and whether all have the last one who were there of late."""
@@ -234,6 +252,31 @@ class Page:
         self._browsers = {me: had for me, had in self._browsers.items() if now - had[0] < 3 * _INTERVAL}
         if self._picture.get("over") and all(number == self._number for _, number in self._browsers.values()):
             self._told.set()
+
+    def _ask_for_trace(self, rank: str, steps: str) -> Answer:
+        """Have one rank, or all (""), profile its next steps; whatever was asked for before is forgotten."""
+        if not (steps.isdecimal() and 1 <= int(steps) <= MOST_STEPS):
+            return _json({"error": f"steps={steps!r:.20}: expected a number from 1 to {MOST_STEPS}"}, 400)
+        if rank and not (rank.isdecimal() and int(rank) < self._size):
+            return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
+        ranks = [int(rank)] if rank else range(self._size)
+        number = 1 if self._trace is None else self._trace.number + 1
+        trace = self._trace = Trace(number, ranks, int(steps))
+        for each in ranks:
+            self._profile(each, number, int(steps))
+        later = asyncio.get_running_loop().call_later
+        later(_HEARD_SECONDS, lambda: trace.give_up(_NO_ANSWER, unheard=True))
+        return _json({"trace": trace.status()})
+
+    def _take_trace(self, rank: int, message: Mapping[str, Any]) -> None:
+        trace = self._trace
+        if trace is None:
+            return
+        before = trace.some_done
+        trace.take(rank, message)
+        if trace.some_done and not before:  # ranks that train together make their steps together
+            late = partial(trace.give_up, "it has not made the steps in time")
+            asyncio.get_running_loop().call_later(_LATE_SECONDS, late)
 
     async def _stacks(self, rank: str) -> Answer:
         """Where the threads of a rank stand now. Who asks of a rank that is being looked at shares the look."""
@@ -248,8 +291,7 @@ class Page:
         except asyncio.TimeoutError:
             if self._looks.get(number) is look:
                 del self._looks[number]
-            text = f"rank {number} does not answer: it has ended, or its host cannot be reached"
-            return _json({"error": text}, 504)
+            return _json({"error": f"rank {number} {_NO_ANSWER}"}, 504)
         lines = folded(found.stacks) or found.stacks.strip().splitlines()
         return _json({"cpu": found.cpu, "status": found.status, "folded": lines, "stacks": found.stacks})
 

@@ -22,7 +22,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 _log = logging.getLogger(__name__)
 _HEAD_SECONDS, _SEND_SECONDS = 5.0, 10.0
-"""What a request may take to come, and an answer to be taken."""
+"""What a request may take to come, and a piece of an answer to be taken."""
+_PIECE = 1 << 18
 _MOST_BYTES = 8 << 10
 """Of a request."""
 _MOST = 32
@@ -53,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PageRequest:
     """What a browser asks for. Of the path only its last two parts matter: a proxy may put others before them."""
 
     method: str
@@ -63,7 +64,7 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, head: bytes) -> Request:
+    def parse(cls, head: bytes) -> PageRequest:
         """Read a request line and its headers.
 
         Raises:
@@ -79,7 +80,7 @@ class Request:
         return cls(method, token, name, dict(parse_qsl(url.query, max_num_fields=20)), headers)
 
 
-def refusal(request: Request, token: str, names: Collection[str]) -> Answer | None:
+def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer | None:
     """Why a request is not answered; None if it is. ``names`` are those of this server besides addresses."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
         return Answer("This is not the whole address of the page: copy all of it, as it was printed.\n", 403)
@@ -117,7 +118,7 @@ class PageServer:
     """
 
     def __init__(
-        self, host: str, port: int, names: Collection[str], answer: Callable[[Request], Awaitable[Answer]]
+        self, host: str, port: int, names: Collection[str], answer: Callable[[PageRequest], Awaitable[Answer]]
     ) -> None:
         self.token = secrets.token_urlsafe(24)
         self._names = {"localhost", socket.gethostname().lower(), host.lower(), *names}
@@ -169,8 +170,10 @@ class PageServer:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
             del self._silent[task]
             writer.transport.set_write_buffer_limits(0)  # an answer that was waited for has been taken
-            writer.write((await self._answered(head, task)).to_bytes())
-            await asyncio.wait_for(writer.drain(), _SEND_SECONDS)
+            answer = (await self._answered(head, task)).to_bytes()
+            for start in range(0, len(answer), _PIECE):
+                writer.write(answer[start : start + _PIECE])
+                await asyncio.wait_for(writer.drain(), _SEND_SECONDS)
             writer.close()
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
@@ -183,7 +186,7 @@ class PageServer:
 
     async def _answered(self, head: bytes, task: asyncio.Task[None]) -> Answer:
         try:
-            request = Request.parse(head)
+            request = PageRequest.parse(head)
         except ValueError:
             return Answer("This is no HTTP.\n", 400)
         if (refused := refusal(request, self.token, self._names)) is not None:
