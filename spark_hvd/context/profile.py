@@ -11,7 +11,6 @@ import base64
 import gzip
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from spark_hvd.context.standing import standing
+from spark_hvd.scratch import Scratch, local_directory
 from spark_hvd.transport.torch_private import is_profiling
 from spark_hvd.world.activity import activity
 
@@ -106,7 +106,7 @@ class StepProfiler:
     def _pack(self, profiler: Any, number: int) -> None:
         here = standing.context
         rank, size, host = (0, 1, "") if here is None else (here.world.me.rank, here.world.me.size, here.world.me.host)
-        with tempfile.TemporaryDirectory(prefix="spark_hvd-profile-") as folder:
+        with Scratch("profile", local_directory(os.environ)) as folder:
             path = os.path.join(folder, "trace.json")
             profiler.export_chrome_trace(path)
             with open(path, encoding="utf-8") as file:

@@ -66,6 +66,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
             assert browser.ask(f"profile?{wrong}", "POST")[0] == 400
         assert browser.ask("profile?steps=2&rank=2", "POST")[0] == 404
         assert browser.told("profile?steps=2", "POST")["trace"]["text"] == "profiling 2 steps of ranks 0, 1 ..."
+        assert browser.told("profile?steps=2", "POST")["error"] == "ranks are being profiled already"
         while not run.get("trace") or not run["trace"]["ready"]:
             run = browser.told(f"run?me=x&after={run['number']}")
         check_trace(browser.ask("trace.json.gz")[1])

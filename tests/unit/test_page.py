@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +128,19 @@ def test_many_ranks_and_long_runs_are_drawn_in_part() -> None:
     assert [line["rank"] for line in loss["lines"]] == [0, 3, 6, 9, 12, 15, 18]
     assert all(100 < len(line["x"]) <= 201 for line in loss["lines"])
     assert loss["lines"][0]["x"][-1] == 1499
+
+
+def test_a_notebook_gets_a_link(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[dict[str, str]] = []
+    module = SimpleNamespace(display=lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    served: Any = SimpleNamespace(url="http://127.0.0.1:8080/q7h3/")
+    page.announce(served, "train on 2 ranks", notebook=True)
+    assert '<a href="http://127.0.0.1:8080/q7h3/"' in shown[0]["text/html"]
+    assert capsys.readouterr() == ("", "")
+    page.announce(served, HOSTILE, notebook=False)
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_the_page_is_one_file_that_runs_nothing_else() -> None:

@@ -14,6 +14,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.context.profile import StepProfiler, events_of
+from spark_hvd.runner.watch.display import trace as trace_module
 from spark_hvd.runner.watch.display.trace import Trace
 from spark_hvd.world.activity import activity
 
@@ -110,7 +111,7 @@ def message(number: int = 1, part: int = 0, parts: int = 0, text: str = "", erro
 
 def test_a_trace_waits_for_those_who_were_heard() -> None:
     trace = Trace(1, range(4), 5)
-    assert trace.status() == {"number": 1, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
+    assert trace.status() == {"number": 1, "ended": False, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
     for rank in (0, 1, 2):
         trace.take(rank, message())
     trace.take(0, message(0, 0, 1, "{}"))  # of what was asked before
@@ -126,6 +127,15 @@ def test_a_trace_waits_for_those_who_were_heard() -> None:
     assert trace.status()["text"] == "rank 2: torch's profiler: busy; rank 3: does not answer"
     trace.take(3, message(1, 0, 1, "late"))
     assert json.loads(gzip.decompress(trace.body()))["traceEvents"] == [{"a": 0}, {"a": 1}, {"a": 2}]
+
+
+def test_traces_that_are_too_large_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(1, range(2), 1)
+    monkeypatch.setattr(trace_module, "_MOST_BYTES", len(base64.b64decode(message(1, 0, 1, "{}")["data"])))
+    for rank in range(2):
+        trace.take(rank, message(1, 0, 1, "{}"))
+    assert trace.ready
+    assert trace.status()["text"].startswith("rank 1: the traces of all ranks are too large together")
 
 
 def test_parts_that_are_missing_make_no_trace() -> None:

@@ -43,6 +43,8 @@ _LAST_LOOK = 1.5
 _STACKS_SECONDS = 6.0
 _HEARD_SECONDS, _LATE_SECONDS = 8.0, 30.0
 """For a rank to say that it will profile its steps, and to send them after the first one has."""
+_BUSY_SECONDS = 60.0
+"""For which a profile keeps others from being asked for; one that hangs does not do so for ever."""
 _NO_ANSWER = "does not answer: it has ended, or its host cannot be reached"
 _MOST_LINES, _MOST_LENGTH = 2000, 2000
 """Of what ranks print: lines of all ranks together, and characters of each."""
@@ -153,6 +155,7 @@ class Page:
         self._told = threading.Event()
         self._looks: dict[int, asyncio.Future[Examination]] = {}
         self._trace: Trace | None = None
+        self._traced_at = 0.0
         self._server = PageServer(address.host, address.port, address.names, self._answered)
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = f"http://{host}:{self._server.port}/{self._server.token}/"
@@ -254,11 +257,14 @@ class Page:
             self._told.set()
 
     def _ask_for_trace(self, rank: str, steps: str) -> Answer:
-        """Have one rank, or all (""), profile its next steps; whatever was asked for before is forgotten."""
+        """Have one rank, or all (""), profile its next steps; what was asked for before is forgotten."""
         if not (steps.isdecimal() and 1 <= int(steps) <= MOST_STEPS):
             return _json({"error": f"steps={steps!r:.20}: expected a number from 1 to {MOST_STEPS}"}, 400)
         if rank and not (rank.isdecimal() and int(rank) < self._size):
             return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
+        if self._trace is not None and not self._trace.ended and time.monotonic() - self._traced_at < _BUSY_SECONDS:
+            return _json({"error": "ranks are being profiled already"}, 409)
+        self._traced_at = time.monotonic()
         ranks = [int(rank)] if rank else range(self._size)
         number = 1 if self._trace is None else self._trace.number + 1
         trace = self._trace = Trace(number, ranks, int(steps))
@@ -303,7 +309,7 @@ def _number(query: Mapping[str, str], name: str) -> int:
 
 def announce(page: Page, title: str, notebook: bool) -> None:
     """Say once where the page is: a link in a notebook, else a line on stderr."""
-    text = f"spark_hvd: watch {title} in a browser: {page.url}"
+    text = f"spark_hvd: watch {harmless(title, colors=False)} in a browser: {page.url}"
     if not notebook:
         print(text, file=sys.stderr, flush=True)
         return

@@ -10,6 +10,8 @@ from typing import Any
 from spark_hvd.world.words import count, ranks_text
 
 MOST_STEPS = 100
+_MOST_BYTES = 512 << 20
+"""Of all traces together, compressed."""
 
 
 class Trace:
@@ -22,6 +24,7 @@ class Trace:
         self._parts: dict[int, list[bytes]] = {}
         self._done: dict[int, bytes] = {}
         self._faults: dict[int, str] = {}
+        self._bytes = 0
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
         """Take what a rank says; of a trace only parts that come one after the other."""
@@ -36,6 +39,10 @@ class Trace:
                 self._fail(rank, "its trace has not come whole: ask again")
                 return
             parts.append(base64.b64decode(message["data"]))
+            self._bytes += len(parts[-1])
+            if self._bytes > _MOST_BYTES:
+                self._fail(rank, "the traces of all ranks are too large together: ask for fewer steps, or one rank")
+                return
             if len(parts) == message["parts"]:
                 self._waiting.discard(rank)
                 self._done[rank] = b"".join(self._parts.pop(rank))
@@ -72,7 +79,7 @@ class Trace:
         for rank, why in sorted(self._faults.items()):
             reasons.setdefault(why, []).append(rank)
         said += [f"{ranks_text(ranks)}: {why}" for why, ranks in reasons.items()]
-        return {"number": self.number, "ready": self.ready, "text": "; ".join(said)}
+        return {"number": self.number, "ended": self.ended, "ready": self.ready, "text": "; ".join(said)}
 
     def body(self) -> bytes:
         """All of it in Chrome's trace-event format, compressed: parts compressed apart may stand behind each other."""
