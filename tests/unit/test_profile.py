@@ -15,7 +15,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.context.profile import StepProfiler, events_of
 from spark_hvd.runner.watch.display import trace as trace_module
-from spark_hvd.runner.watch.display.trace import Trace
+from spark_hvd.runner.watch.display.trace import RankTraces
 from spark_hvd.world.activity import activity
 
 
@@ -110,7 +110,7 @@ def message(number: int = 1, part: int = 0, parts: int = 0, text: str = "", erro
 
 
 def test_a_trace_waits_for_those_who_were_heard() -> None:
-    trace = Trace(1, range(4), 5)
+    trace = RankTraces(1, range(4), 5)
     assert trace.status() == {"number": 1, "ended": False, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
     for rank in (0, 1, 2):
         trace.take(rank, message())
@@ -130,7 +130,7 @@ def test_a_trace_waits_for_those_who_were_heard() -> None:
 
 
 def test_traces_that_are_too_large_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = Trace(1, range(2), 1)
+    trace = RankTraces(1, range(2), 1)
     monkeypatch.setattr(trace_module, "_MOST_BYTES", len(base64.b64decode(message(1, 0, 1, "{}")["data"])))
     for rank in range(2):
         trace.take(rank, message(1, 0, 1, "{}"))
@@ -139,7 +139,7 @@ def test_traces_that_are_too_large_together_are_left_out(monkeypatch: pytest.Mon
 
 
 def test_parts_that_are_missing_make_no_trace() -> None:
-    trace = Trace(1, [0], 1)
+    trace = RankTraces(1, [0], 1)
     trace.take(0, message(1, 1, 2, "x"))
     assert trace.ended
     assert not trace.ready

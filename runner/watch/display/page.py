@@ -27,7 +27,7 @@ from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import plain
 from spark_hvd.runner.watch.display.serve import Answer, PageRequest, PageServer
 from spark_hvd.runner.watch.display.text import columns_of
-from spark_hvd.runner.watch.display.trace import MOST_STEPS, Trace
+from spark_hvd.runner.watch.display.trace import MOST_STEPS, RankTraces
 from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot
 from spark_hvd.world.palette import SHARES
@@ -154,7 +154,7 @@ class Page:
         self._browsers: dict[str, tuple[float, int]] = {}
         self._told = threading.Event()
         self._looks: dict[int, asyncio.Future[Examination]] = {}
-        self._trace: Trace | None = None
+        self._trace: RankTraces | None = None
         self._traced_at = 0.0
         self._server = PageServer(address.host, address.port, address.names, self._answered)
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -267,7 +267,7 @@ class Page:
         self._traced_at = time.monotonic()
         ranks = [int(rank)] if rank else range(self._size)
         number = 1 if self._trace is None else self._trace.number + 1
-        trace = self._trace = Trace(number, ranks, int(steps))
+        trace = self._trace = RankTraces(number, ranks, int(steps))
         for each in ranks:
             self._profile(each, number, int(steps))
         later = asyncio.get_running_loop().call_later

@@ -14,7 +14,7 @@ _MOST_BYTES = 512 << 20
 """Of all traces together, compressed."""
 
 
-class Trace:
+class RankTraces:
     """Takes what ranks say that were asked for their next ``steps``; messages of another ``number`` are left out."""
 
     def __init__(self, number: int, ranks: Iterable[int], steps: int) -> None:
