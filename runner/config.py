@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
+PAGE = "SPARK_HVD_PAGE"
+"""The variable that says what ``page`` is of runs that do not say it."""
 PRELOAD = "SPARK_HVD_PRELOAD"
 """The variable that names modules, with commas, which the process that ranks are forked from imports before."""
 IMPORTS = "SPARK_HVD_IMPORTS"
@@ -48,6 +51,36 @@ class Network:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PageAddress:
+    """Where the page of a run listens, and under which names a proxy shows it besides its own."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, asked: bool | str | None, source: str = "page") -> PageAddress | None:
+        """Read what was asked for; None for no page.
+
+        Raises:
+            ValueError: it is neither a truth value nor HOST:PORT; ``source`` is what it was given by.
+        """
+        text = str(asked).strip().lower()
+        if text in ("none", "false", "0", "off", ""):
+            return None
+        if text in ("true", "1", "on"):
+            return cls()
+        at, *names = (part.strip() for part in text.split(","))
+        found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:/\s]*)(?::(\d{1,5}))?", at)
+        if found is None or int(found[2] or 0) > 65535 or not all(names):
+            raise ValueError(
+                f'{source}={asked!r}: expected True, or HOST:PORT, such as "127.0.0.1:8080", with commas before '
+                'further names under which a proxy shows the page: "0.0.0.0:8080,hub.example.com"'
+            )
+        return cls(found[1].strip("[]") or cls().host, int(found[2] or 0), tuple(names))
+
+
 @described
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
@@ -67,6 +100,12 @@ class Reporting:
         "then says what the run has cost. None for no price.",
         above_0=True,
         none="for no price",
+    )
+    page: bool | str | None = option(
+        None,
+        "Whether the run can be watched in a browser; the address is printed on stderr. True listens on this machine's "
+        'loopback interface and any port; "HOST:PORT" elsewhere, see docs/progress.md. None for what the variable '
+        "SPARK_HVD_PAGE says, or no page.",
     )
     tracker: Any = option(  # noqa: RUF009 - makes a field
         None,
@@ -177,6 +216,9 @@ class CommonConfig(Network, Reporting):
                 f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
             )
         self.port_range  # noqa: B018 - raises
+        if not isinstance(self.page, bool | str | None):
+            raise TypeError(f'page={self.page!r}: expected True, False, or text such as "127.0.0.1:8080"')
+        PageAddress.parse(self.page)
         check_wishes(self.interfaces)
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str | None):

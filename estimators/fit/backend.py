@@ -177,4 +177,4 @@ _ALIKE = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_p
 
 def _beside(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
     alike = {name: options[name] for name in _ALIKE if name in options}
-    return {**alike, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker)}
+    return {**alike, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}

@@ -60,6 +60,9 @@ class Listener(Protocol):
     def examined(self, rank: int, found: Examination) -> None:
         """The answer to :meth:`HubServer.examine`."""
 
+    def profiled(self, rank: int, message: Message) -> None:
+        """An answer to :meth:`HubServer.profile`, as StepProfiler tells it: that it was heard, a part, or an error."""
+
 
 class HubServer:
     """Runs a hub's decisions behind a socket, in a thread of its own.
@@ -124,9 +127,13 @@ class HubServer:
         """Ask every rank to stop; returns at once."""
         self._ask(lambda: self._state.stop(reason))
 
-    def examine(self) -> None:
-        """Have every task look at its rank's process, and tell the listener what it finds; returns at once."""
-        self._ask(self._state.examine)
+    def examine(self, rank: int | None = None) -> None:
+        """Have one rank's task, or all (None), look at its rank's process and tell the listener; returns at once."""
+        self._ask(lambda: self._state.tell({"type": "examine"}, rank))
+
+    def profile(self, rank: int, number: int, steps: int) -> None:
+        """Have a rank profile its next ``steps``, and tell the listener in messages of this number; returns at once."""
+        self._ask(lambda: self._state.tell({"type": "profile", "number": number, "steps": steps}, rank))
 
     def wait_gone(self, timeout: float) -> bool:
         """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""
@@ -253,6 +260,8 @@ class HubServer:
                     self._listener.output(message["rank"], message["stream"], message["text"])
                 case "vitals":
                     self._listener.vitals(decode_vitals(message["vitals"], self._state.most_ranks))
+                case "profile":
+                    self._listener.profiled(message["rank"], message)
                 case "examined":
                     self._listener.examined(message["rank"], Examination.from_message(message))
         except Exception as error:

@@ -17,6 +17,7 @@ from spark_hvd.world.vitals import Vitals
 ASIDE: Kinds = {
     "output": {"stream": str, "text": str},
     "vitals": {"vitals": dict},
+    "profile": {"number": int, "part": int, "parts": int, "data": str, "error": str | None},
     "examined": {"cpu": int | float, "status": str, "stacks": str},
 }
 """Kinds that decide nothing."""

@@ -62,8 +62,8 @@ class HubLogic(Protocol):
     def stop(self, reason: str) -> list[Send]:
         """Tell every task to stop, and why."""
 
-    def examine(self) -> list[Send]:
-        """Have every task look at its rank's process."""
+    def tell(self, message: Message, rank: int | None = None) -> list[Send]:
+        """Send one rank's task a message; None: every task."""
 
     @property
     def all_gone(self) -> bool:
@@ -175,8 +175,8 @@ class HubState(HubLogic):
             message["lost"] = self.describe_lost()
         return self._to_all(message)
 
-    def examine(self) -> list[Send]:
-        return self._to_all({"type": "examine"})
+    def tell(self, message: Message, rank: int | None = None) -> list[Send]:
+        return [send for send in self._to_all(message) if rank in (None, send.rank)]
 
     def describe_lost(self) -> str:
         """The ranks that have gone silent, with hosts and times."""

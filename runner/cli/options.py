@@ -126,6 +126,7 @@ def _form(name: str, declared: Option) -> dict[str, Any]:
         return {"type": _ABOVE_0, "metavar": "X"}
     forms: dict[str, dict[str, Any]] = {
         "interfaces": {"callback": listed, "metavar": "A,B"},
+        "page": {"is_flag": True, "default": None},
         "ports": {"metavar": "LOW-HIGH"},
         "cooldown_range": {"nargs": 2, "type": _ABOVE_0, "metavar": "MIN MAX"},
     }

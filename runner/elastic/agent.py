@@ -146,6 +146,9 @@ class Agent:
             case "examine":
                 if self._worker is not None:
                     self._worker.rank.examine()
+            case "profile":
+                if self._worker is not None:
+                    self._worker.rank.send(message)
             case "end":
                 self._ended = True
                 self._hand_over(everything=message.get("report", False))

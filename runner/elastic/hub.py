@@ -112,8 +112,9 @@ class ElasticState(HubLogic):
         """Note that an agent's executor will go."""
         return self._told(ev.AgentLeaving(agent, why), now)
 
-    def examine(self) -> list[Send]:
-        return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
+    def tell(self, message: Message, rank: int | None = None) -> list[Send]:
+        there = sorted(self._present & self.labels.keys())
+        return [Send(agent, message) for agent in there if rank in (None, self.labels[agent])]
 
     @property
     def senders(self) -> range:
@@ -196,6 +197,9 @@ class _Labelled(Listener):
 
     def examined(self, rank: int, found: Examination) -> None:
         self._listener.examined(self._labels.get(rank, -1), found)
+
+    def profiled(self, rank: int, message: Message) -> None:
+        self._listener.profiled(self._labels.get(rank, -1), message)
 
 
 class ElasticHub(HubServer):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
+from spark_hvd.runner.config import PAGE, CommonConfig, PageAddress
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.payload import name_of
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.display.choose import in_notebook, make_display
 from spark_hvd.runner.watch.display.lines import Display, OutputQueue
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
@@ -26,7 +29,8 @@ from spark_hvd.world.vitals import Vitals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from spark_hvd.runner.config import CommonConfig
+    from spark_hvd.runner.channel.state import Message
+    from spark_hvd.runner.watch.display.page import Page
     from spark_hvd.runner.watch.summary import Summary
 
 P = ParamSpec("P")
@@ -41,7 +45,7 @@ class Monitor(Listener):
 
     Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
     ``price_per_hour`` is that of one rank; None: it is not known. ``gpus_per_rank`` is None for one, where ranks have
-    any.
+    any. ``page`` is where a page of the run listens; None for no page.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Monitor(Listener):
         *,
         price_per_hour: float | None,
         gpus_per_rank: int | None,
+        page: PageAddress | None = None,
     ) -> None:
         self._display = display
         self._tracking, self._facts = tracking, facts
@@ -68,6 +73,8 @@ class Monitor(Listener):
         self._examinations: deque[tuple[int, Examination]] = deque()
         self._next_look = 0.0
         self._failed: set[str] = set()
+        self._page_address = page
+        self._page: Page | None = None
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
@@ -79,17 +86,29 @@ class Monitor(Listener):
 
     def examined(self, rank: int, found: Examination) -> None:
         self._examinations.append((rank, found))
+        if self._page is not None:
+            self._page.examined(rank, found)
+
+    def profiled(self, rank: int, message: Message) -> None:
+        if self._page is not None:
+            self._page.profiled(rank, message)
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._tracking.start(self._facts)
+        if self._page_address is not None:
+            self._guarded("the page of the run", self._open_page, self._page_address)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._display.end(None)
+        if self._page is not None:
+            facts = {} if self._summary is None else dict(self._summary.facts())
+            self._guarded("the page of the run", self._page.end, partial(self._picture, True), facts, error)
+            self._page.close()
         self._tracking.end(error, self._summary)
 
     def ask(self, hub: HubServer) -> None:
@@ -105,6 +124,8 @@ class Monitor(Listener):
         """Show what is new; to be called many times a second."""
         for rank, stream, text in self._output.take():
             self._display.lines(rank, stream, text)
+            if self._page is not None:
+                self._page.lines(rank, stream, text)
         now = time.monotonic()
         while self._records:
             self._take(self._records.popleft(), now)
@@ -114,6 +135,8 @@ class Monitor(Listener):
             self._next_look = now + _LOOK_EVERY
             self._guarded("the look for hangs", self._look_for_hangs, now)
             self._display.show(self._view, now)
+            if self._page is not None:
+                self._guarded("the page of the run", self._page.show, self._picture, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
         """The run has ended well: show its summary, and return what there is of it."""
@@ -126,6 +149,27 @@ class Monitor(Listener):
             self._summarize(RunView(*self._begun), now)
         self._display.end(self._summary)
         return RunResult(values, self._summary, self._history)
+
+    def _open_page(self, address: PageAddress) -> None:
+        from spark_hvd.runner.watch.display.page import Page, announce
+
+        def examine(rank: int) -> None:
+            if self._hub is not None:  # else nobody answers, which is said
+                self._hub.examine(rank)
+
+        def profile(rank: int, number: int, steps: int) -> None:
+            if self._hub is not None:
+                self._hub.profile(rank, number, steps)
+
+        self._page = Page(address, examine, profile)
+        announce(self._page, self._begun[0], in_notebook())
+
+    def _picture(self, at_end: bool = False) -> dict[str, Any]:
+        from spark_hvd.runner.watch.display.page import picture
+
+        snapshot = self._view.snapshot(time.monotonic())
+        verdict = None if self.hang is None else self.hang.text
+        return picture(snapshot.at_end() if at_end else snapshot, self._history, verdict)
 
     def _look_for_hangs(self, now: float) -> None:
         match self._watch.tick(now):
@@ -166,6 +210,7 @@ def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Mon
 
     Raises:
         TypeError: the tracker is none.
+        ValueError: the variable that asks for a page says no address.
     """
     name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"
@@ -180,4 +225,5 @@ def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Mon
         facts,
         price_per_hour=config.price_per_hour,
         gpus_per_rank=config.gpus_per_proc,
+        page=PageAddress.parse(os.environ.get(PAGE), PAGE) if config.page is None else PageAddress.parse(config.page),
     )

@@ -62,6 +62,7 @@ class ElasticRank(ElasticLauncher):
         self._kv: Any = None
         self._world_failure: str | None = None
         self._update = self._finish = self._dismissed = self._closed = self._silent = False
+        self._reporting: VitalsSender | None = None
         self._pid = os.getpid()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener = threading.Thread(target=self._listen, name="spark_hvd-agent", daemon=True)
@@ -84,7 +85,7 @@ class ElasticRank(ElasticLauncher):
         self._listener.start()
         for signum in NOTICES:
             signal.signal(signum, self._notice)
-        reporting = VitalsSender(lambda vitals: self._send("vitals", vitals=vitals))
+        self._reporting = reporting = VitalsSender(self._send)
         reporting.start()
         try:
             return call(fn, args, kwargs)
@@ -194,7 +195,10 @@ class ElasticRank(ElasticLauncher):
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["type"]
-        if kind == "dismiss":
+        if kind == "profile":
+            if self._reporting is not None:
+                self._reporting.profiler.ask(message["number"], message["steps"])
+        elif kind == "dismiss":
             self._dismissed = True
         elif kind == "assign":
             self._me, self._generation = RankInfo(**message["place"]), message["generation"]

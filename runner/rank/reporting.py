@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_hvd.context.observe import observe
+from spark_hvd.context.profile import StepProfiler
 from spark_hvd.runner.channel.silence import BEAT
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Vitals
@@ -27,10 +28,15 @@ _MOST_A_SECOND = 400
 
 
 class VitalsSender:
-    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`; its own thread calls ``send``."""
+    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`, and profiles that are asked for.
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
-        self._send = send
+    Threads of its own call ``send`` with the type of a message and its fields. ``hear`` is called before each record,
+    to look whether there is a message for this rank.
+    """
+
+    def __init__(self, send: Callable[..., None], hear: Callable[[], None] = lambda: None) -> None:
+        self._send, self._hear = send, hear
+        self.profiler = StepProfiler(lambda **fields: self._told("profile", **fields))
         self._process = uuid.uuid4().hex
         self._sending = threading.Lock()  # held over each record: after stop() none may follow, not even half of one
         self._stopped = threading.Event()
@@ -44,6 +50,7 @@ class VitalsSender:
 
     def stop(self) -> None:
         """Send a last record, so that the whole run is known, and end: nothing is sent after that. Idempotent."""
+        self.profiler.end()
         self._stopped.set()
         activity.news.set()
         if not self._thread.is_alive():
@@ -58,6 +65,7 @@ class VitalsSender:
         since = time.monotonic()
         try:
             while True:
+                self._hear()
                 last = self._stopped.is_set()
                 if last:
                     activity.end_loop(last=True)
@@ -78,10 +86,12 @@ class VitalsSender:
             _log.exception("this rank can tell no more of itself")
 
     def _tell(self, vitals: Vitals) -> None:
-        message = replace(vitals, process=self._process).to_message()
+        self._told("vitals", vitals=replace(vitals, process=self._process).to_message())
+
+    def _told(self, kind: str, **fields: Any) -> None:
         with self._sending:
             if not self._silent:
-                self._send(message)
+                self._send(kind, **fields)
 
 
 def _pause(told: Vitals | None, age: float) -> float:

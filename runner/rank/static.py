@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
+from spark_hvd.context.profile import StepProfiler
 from spark_hvd.runner.channel.frames import recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
@@ -143,7 +145,10 @@ class StaticRank:
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
-        reporting = VitalsSender(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
+        reporting = VitalsSender(
+            lambda kind, **fields: send_frame(self._control, {"type": kind, **fields}),
+            lambda: self._hear(reporting.profiler),
+        )
         if self._order.watched:
             reporting.start()
         try:
@@ -165,6 +170,12 @@ class StaticRank:
         """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
         while recv_frame(self._control) is not None:
             pass
+
+    def _hear(self, profiler: StepProfiler) -> None:
+        """Take what the supervisor has sent, if anything; its end is somebody else's business."""
+        while select.select([self._control], [], [], 0.0)[0] and (frame := recv_frame(self._control)) is not None:
+            if frame[0]["type"] == "profile":
+                profiler.ask(frame[0]["number"], frame[0]["steps"])
 
     def _join(self) -> bool:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""

@@ -156,6 +156,8 @@ class _Supervision:
                         self._mpi.send_fds(self._rank.process.control)
             case "examine":
                 self._rank.examine()
+            case "profile":
+                self._rank.send(message)
             case "release":
                 self._leaving, self._hands_over = True, message["hand_over"]
             case "stop":

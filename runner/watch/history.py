@@ -18,6 +18,8 @@ MOST_POINTS = 2000
 _LEAST_POINTS = 100
 _MOST_IN_ALL = 400_000
 _MOST_METRICS = 64
+_SPAN = 0.9
+"""Seconds of a speed."""
 _STATES = ("generation", "epoch", "step", "memory_bytes", "gpu_memory_bytes", "gpu_utilization")
 _COLUMNS = ("seconds", "piece", "stage", "done", *GROWING, *_STATES)
 
@@ -131,6 +133,38 @@ class RunHistory:
         if rank not in self._tracks:
             raise KeyError(f"rank {rank}: the history has ranks {self.ranks}")
         return list(self._tracks[rank].points(list(self._stages)))
+
+    def curves(self, rank: int, most: int) -> Iterator[tuple[str, str, list[float], list[float]]]:
+        """Lines of one rank to draw, from about ``most`` of its points: each metric, and its speed last.
+
+        Yields:
+            What it is of, "samples/s" or "steps/s" for the speed; the name of the loop; steps; the values by then.
+        """
+        track, stages = self._tracks[rank], list(self._stages)
+        columns = track.columns
+        last = len(columns["seconds"]) - 1
+        places = [*range(0, last, max(1, -(-last // most))), last]
+        steps = columns["done"]
+        for name, values in track.metrics.items():
+            lines: dict[int, tuple[list[float], list[float]]] = {}
+            for i in places:
+                if math.isfinite(values[i]):
+                    x, y = lines.setdefault(int(columns["stage"][i]), ([], []))
+                    x.append(steps[i])
+                    y.append(values[i])
+            yield from ((name, stages[stage], x, y) for stage, (x, y) in lines.items())
+        counted = "samples" if columns["samples"][-1] else "total_steps"
+        x, y, since = [], [], places[0]
+        for i in places[1:]:
+            seconds = columns["clock"][i] - columns["clock"][since]
+            if columns["piece"][i] != columns["piece"][since]:
+                since = i
+            elif seconds >= _SPAN:  # over less than that a speed is noise
+                x.append(steps[i])
+                y.append((columns[counted][i] - columns[counted][since]) / seconds)
+                since = i
+        if any(y):
+            yield "samples/s" if counted == "samples" else "steps/s", "", x, y
 
     def to_pandas(self) -> pd.DataFrame:
         """A row a rank and point, indexed by rank and seconds; a column for each metric."""

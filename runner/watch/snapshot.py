@@ -19,6 +19,8 @@ class RankRow:
         silent: Seconds since it was last heard of, if that is long ago; None where all is well.
         started: Whether it was heard of at all in this world.
         ended: Whether fn has ended on it.
+        host: Where it runs.
+        pid: The number of its process there.
         stage: Name of the loop: "train"; "" without `hvd.progress`.
         epoch: From 0.
         epochs: How many there are to be.
@@ -42,6 +44,8 @@ class RankRow:
     silent: float | None = None
     started: bool = False
     ended: bool = False
+    host: str = ""
+    pid: int = 0
     stage: str = ""
     epoch: int | None = None
     epochs: int | None = None

@@ -80,6 +80,8 @@ class RankRecord:
             silent=silent if silent > LONG and not self.ended else None,
             started=True,
             ended=self.ended,
+            host=last.host,
+            pid=last.pid,
             stage=last.stage,
             epoch=last.epoch,
             epochs=last.epochs,

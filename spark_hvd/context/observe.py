@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import time
 from dataclasses import replace
@@ -29,6 +30,8 @@ def observe() -> Vitals | None:
         size=me.size,
         generation=here.world.generation,
         clock=now,
+        host=me.host,
+        pid=os.getpid(),
         entered=activity.entered,
         last=" ".join(activity.last),
         last_seconds=now - activity.last_at if activity.last else 0.0,

@@ -141,6 +141,8 @@ class Progress(Generic[T]):
         if activity.progress is self:  # else a loop inside this one has counted
             self._totals.steps += 1
             self._totals.samples += samples
+            if activity.at_step is not None:
+                activity.at_step()
 
     def close(self) -> _Totals:
         """End the loop; its last values stay. Happens by itself at the end of an iteration."""

@@ -83,6 +83,11 @@ def sums_of(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.
     return list(torch._foreach_add(some, others))
 
 
+def is_profiling() -> bool:
+    """Whether torch's profiler is on."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def users_of(storage: torch.UntypedStorage) -> int:
     """How many tensors, Python's or torch's own, use some memory."""
     return torch._C._storage_Use_Count(storage._cdata)

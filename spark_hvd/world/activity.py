@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ class Activity:
         self.last: tuple[str, ...] = ()
         """The words of its name: to put them together takes longer than to keep them."""
         self.last_at = 0.0
+        self.at_step: Callable[[], None] | None = None
+        """Called by the thread that trains, after each step; None: nobody wants to know of steps."""
         self.watched = False
         """Whether somebody is told of this rank, and will say what is wrong."""
         self.news = threading.Event()

@@ -32,6 +32,8 @@ class Vitals:
         generation: Of the world; -1 before the first.
         clock: Seconds on this process' own monotonic clock, for rates between two records.
         process: A name that no other process of the run has: ranks come and go, and numbers are given again.
+        host: Where it runs, as the launcher knows the host.
+        pid: The number of its process there.
         entered: Collectives entered so far.
         last: The name of the last one; "" before the first.
         last_seconds: Since then.
@@ -65,6 +67,8 @@ class Vitals:
     generation: int
     clock: float
     process: str = ""
+    host: str = ""
+    pid: int = 0
     entered: int = 0
     last: str = ""
     last_seconds: float = 0.0

@@ -17,7 +17,7 @@ from spark_hvd import __version__
 from spark_hvd.runner import RankFailedError
 from spark_hvd.runner.cli import exit_code_of, main
 from spark_hvd.runner.cli.horovodrun import REFUSED, TUNING
-from spark_hvd.runner.config import HERE, Network
+from spark_hvd.runner.config import HERE, Network, Reporting
 from spark_hvd.runner.diagnosis.build import describe
 from spark_hvd.runner.diagnosis.facts import Package
 from spark_hvd.runner.elastic import local as elastic_local
@@ -101,6 +101,13 @@ def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None
         "network": Network(mpi="mpich", interfaces=["eth0", "10.0.0.0/8"]),
         "max_restarts": 3, "env": {}, "verbose": 0, "data": {"train": "a=b", "val": "s3://b/c"},
     }  # fmt: skip
+
+
+def test_a_page_is_a_flag_before_the_script(calls: list[dict[str, Any]], script: str) -> None:
+    assert invoke("run", "-np", "2", "--page", script).exit_code == 0
+    assert calls[0]["reporting"] == Reporting(page=True)
+    assert invoke("run", "-np", "2", script).exit_code == 0
+    assert "reporting" not in calls[1]  # the variable decides
 
 
 def test_every_option_of_an_elastic_run_reaches_it(calls: list[dict[str, Any]], script: str) -> None:

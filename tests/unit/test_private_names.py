@@ -43,6 +43,12 @@ def test_autograd_and_tensors() -> None:
     assert torch_private.is_hooked(weight)
 
 
+def test_the_profiler() -> None:
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.is_profiling()
+
+
 def test_modules() -> None:
     shared = nn.BatchNorm1d(2)
     module = nn.Sequential(shared, shared)

@@ -196,7 +196,7 @@ def test_a_world_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.init()
     monkeypatch.setattr(activity, "watched", False)
     activity.news.clear()
-    reports = reporting.VitalsSender(told.put)
+    reports = reporting.VitalsSender(lambda kind, vitals: told.put(vitals))
     reports.start()
     try:
         assert not told.get(timeout=30)["ended"]

@@ -47,7 +47,7 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"spark_hvd"}
     assert {"spark_hvd/__init__.py", "spark_hvd/runner/__init__.py", "spark_hvd/estimators/__init__.py"} <= sources()
     assert {name for name in names if name.endswith(".py")} == sources()
-    assert "spark_hvd/py.typed" in names
+    assert {"spark_hvd/py.typed", "spark_hvd/runner/watch/display/page.html"} <= {*names}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Draws a run: terminal, notebook, log, JSON, figures.
+"""Draws a run: terminal, notebook, browser, log, JSON, figures.
 
 May import watch and config. Door: choose.
 """

@@ -179,7 +179,7 @@ class JsonDisplay(Display):
     def _write(self, *events: dict[str, Any]) -> None:
         now = round(self._clock(), 3)
         for event in events:
-            line = {"event": event.pop("event"), "time": now, **_plain(event)}
+            line = {"event": event.pop("event"), "time": now, **plain(event)}
             self._stream.write(json.dumps(line, allow_nan=False) + "\n")
         self._stream.flush()
 
@@ -215,12 +215,12 @@ def compact(snapshot: RunSnapshot) -> str:
     return ", ".join(parts)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value without what JSON has no word for (nan, inf), and without digits that mean nothing."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value

@@ -184,6 +184,8 @@ class GradientReducer:
     def stepped(self) -> None:
         """The optimizer has made its step."""
         activity.optimizer_steps += 1
+        if activity.at_step is not None and activity.progress is None:
+            activity.at_step()
         self._trace.stepped()
         self.reset()
         if self.tuner is not None and self.phase is Phase.EAGER:
