@@ -59,6 +59,7 @@ class ColumnForm(Form[Part, Columns]):
         stacks = stacks_of(batch, self._features)
         stacked = {name for names in stacks.values() for name in names}
         early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
+        done = set(early)
         arrays = self._convert(batch.select(early), self._features) if early else {}
         for name, array in arrays.items():
             shape, before = tuple(array.shape[1:]), self._shapes.setdefault(name, tuple(array.shape[1:]))
@@ -70,7 +71,7 @@ class ColumnForm(Form[Part, Columns]):
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
             arrays=arrays,
-            others=table_of(batch.select([name for name in batch.schema.names if name not in early])),
+            others=table_of(batch.select([name for name in batch.schema.names if name not in done])),
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:

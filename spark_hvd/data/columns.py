@@ -255,8 +255,9 @@ def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> 
     if isinstance(features, str):
         raise DataError(f"features={features!r}: expected a list of names of columns, or a dict of such lists")
     stacks = features if isinstance(features, Mapping) else {"features": features}
+    there = set(batch.schema.names)
     for name, columns in stacks.items():
-        missing = [column for column in columns if column not in batch.schema.names]
+        missing = [column for column in columns if column not in there]
         if missing or not columns:
             raise DataError(
                 f"features: {name!r} is stacked from {listed(columns)}; expected some of {listed(batch.schema.names)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,21 @@ class PackedRows:
         """Some of the columns, in this order."""
         return replace(self, schema=pa.schema([self.schema.field(name) for name in names]))
 
+    @cached_property
+    def _places(self) -> dict[str, tuple[tuple[str, ...], int]]:
+        """For each packed column the columns that it lies among, and its place there."""
+        return {name: (columns, place) for columns in self.matrices for place, name in enumerate(columns)}
+
     def numbers(self, names: Sequence[str]) -> Matrix | None:
         """Columns of one type, (rows, columns), that may be written; None where they do not lie in one matrix."""
-        for columns, matrix in self.matrices.items():
-            if columns == tuple(names):
-                return matrix
-            if set(names) <= set(columns):
-                return np.ascontiguousarray(matrix[:, [columns.index(name) for name in names]])
-        return None
+        found = [self._places.get(name) for name in names]
+        first = found[0]
+        if first is None or any(each is None or each[0] is not first[0] for each in found):
+            return None
+        matrix = self.matrices[first[0]]
+        if first[0] == tuple(names):
+            return matrix
+        return np.ascontiguousarray(matrix[:, [self._places[name][1] for name in names]])
 
     def column(self, name: str) -> pa.Array:
         """A column as Arrow has it."""
@@ -111,13 +119,14 @@ def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
 def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.RecordBatch:
     """Rows as Arrow has them."""
     found: dict[str, pa.Array] = {}
+    wanted = set(schema.names)
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if names := _packed_in(field):
             matrix = _matrix(column)
             for number, name in enumerate(names):
-                if name in schema.names:
+                if name in wanted:
                     found[name] = pa.array(matrix[slice(None) if at is None else at, number])
-        elif field.name in schema.names:
+        elif field.name in wanted:
             found[field.name] = column if at is None else column.take(at)
     return pa.RecordBatch.from_arrays([found[name] for name in schema.names], schema=schema)
 

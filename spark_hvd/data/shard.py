@@ -184,7 +184,7 @@ class DatasetShard:
         if isinstance(columns, str):
             raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
         wanted = tuple(names if columns is None else columns)
-        missing = [name for name in wanted if name not in names]
+        missing = set(wanted).difference(names)
         if missing or not wanted:
             raise DataError(
                 f"columns={list(wanted)!r}: expected some of those of data set {self.name!r}: {listed(names)}"
