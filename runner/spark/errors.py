@@ -44,7 +44,7 @@ def silent(lost: str) -> ExecutorLostError:
 
 
 def heap_full(error: Exception) -> ClusterError | None:
-    """The error for a driver whose JVM has no memory left; None where it is another error."""
+    """The error where the driver's JVM has no memory for what PySpark sends it; None where it is another error."""
     if (match := _HEAP.search(str(error))) is None:
         return None
     return ClusterError(
@@ -75,8 +75,6 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
             f"fn and its arguments are too large for Spark Connect: {match[0]} bytes. Let ranks read what is large "
             "from a place that they reach, and give fn its path."
         )
-    if (full := heap_full(error)) is not None:
-        return full
     if match := _LOST.search(text):
         executor = _EXECUTOR.search(text)
         where = placement.on_executor(executor[1], size) if placement and executor else None

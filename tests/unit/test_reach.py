@@ -10,7 +10,7 @@ import pytest
 
 from spark_hvd.runner.outcome.errors import ClusterError, ExecutorLostError, SetupError
 from spark_hvd.runner.spark import reach as looks
-from spark_hvd.runner.spark.errors import translate
+from spark_hvd.runner.spark.errors import heap_full, translate
 from spark_hvd.runner.spark.reach import Placement, Reach, unanswered
 
 TASKS = {0: ("2", "10.0.0.2"), 1: ("1", "10.0.0.1"), 2: ("2", "10.0.0.2")}
@@ -104,6 +104,9 @@ def test_a_full_heap_is_told_with_what_goes_through_it() -> None:
     assert isinstance(error, ClusterError)
     assert "java.lang.OutOfMemoryError: Java heap. fn and its arguments go through it" in str(error)
     assert "spark.driver.memory" in str(error)
+    assert heap_full(Exception("An error occurred while calling o16.broadcast.\n: java.io.IOException")) is None
+    on_executor = translate(Exception(f"ExecutorLostFailure (executor 2 exited: {said}"), 3, Placement(TASKS, {}))
+    assert isinstance(on_executor, ExecutorLostError)
 
 
 def test_what_pyspark_itself_misses_on_an_executor_is_named() -> None:
