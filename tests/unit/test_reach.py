@@ -98,11 +98,10 @@ def test_sparks_error_gets_ranks_and_hosts() -> None:
 
 
 def test_a_full_heap_is_told_with_what_goes_through_it() -> None:
-    error = translate(
-        Exception("An error occurred while calling o16.broadcast.\n: java.lang.OutOfMemoryError: Java heap"), 2
-    )
+    said = "An error occurred while calling o16.broadcast.\n: java.lang.OutOfMemoryError: Java heap space"
+    error = heap_full(Exception(said))
     assert isinstance(error, ClusterError)
-    assert "java.lang.OutOfMemoryError: Java heap. fn and its arguments go through it" in str(error)
+    assert "java.lang.OutOfMemoryError: Java heap space. fn and its arguments go through it" in str(error)
     assert "spark.driver.memory" in str(error)
     assert heap_full(Exception("An error occurred while calling o16.broadcast.\n: java.io.IOException")) is None
     on_executor = translate(Exception(f"ExecutorLostFailure (executor 2 exited: {said}"), 3, Placement(TASKS, {}))
