@@ -253,15 +253,13 @@ def test_rows_of_another_rank_are_not_loaded_as_mine(world: Ranks) -> None:
     def fn() -> None:
         model = nn.Sequential(hvd.ShardedEmbedding(12, DIM))  # as many rows on each rank
         before = model[0].weight.detach().clone()
-        model.load_state_dict(model.state_dict())
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
-        of_rank_0 = io.BytesIO(hvd.broadcast_object(file.getvalue(), 0))
-        if hvd.rank() == 0:
-            model.load_state_dict(torch.load(of_rank_0, weights_only=True))
-        else:
+        model.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        of_rank_0 = torch.load(io.BytesIO(hvd.broadcast_object(file.getvalue(), 0)), weights_only=True)
+        if hvd.rank():
             with pytest.raises(RuntimeError, match=rf"has those of rank 0 of {hvd.size()}: load a whole state"):
-                model.load_state_dict(torch.load(of_rank_0, weights_only=True))
+                model.load_state_dict(of_rank_0)
         assert torch.equal(model[0].weight, before)
 
     world.run(fn)
