@@ -238,8 +238,7 @@ def test_what_would_save_a_part_as_the_whole(world: Ranks, tmp_path: Path) -> No
             hvd.checkpoint.save(str(tmp_path), {"model": model.state_dict()}, 1)
         with pytest.raises(ValueError, match="TorchState would take"):
             hvd.elastic.TorchState(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        whole = hvd.whole_state_dict(model, 0)
-        hvd.checkpoint.save(str(tmp_path), {"model": whole or {}}, 2)
+        hvd.checkpoint.save(str(tmp_path), {"model": hvd.whole_state_dict(model, 0) or {}}, 2)
         before = model[0].weight.detach().clone()
         saved = hvd.checkpoint.load(str(tmp_path))
         assert saved is not None
