@@ -173,7 +173,9 @@ class StaticRank:
 
     def _hear(self, profiler: StepProfiler) -> None:
         """Take what the supervisor has sent, if anything; its end is somebody else's business."""
-        while select.select([self._control], [], [], 0.0)[0] and (frame := recv_frame(self._control)) is not None:
+        there = select.poll()
+        there.register(self._control, select.POLLIN)
+        while there.poll(0) and (frame := recv_frame(self._control)) is not None:
             if frame[0]["type"] == "profile":
                 profiler.ask(frame[0]["number"], frame[0]["steps"])
 

@@ -16,7 +16,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
     ("module", "most", "not_these"),
     [
         ("runner.rank.main", 15, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.static", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.static", 73, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         pytest.param(
             "runner.rank.elastic",
             71,
