@@ -73,7 +73,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
         os.kill(run["ranks"][1]["pid"], signal.SIGSTOP)
         try:
             browser.told("profile?steps=1&rank=1", "POST")
-            while run["trace"]["text"] != "rank 1: does not answer: it has ended, or its host cannot be reached":
+            while run["trace"]["text"] != f"rank 1: {page_module._NO_ANSWER}":
                 run = browser.told(f"run?me=x&after={run['number']}")
             assert not run["trace"]["ready"]
             stopped = browser.told("stacks?rank=1", "POST")
@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_answer_is_said_to(monkeypatch: pytest.MonkeyPatch)
         with ThreadPoolExecutor(5) as pool:
             answers = [*pool.map(lambda _: browser.ask("stacks?rank=1", "POST"), range(5))]
         assert {status for status, _ in answers} == {504}
-        assert "rank 1 does not answer: it has ended" in json.loads(answers[0][1])["error"]
+        assert "rank 1 does not answer: it has not started yet or has ended" in json.loads(answers[0][1])["error"]
         assert set(asked) == {1}
         assert len(asked) < 5  # those who ask at once share a look
     finally:

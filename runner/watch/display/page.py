@@ -45,7 +45,7 @@ _HEARD_SECONDS, _LATE_SECONDS = 8.0, 30.0
 """For a rank to say that it will profile its steps, and to send them after the first one has."""
 _BUSY_SECONDS = 60.0
 """For which a profile keeps others from being asked for; one that hangs does not do so for ever."""
-_NO_ANSWER = "does not answer: it has ended, or its host cannot be reached"
+_NO_ANSWER = "does not answer: it has not started yet or has ended, or its host cannot be reached"
 _MOST_LINES, _MOST_LENGTH = 2000, 2000
 """Of what ranks print: lines of all ranks together, and characters of each."""
 _MOST_CURVES, _MOST_POINTS, _MOST_PLOTS = 8, 200, 7
