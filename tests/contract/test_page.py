@@ -6,8 +6,10 @@ import gzip
 import json
 import logging
 import os
+import select
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,3 +199,19 @@ def test_an_address_that_is_taken_is_a_warning(caplog: pytest.LogCaptureFixture,
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert run_local(train_until, [tmp_path / "done"], reporting=Reporting(page=address), verbose=0) == [0, 1]
     assert "the page of the run has failed (OSError(98" in caplog.text
+
+
+def test_a_burst_of_those_who_say_nothing_is_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 60.0)
+    page, gate, most = Page(PageAddress(), lambda rank: None, lambda *asked: None), threading.Event(), 32
+    try:
+        page._server.call(gate.wait)  # so that it sees all of them at once
+        held = [Browser(page.url).raw(b"") for _ in range(100)]
+        gate.set()
+        wait_until(lambda: len(select.select(held, [], [], 0)[0]) == 100 - most)
+        assert select.select(held[-most:], [], [], 0)[0] == []  # the newest may still say what they want
+    finally:
+        gate.set()
+        page.close()
+    for connection in held:
+        connection.close()

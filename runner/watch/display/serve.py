@@ -127,6 +127,7 @@ class PageServer:
         self._listener = socket.create_server((host, port), family=family, backlog=_MOST)
         self.port: int = self._listener.getsockname()[1]
         self._silent: dict[asyncio.Task[None], None] = {}
+        self._cut: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -156,7 +157,7 @@ class PageServer:
         server.close()
         if self._asking:
             await asyncio.wait(self._asking, timeout=1.0)
-        for task in (left := [*self._silent, *self._asking]):
+        for task in (left := {*self._silent, *self._cut, *self._asking}):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
@@ -165,10 +166,13 @@ class PageServer:
         assert task is not None
         self._silent[task] = None
         if len(self._silent) > _MOST:
-            next(iter(self._silent)).cancel()  # the oldest
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]  # not when it runs next: others of a burst come before that
+            self._cut.add(oldest)
+            oldest.cancel()
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
-            del self._silent[task]
+            self._silent.pop(task, None)
             writer.transport.set_write_buffer_limits(0)  # an answer that was waited for has been taken
             answer = (await self._answered(head, task)).to_bytes()
             for start in range(0, len(answer), _PIECE):
@@ -181,6 +185,7 @@ class PageServer:
             pass
         finally:
             self._silent.pop(task, None)
+            self._cut.discard(task)
             self._asking.discard(task)
             writer.transport.abort() if not writer.is_closing() else None
 
