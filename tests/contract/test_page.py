@@ -215,3 +215,19 @@ def test_a_burst_of_those_who_say_nothing_is_cut_at_once(monkeypatch: pytest.Mon
         page.close()
     for connection in held:
         connection.close()
+
+
+def test_a_rank_that_makes_no_step_keeps_no_other_profile_from_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "_BUSY_SECONDS", 0.5)
+    asked: list[tuple[int, ...]] = []
+    page = Page(PageAddress(), lambda rank: None, lambda *profile: asked.append(profile))
+    try:
+        page._server.call(page._publish, {"ranks": [{}]})
+        browser = Browser(page.url)
+        assert browser.told("profile?steps=2", "POST")["trace"]["busy"]
+        page.profiled(0, {"number": 1, "part": 0, "parts": 0, "data": "", "error": None})  # it was heard
+        wait_until(lambda: not browser.told("run")["trace"]["busy"])
+        assert browser.told("profile?steps=3", "POST")["trace"]["busy"]
+        assert asked == [(0, 1, 2), (0, 2, 3)]
+    finally:
+        page.close()

@@ -111,7 +111,7 @@ def message(number: int = 1, part: int = 0, parts: int = 0, text: str = "", erro
 
 def test_a_trace_waits_for_those_who_were_heard() -> None:
     trace = RankTraces(1, range(4), 5)
-    assert trace.status() == {"number": 1, "ended": False, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
+    assert trace.status() == {"number": 1, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
     for rank in (0, 1, 2):
         trace.take(rank, message())
     trace.take(0, message(0, 0, 1, "{}"))  # of what was asked before
