@@ -73,6 +73,9 @@ def test_a_request_is_read_behind_any_prefix() -> None:
         (asked(Host="[::1]:9"), None),
         (asked(Host="HUB.example.com"), None),
         (asked(method="POST", Origin="http://127.0.0.1:8080", Sec_Fetch_Site="same-origin"), None),
+        (asked(Origin="https://hub.example.com"), None),  # a proxy asks by the address
+        (asked(Host="10.0.0.5:8080", Origin="http://10.0.0.5:8080"), None),
+        (asked(Host="10.0.0.5:8080", Origin="http://203.0.113.5"), 403),
         (asked("/"), 403),
         (asked("/other/run"), 403),
         (asked(f"/{TOKEN}x/"), 403),

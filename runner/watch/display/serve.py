@@ -84,12 +84,12 @@ def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer 
     """Why a request is not answered; None if it is. ``names`` are those of this server besides addresses."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
         return Answer("This is not the whole address of the page: copy all of it, as it was printed.\n", 403)
-    asked = request.headers.get("host", "")
-    origin = request.headers.get("origin")
-    for name in [f"//{asked}", *([origin] if origin is not None else [])]:
-        if not _is_known(name, names):
+    host = _host(f"//{request.headers.get('host', '')}")
+    origin = _host(request.headers["origin"]) if "origin" in request.headers else host
+    for name, known in ((host, host in names or _is_address(host)), (origin, origin in names or origin == host)):
+        if not known:
             return Answer(
-                f"The page does not go by the name of {name.removeprefix('//')!r:.100}. If a proxy of yours shows it "
+                f"The page does not go by the name of {name!r:.100}. If a proxy of yours shows it "
                 'under this name, say so: page="127.0.0.1:8080,NAME", or SPARK_HVD_PAGE=127.0.0.1:8080,NAME.\n',
                 403,
             )
@@ -98,12 +98,18 @@ def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer 
     return None if request.method in ("GET", "POST") else Answer("Expected GET or POST.\n", 405)
 
 
-def _is_known(url: str, names: Collection[str]) -> bool:
+def _host(url: str) -> str:
     try:
-        host = urlsplit(url).hostname or ""
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
         ipaddress.ip_address(host)
     except ValueError:
-        return host in names
+        return False
     return True
 
 
