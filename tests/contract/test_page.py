@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner import Reporting, run_elastic_local, run_local
-from spark_hvd.runner.config import PageAddress
+from spark_hvd.runner.config import PageAddress, RunConfig
+from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.watch.display import page as page_module
 from spark_hvd.runner.watch.display import serve
 from spark_hvd.runner.watch.display.page import Page
@@ -231,3 +232,35 @@ def test_a_rank_that_makes_no_step_keeps_no_other_profile_from_being_asked_for(m
         assert asked == [(0, 1, 2), (0, 2, 3)]
     finally:
         page.close()
+
+
+class Record:
+    """A tracker that keeps whether its run has ended."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def start(self, facts: Any) -> None:
+        pass
+
+    def take(self, vitals: Any) -> None:
+        pass
+
+    def end(self, error: Any, summary: Any) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("where", ["display", "page"])
+def test_an_interrupt_at_the_end_leaves_nothing_open(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    record = Record()
+    monitor = make_monitor(RunConfig(page=True, progress="off", tracker=record), train_until, 1)
+    monkeypatch.setattr(Page if where == "page" else type(monitor._display), "end", interrupted)
+    with pytest.raises(KeyboardInterrupt), monitor:
+        pass
+    assert monitor._page is not None
+    assert record.ended
+    with pytest.raises(ConnectionRefusedError):
+        Browser(monitor._page.url).raw(b"")
