@@ -67,12 +67,12 @@ class PageAddress:
             ValueError: it is neither a truth value nor HOST:PORT; ``source`` is what it was given by.
         """
         text = str(asked).strip().lower()
-        if text in ("none", "false", "0", "off", ""):
+        if text in ("none", "false", "0", "off", "no", ""):
             return None
-        if text in ("true", "1", "on"):
+        if text in ("true", "1", "on", "yes"):
             return cls()
         at, *names = (part.strip() for part in text.split(","))
-        found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:/\s]*)(?::(\d{1,5}))?", at)
+        found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:/\s]*)(?::(\d{1,5}))?", f":{at}" if at.isdecimal() else at)
         if found is None or int(found[2] or 0) > 65535 or not all(names):
             raise ValueError(
                 f'{source}={asked!r}: expected True, or HOST:PORT, such as "127.0.0.1:8080", with commas before '

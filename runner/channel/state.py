@@ -63,7 +63,7 @@ class HubLogic(Protocol):
         """Tell every task to stop, and why."""
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
-        """Send one rank's task a message; None: every task."""
+        """Send one rank's task a message; None: every task. Those whose ranks have yet to start are left out."""
 
     @property
     def all_gone(self) -> bool:
@@ -176,6 +176,8 @@ class HubState(HubLogic):
         return self._to_all(message)
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
+        if self._going_since is None:  # tasks and ranks take the next message for the one that they wait for
+            return []
         return [send for send in self._to_all(message) if rank in (None, send.rank)]
 
     def describe_lost(self) -> str:

@@ -113,7 +113,8 @@ class ElasticState(HubLogic):
         return self._told(ev.AgentLeaving(agent, why), now)
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
-        there = sorted(self._present & self.labels.keys())
+        # A worker that prepares may not listen yet: the signal of a closer look would end it.
+        there = sorted((self._present & self.labels.keys()) - self.membership.roster.preparing())
         return [Send(agent, message) for agent in there if rank in (None, self.labels[agent])]
 
     @property

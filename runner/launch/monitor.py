@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -104,12 +105,12 @@ class Monitor(Listener):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.end(None)
-        if self._page is not None:
-            facts = {} if self._summary is None else dict(self._summary.facts())
-            self._guarded("the page of the run", self._page.end, partial(self._picture, True), facts, error)
-            self._page.close()
-        self._tracking.end(error, self._summary)
+        with ExitStack() as last:  # each is ended, whatever becomes of the others
+            last.callback(self._tracking.end, error, self._summary)
+            if self._page is not None:
+                last.callback(self._page.close)
+                last.callback(self._guarded, "the page of the run", self._end_page, self._page, error)
+            self._display.end(None)
 
     def ask(self, hub: HubServer) -> None:
         """From now on have this hub look closer at ranks that do not move."""
@@ -163,6 +164,10 @@ class Monitor(Listener):
 
         self._page = Page(address, examine, profile)
         announce(self._page, self._begun[0], in_notebook())
+
+    def _end_page(self, page: Page, error: BaseException | None) -> None:
+        facts = {} if self._summary is None else dict(self._summary.facts())
+        page.end(partial(self._picture, True), facts, error)
 
     def _picture(self, at_end: bool = False) -> dict[str, Any]:
         from spark_hvd.runner.watch.display.page import picture

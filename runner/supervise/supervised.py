@@ -233,7 +233,7 @@ class SupervisedRank:
         if frame is not None and frame[0]["type"] == "vitals":
             self._link.try_send("vitals", vitals=frame[0]["vitals"])
         elif frame is not None and frame[0]["type"] == "profile":
-            self._link.try_send(**{"type_": "profile", **{key: frame[0][key] for key in ASIDE["profile"]}})
+            self._link.try_send("profile", **{key: frame[0][key] for key in ASIDE["profile"]})
         elif frame is not None:
             self._on_frame(*frame)
 

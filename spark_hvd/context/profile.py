@@ -94,14 +94,14 @@ class StepProfiler:
         self._mark()
 
     def _finish(self) -> None:
-        activity.at_step = None
-        profiler, self._profiler = self._profiler, None
+        profiler, number = self._profiler, self._number
         self._unmark()
         profiler.stop()
         self._packing = threading.Thread(
-            target=self._guarded, args=[self._pack, profiler, self._number], name="spark_hvd-profile", daemon=True
+            target=self._guarded, args=[self._pack, profiler, number], name="spark_hvd-profile", daemon=True
         )
         self._packing.start()
+        activity.at_step = self._profiler = None  # last: from now on somebody else may ask
 
     def _pack(self, profiler: Any, number: int) -> None:
         here = standing.context

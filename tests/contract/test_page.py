@@ -6,8 +6,10 @@ import gzip
 import json
 import logging
 import os
+import select
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner import Reporting, run_elastic_local, run_local
-from spark_hvd.runner.config import PageAddress
+from spark_hvd.runner.config import PageAddress, RunConfig
+from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.watch.display import page as page_module
 from spark_hvd.runner.watch.display import serve
 from spark_hvd.runner.watch.display.page import Page
@@ -73,7 +76,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
         os.kill(run["ranks"][1]["pid"], signal.SIGSTOP)
         try:
             browser.told("profile?steps=1&rank=1", "POST")
-            while run["trace"]["text"] != "rank 1: does not answer: it has ended, or its host cannot be reached":
+            while run["trace"]["text"] != f"rank 1: {page_module._NO_ANSWER}":
                 run = browser.told(f"run?me=x&after={run['number']}")
             assert not run["trace"]["ready"]
             stopped = browser.told("stacks?rank=1", "POST")
@@ -166,7 +169,7 @@ def test_a_rank_that_does_not_answer_is_said_to(monkeypatch: pytest.MonkeyPatch)
         with ThreadPoolExecutor(5) as pool:
             answers = [*pool.map(lambda _: browser.ask("stacks?rank=1", "POST"), range(5))]
         assert {status for status, _ in answers} == {504}
-        assert "rank 1 does not answer: it has ended" in json.loads(answers[0][1])["error"]
+        assert "rank 1 does not answer: it has not started yet or has ended" in json.loads(answers[0][1])["error"]
         assert set(asked) == {1}
         assert len(asked) < 5  # those who ask at once share a look
     finally:
@@ -197,3 +200,67 @@ def test_an_address_that_is_taken_is_a_warning(caplog: pytest.LogCaptureFixture,
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert run_local(train_until, [tmp_path / "done"], reporting=Reporting(page=address), verbose=0) == [0, 1]
     assert "the page of the run has failed (OSError(98" in caplog.text
+
+
+def test_a_burst_of_those_who_say_nothing_is_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", 60.0)
+    page, gate, most = Page(PageAddress(), lambda rank: None, lambda *asked: None), threading.Event(), 32
+    try:
+        page._server.call(gate.wait)  # so that it sees all of them at once
+        held = [Browser(page.url).raw(b"") for _ in range(100)]
+        gate.set()
+        wait_until(lambda: len(select.select(held, [], [], 0)[0]) == 100 - most)
+        assert select.select(held[-most:], [], [], 0)[0] == []  # the newest may still say what they want
+    finally:
+        gate.set()
+        page.close()
+    for connection in held:
+        connection.close()
+
+
+def test_a_rank_that_makes_no_step_keeps_no_other_profile_from_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "_BUSY_SECONDS", 0.5)
+    asked: list[tuple[int, ...]] = []
+    page = Page(PageAddress(), lambda rank: None, lambda *profile: asked.append(profile))
+    try:
+        page._server.call(page._publish, {"ranks": [{}]})
+        browser = Browser(page.url)
+        assert browser.told("profile?steps=2", "POST")["trace"]["busy"]
+        page.profiled(0, {"number": 1, "part": 0, "parts": 0, "data": "", "error": None})  # it was heard
+        wait_until(lambda: not browser.told("run")["trace"]["busy"])
+        assert browser.told("profile?steps=3", "POST")["trace"]["busy"]
+        assert asked == [(0, 1, 2), (0, 2, 3)]
+    finally:
+        page.close()
+
+
+class Record:
+    """A tracker that keeps whether its run has ended."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def start(self, facts: Any) -> None:
+        pass
+
+    def take(self, vitals: Any) -> None:
+        pass
+
+    def end(self, error: Any, summary: Any) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("where", ["display", "page"])
+def test_an_interrupt_at_the_end_leaves_nothing_open(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    record = Record()
+    monitor = make_monitor(RunConfig(page=True, progress="off", tracker=record), train_until, 1)
+    monkeypatch.setattr(Page if where == "page" else type(monitor._display), "end", interrupted)
+    with pytest.raises(KeyboardInterrupt), monitor:
+        pass
+    assert monitor._page is not None
+    assert record.ended
+    with pytest.raises(ConnectionRefusedError):
+        Browser(monitor._page.url).raw(b"")

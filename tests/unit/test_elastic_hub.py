@@ -216,3 +216,17 @@ def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             hub.close()
     assert not job.running
+
+
+@pytest.mark.parametrize("kind", ["examine", "profile"])
+def test_a_worker_that_starts_is_asked_nothing(kind: str) -> None:
+    hub = Hub()
+    hub.say(10, "hello", host="a", task=0, attempt=10)
+    hub.say(11, "hello", host="b", task=1, attempt=11)
+    assert hub.state.labels.keys() == {10, 11}  # both were told to start one
+    assert hub.state.tell({"type": kind}) == []
+    hub = two()
+    assert [send.rank for send in hub.state.tell({"type": kind})] == [10, 11]
+    started = hub.say(10, "ended", worker=0, loss="failed", error="was killed by SIGKILL", raised=False)
+    assert (10, "start") in [(agent, message["type"]) for agent, message in started]
+    assert [send.rank for send in hub.state.tell({"type": kind})] == [11]

@@ -143,3 +143,16 @@ def test_values_that_spark_can_take_are_its_own() -> None:
     state.handle(hello(0), now=0.0)
     (release,) = state.handle(ended(0, ok=True, size=100), now=1.0)
     assert release.message == {"type": "release", "hand_over": False}
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("kind", ["examine", "profile"])
+def test_a_rank_that_starts_is_asked_nothing(met: HubState, kind: str, rank: int | None) -> None:
+    starting = HubState(2)
+    starting.handle(hello(1), now=0.0)
+    assert starting.tell({"type": kind}, rank) == []  # its task waits for "met"
+    assert met.tell({"type": kind}, rank) == []  # its process waits for "go", or is not up yet
+    for each in range(3):
+        assert met.tell({"type": kind}, rank) == []
+        met.handle({"type": "ready", "rank": each, "store": ("h", 4000) if each == 0 else None}, now=1.0)
+    assert types(met.tell({"type": kind}, rank)) == [(each, kind) for each in range(3) if rank in (None, each)]

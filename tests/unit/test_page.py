@@ -25,8 +25,10 @@ HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;x\x07"
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (None, None), (False, None), ("0", None), ("off", None),
-        (True, PageAddress()), ("1", PageAddress()),
+        (None, None), (False, None), ("0", None), ("off", None), ("No", None), ("false", None),
+        (True, PageAddress()), ("1", PageAddress()), ("on", PageAddress()), ("YES", PageAddress()),
+        ("8080", PageAddress("127.0.0.1", 8080)),
+        ("8080,hub.example.com", PageAddress("127.0.0.1", 8080, ("hub.example.com",))),
         ("127.0.0.1:8080", PageAddress("127.0.0.1", 8080)),
         (":8080", PageAddress("127.0.0.1", 8080)),
         ("0.0.0.0", PageAddress("0.0.0.0", 0)),
@@ -37,7 +39,7 @@ def test_what_is_asked_for_is_an_address(asked: Any, expected: PageAddress | Non
     assert PageAddress.parse(asked) == expected
 
 
-@pytest.mark.parametrize("asked", ["a b", "127.0.0.1:http", "127.0.0.1:70000", "127.0.0.1:80,", "http://x/"])
+@pytest.mark.parametrize("asked", ["a b", "127.0.0.1:http", "127.0.0.1:70000", "70000", "127.0.0.1:80,", "http://x/"])
 def test_what_is_no_address_is_an_error_that_says_so(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=re.escape(f"page={asked!r}: expected True, or HOST:PORT")):
         RunConfig(page=asked)
@@ -71,6 +73,9 @@ def test_a_request_is_read_behind_any_prefix() -> None:
         (asked(Host="[::1]:9"), None),
         (asked(Host="HUB.example.com"), None),
         (asked(method="POST", Origin="http://127.0.0.1:8080", Sec_Fetch_Site="same-origin"), None),
+        (asked(Origin="https://hub.example.com"), None),  # a proxy asks by the address
+        (asked(Host="10.0.0.5:8080", Origin="http://10.0.0.5:8080"), None),
+        (asked(Host="10.0.0.5:8080", Origin="http://203.0.113.5"), 403),
         (asked("/"), 403),
         (asked("/other/run"), 403),
         (asked(f"/{TOKEN}x/"), 403),

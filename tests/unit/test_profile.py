@@ -111,7 +111,7 @@ def message(number: int = 1, part: int = 0, parts: int = 0, text: str = "", erro
 
 def test_a_trace_waits_for_those_who_were_heard() -> None:
     trace = RankTraces(1, range(4), 5)
-    assert trace.status() == {"number": 1, "ended": False, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
+    assert trace.status() == {"number": 1, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
     for rank in (0, 1, 2):
         trace.take(rank, message())
     trace.take(0, message(0, 0, 1, "{}"))  # of what was asked before
@@ -144,3 +144,24 @@ def test_parts_that_are_missing_make_no_trace() -> None:
     assert trace.ended
     assert not trace.ready
     assert trace.status()["text"] == "rank 0: its trace has not come whole: ask again"
+
+
+def test_who_asks_while_a_profile_ends_does_not_get_it(
+    told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler, bar, stop = profiler_of(told), hvd.progress(None), torch.profiler.profile.stop
+
+    def slow_stop(theirs: torch.profiler.profile) -> None:
+        asking = threading.Thread(target=profiler.ask, args=(8, 1))
+        asking.start()
+        asking.join()
+        stop(theirs)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", slow_stop)
+    profiler.ask(7, 2)
+    train(bar, 10)
+    profiler.end()
+    assert [each["error"] for each in told if each["number"] == 8] == [
+        "it is still busy with a profile that was asked for before"
+    ]
+    assert steps_of([each for each in told if each["number"] == 7]) == 2

@@ -86,9 +86,9 @@ class Roster:
         waiting = (worker for worker in self.workers.values() if worker.stage is Stage.WAITING)
         return sorted(waiting, key=lambda worker: worker.seniority)
 
-    def preparing(self) -> bool:
-        """Whether any worker prepares."""
-        return any(worker.stage is Stage.PREPARING for worker in self.workers.values())
+    def preparing(self) -> set[int]:
+        """The agents whose workers prepare."""
+        return {worker.agent for worker in self.workers.values() if worker.stage is Stage.PREPARING}
 
     def missing(self, generation: GenerationRecord) -> list[int]:
         """The members of a generation that are neither gone nor back."""

@@ -45,7 +45,7 @@ _HEARD_SECONDS, _LATE_SECONDS = 8.0, 30.0
 """For a rank to say that it will profile its steps, and to send them after the first one has."""
 _BUSY_SECONDS = 60.0
 """For which a profile keeps others from being asked for; one that hangs does not do so for ever."""
-_NO_ANSWER = "does not answer: it has ended, or its host cannot be reached"
+_NO_ANSWER = "does not answer: it has not started yet or has ended, or its host cannot be reached"
 _MOST_LINES, _MOST_LENGTH = 2000, 2000
 """Of what ranks print: lines of all ranks together, and characters of each."""
 _MOST_CURVES, _MOST_POINTS, _MOST_PLOTS = 8, 200, 7
@@ -245,8 +245,8 @@ class Page:
         since = _number(query, "line")
         lines = [line for line in self._lines if line[0] > since]
         self._note(query.get("me", "")[:20])
-        trace = None if self._trace is None else self._trace.status()
-        return _json({**self._picture, "number": self._number, "lines": lines, "line": self._line, "trace": trace})
+        news = {"number": self._number, "lines": lines, "line": self._line, "trace": self._traced()}
+        return _json({**self._picture, **news})
 
     def _note(self, browser: str) -> None:
         """Note who has which picture, and whether all have the last one who were there of late."""
@@ -262,7 +262,7 @@ class Page:
             return _json({"error": f"steps={steps!r:.20}: expected a number from 1 to {MOST_STEPS}"}, 400)
         if rank and not (rank.isdecimal() and int(rank) < self._size):
             return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
-        if self._trace is not None and not self._trace.ended and time.monotonic() - self._traced_at < _BUSY_SECONDS:
+        if self._busy:
             return _json({"error": "ranks are being profiled already"}, 409)
         self._traced_at = time.monotonic()
         ranks = [int(rank)] if rank else range(self._size)
@@ -272,7 +272,15 @@ class Page:
             self._profile(each, number, int(steps))
         later = asyncio.get_running_loop().call_later
         later(_HEARD_SECONDS, lambda: trace.give_up(_NO_ANSWER, unheard=True))
-        return _json({"trace": trace.status()})
+        return _json({"trace": self._traced()})
+
+    @property
+    def _busy(self) -> bool:
+        trace = self._trace
+        return trace is not None and not trace.ended and time.monotonic() - self._traced_at < _BUSY_SECONDS
+
+    def _traced(self) -> dict[str, Any] | None:
+        return None if self._trace is None else self._trace.status() | {"busy": self._busy}
 
     def _take_trace(self, rank: int, message: Mapping[str, Any]) -> None:
         trace = self._trace

@@ -84,12 +84,12 @@ def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer 
     """Why a request is not answered; None if it is. ``names`` are those of this server besides addresses."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
         return Answer("This is not the whole address of the page: copy all of it, as it was printed.\n", 403)
-    asked = request.headers.get("host", "")
-    origin = request.headers.get("origin")
-    for name in [f"//{asked}", *([origin] if origin is not None else [])]:
-        if not _is_known(name, names):
+    host = _host(f"//{request.headers.get('host', '')}")
+    origin = _host(request.headers["origin"]) if "origin" in request.headers else host
+    for name, known in ((host, host in names or _is_address(host)), (origin, origin in names or origin == host)):
+        if not known:
             return Answer(
-                f"The page does not go by the name of {name.removeprefix('//')!r:.100}. If a proxy of yours shows it "
+                f"The page does not go by the name of {name!r:.100}. If a proxy of yours shows it "
                 'under this name, say so: page="127.0.0.1:8080,NAME", or SPARK_HVD_PAGE=127.0.0.1:8080,NAME.\n',
                 403,
             )
@@ -98,12 +98,18 @@ def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer 
     return None if request.method in ("GET", "POST") else Answer("Expected GET or POST.\n", 405)
 
 
-def _is_known(url: str, names: Collection[str]) -> bool:
+def _host(url: str) -> str:
     try:
-        host = urlsplit(url).hostname or ""
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
         ipaddress.ip_address(host)
     except ValueError:
-        return host in names
+        return False
     return True
 
 
@@ -127,6 +133,7 @@ class PageServer:
         self._listener = socket.create_server((host, port), family=family, backlog=_MOST)
         self.port: int = self._listener.getsockname()[1]
         self._silent: dict[asyncio.Task[None], None] = {}
+        self._cut: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -156,7 +163,7 @@ class PageServer:
         server.close()
         if self._asking:
             await asyncio.wait(self._asking, timeout=1.0)
-        for task in (left := [*self._silent, *self._asking]):
+        for task in (left := {*self._silent, *self._cut, *self._asking}):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
@@ -165,10 +172,13 @@ class PageServer:
         assert task is not None
         self._silent[task] = None
         if len(self._silent) > _MOST:
-            next(iter(self._silent)).cancel()  # the oldest
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]  # not when it runs next: others of a burst come before that
+            self._cut.add(oldest)
+            oldest.cancel()
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
-            del self._silent[task]
+            self._silent.pop(task, None)
             writer.transport.set_write_buffer_limits(0)  # an answer that was waited for has been taken
             answer = (await self._answered(head, task)).to_bytes()
             for start in range(0, len(answer), _PIECE):
@@ -181,6 +191,7 @@ class PageServer:
             pass
         finally:
             self._silent.pop(task, None)
+            self._cut.discard(task)
             self._asking.discard(task)
             writer.transport.abort() if not writer.is_closing() else None
 

@@ -79,7 +79,7 @@ class RankTraces:
         for rank, why in sorted(self._faults.items()):
             reasons.setdefault(why, []).append(rank)
         said += [f"{ranks_text(ranks)}: {why}" for why, ranks in reasons.items()]
-        return {"number": self.number, "ended": self.ended, "ready": self.ready, "text": "; ".join(said)}
+        return {"number": self.number, "ready": self.ready, "text": "; ".join(said)}
 
     def body(self) -> bytes:
         """All of it in Chrome's trace-event format, compressed: parts compressed apart may stand behind each other."""
