@@ -126,7 +126,9 @@ class Feeding:
         self._name, self._tag = name, f"{tag}.feeders"
         try:
             public, bind = on_spark.driver_hosts(session)
-            self._directory = Directory(on_spark.address_of(bind), public, config.port_range, room.feeders)
+            self._directory = Directory(
+                on_spark.address_of(bind), public, config.port_range, room.feeders, config.start_timeout
+            )
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
         self._job: TaskJob | None = None
