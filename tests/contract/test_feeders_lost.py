@@ -7,31 +7,60 @@ import errno
 import functools
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zmq
 
+import spark_hvd.torch as hvd
 from spark_hvd import DataError
+from spark_hvd.data import fed
+from spark_hvd.data.fed import FedSource, fed_source
 from spark_hvd.data.feeders import pool
 from spark_hvd.data.feeders.directory import Directory
 from spark_hvd.data.feeders.feeder import serve
-from spark_hvd.data.feeders.mapping import RowMap
+from spark_hvd.data.feeders.mapping import Fed, RowMap
+from spark_hvd.data.readers.arrow import ArrowReader
+from spark_hvd.data.readers.forms import TableForm
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.shard import DatasetShard
+from spark_hvd.data.source import Asked, parquet_source
 from spark_hvd.runner.outcome.payload import dump_exception
-from tests.contract.test_feeders import BATCH, close_pools, held, map_of
+from tests.conftest import wait_until
+from tests.contract.test_feeders import AT_ONCE, BATCH, ROWS, OurError, close_pools, drawn, held, map_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    pq.write_table(pa.table({"id": range(ROWS)}), tmp_path / "rows.parquet", row_group_size=30)
+    return str(tmp_path / "rows.parquet")
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def source_of(path: str, row_map: RowMap) -> FedSource:
+    return fed_source("train", parquet_source(path), Fed(b"", row_map, None))
 
 
 @contextlib.contextmanager
@@ -48,6 +77,68 @@ def feeder_here(row_map: RowMap) -> Iterator[pool.FeederPool]:
         feeder.join()
         close_pools()
         directory.close()
+
+
+def same(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows
+
+
+def test_the_rank_goes_with_a_source(world: None, path: str) -> None:
+    source = source_of(path, map_of(drawn, random=True))
+    sent = pickle.loads(pickle.dumps(source))
+    hvd.shutdown()
+    asked = Asked(columns=("noise",))
+    with contextlib.closing(sent.open(asked, TableForm())) as reader:
+        batches = reader.batches(0, sent.sharding(8, False, asked).share(Position(), 0, 1), [8])
+        assert next(batches).num_rows == 8
+        batches.close()
+
+
+def test_rows_that_come_while_an_epoch_is_left_are_not_asked_for(
+    world: None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is answered as it is to be cancelled, so that the reader's thread starts the next."""
+    asked: list[Future[pa.RecordBatch]] = []
+
+    class Request(Future[pa.RecordBatch]):
+        def __init__(self, rows: pa.RecordBatch) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def cancel(self) -> bool:
+            if self is not asked[2]:
+                return super().cancel()
+            self.set_result(self.rows)
+            wait_until(lambda: len(asked) == 6)
+            return False
+
+    def submit(rows: pa.RecordBatch, draws: Sequence[int] | None) -> Future[pa.RecordBatch]:
+        asked.append(Request(rows))
+        if len(asked) <= 2:
+            asked[-1].set_result(rows)
+        return asked[-1]
+
+    shard = DatasetShard("train", source_of(path, map_of(same)))
+    monkeypatch.setattr(fed, "opened", lambda *_: (submit, 2))
+    loader = iter(shard.arrow_batches(2 * AT_ONCE))
+    next(loader)
+    wait_until(lambda: len(asked) == 5)
+    del loader
+    assert [each.cancelled() for each in asked] == [False, False, False, True, True, True]
+
+
+def test_the_reader_is_closed_where_the_first_row_fails(
+    world: None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(rows: pa.RecordBatch) -> None:
+        raise OurError("bad")
+
+    closed: list[ArrowReader[Any, Any]] = []
+    close = ArrowReader.close
+    monkeypatch.setattr(ArrowReader, "close", lambda self: (closed.append(self), close(self)))
+    with pytest.raises(OurError):
+        source_of(path, map_of(bad))
+    assert len(closed) == 1
 
 
 class Loaded:
