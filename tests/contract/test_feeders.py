@@ -317,6 +317,8 @@ def test_what_it_may_not(made: Any, message: str) -> None:
     [
         ({"fn": 3}, "fn=3: expected a function"),
         ({"columns": "id"}, r"expected a list of names, \['id'\]"),
+        ({"columns": []}, r"columns=\[\]: expected at least one name, or None"),
+        ({"rows_at_once": True}, "rows_at_once=True: expected a whole number of rows"),
         ({"rows_at_once": 0}, "rows_at_once=0: expected a whole number of rows, at least 1"),
         ({"rows": Mapped(BATCH, changed)}, "Mapped over Mapped: expected one function"),
     ],

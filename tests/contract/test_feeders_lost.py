@@ -212,3 +212,10 @@ def test_a_directory_that_cannot_listen_leaves_nothing() -> None:
         Directory("192.0.2.1", "192.0.2.1", None, 1, 60.0)
     assert len(os.listdir("/proc/self/fd")) == before
     assert raised.value.errno == errno.EADDRNOTAVAIL  # and its traceback keeps the directory until here
+
+
+def test_a_function_that_is_too_large_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the function of data\['train'\] has 65 MiB .* at most 64. Next: let it load"
+    ):
+        map_of(functools.partial(same, bytes(65 << 20)))
