@@ -40,6 +40,8 @@ _INSTEAD = {
     ("polars", "LazyFrame"): "frame.collect()",
 }
 _PIECE_ROWS = 65_536
+_MOST_CODE = 64 << 20
+"""Bytes of a function: it goes through the heap of Java, and to each rank as text of twice the size."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,12 @@ def _row_map(name: str, value: Mapped) -> RowMap:
             f"cannot send the function of data[{name!r}]: {explain([('fn', value.fn)], error)}\n"
             "Create it inside the function instead, or pass what it is made from (a path, a configuration)."
         ) from error
+    if len(code) > _MOST_CODE:
+        raise ValueError(
+            f"the function of data[{name!r}] has {len(code) >> 20} MiB with what it refers to: expected at most "
+            f"{_MOST_CODE >> 20}. Next: let it load what is large (weights, a vocabulary) from a path that executors "
+            "reach, when it is called first"
+        )
     return RowMap(code, value.columns, value.rows_at_once, value.random)
 
 

@@ -83,8 +83,7 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
         slots, room = task_slots(session, of_ranks), task_slots(session, mine)
         if slots is None or room is None:  # Spark Connect does not tell
             return Room(tasks, feeders, resources=mine)
-        share = Fraction(feeders, max(room, 1))
-        left = int((1 - share) * slots)
+        share, left = Fraction(feeders, max(room, 1)), left_beside(feeders, room, slots)
         if left >= (1 if config.num_proc is None else tasks):
             return Room(min(tasks, left), feeders, share, mine)
         if on_spark.is_local(session) or time.monotonic() > deadline:
@@ -92,12 +91,18 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
         check_stop()
         time.sleep(_ASK_EVERY)
     wanted = 1 if config.num_proc is None else tasks
-    fewer = f"feeders={int((1 - Fraction(wanted, max(slots, 1))) * room)}" if slots > wanted else "no feeders"
+    most = int((1 - Fraction(wanted, max(slots, 1))) * room)
+    fewer = f"feeders={most}" if most > 0 else "no feeders"
     raise NotEnoughSlotsError(
         f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots wanted, {room} there. Each feeder "
         f"takes a slot beside those of the ranks for as long as the run. Ask for fewer, {fewer}, or "
         + (f'start the session with master("local[{wanted + feeders}]")' if on_spark.is_local(session) else _MORE)
     )
+
+
+def left_beside(feeders: int, room: int, slots: int) -> int:
+    """How many of ``slots`` for tasks of ranks are left where feeders take theirs of the ``room`` for feeders alone."""
+    return max(0, int((1 - Fraction(feeders, max(room, 1))) * slots))
 
 
 _MORE = "give the application more executors or cores (spark.executor.instances, spark.executor.cores, spark.cores.max)"
@@ -121,7 +126,9 @@ class Feeding:
         self._name, self._tag = name, f"{tag}.feeders"
         try:
             public, bind = on_spark.driver_hosts(session)
-            self._directory = Directory(on_spark.address_of(bind), public, config.port_range, room.feeders)
+            self._directory = Directory(
+                on_spark.address_of(bind), public, config.port_range, room.feeders, config.start_timeout
+            )
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
         self._job: TaskJob | None = None
@@ -134,12 +141,14 @@ class Feeding:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._directory.end()
-        if self._job is not None:
-            self._job.wait(_GRACE)
-            if self._job.running:
-                self._job.cancel()
-                self._job.wait(_KILL)
-        self._directory.close()
+        try:
+            if self._job is not None:
+                self._job.wait(_GRACE)
+                if self._job.running:
+                    self._job.cancel()
+                    self._job.wait(_KILL)
+        finally:
+            self._directory.close()
 
     @property
     def address(self) -> FeedAddress:

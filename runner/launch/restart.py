@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch.feeding import Room, left_beside
 from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError, RankFailedError, RunError
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.spark import session as on_spark
@@ -84,22 +85,25 @@ def check_least(config: RunConfig, tasks: int) -> None:
         raise ValueError(f"min_num_proc={config.min_num_proc}: expected at most {size}, the ranks this run starts with")
 
 
-def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, wanted: int, loss: RunError) -> int:
-    """How many tasks there is room for after a loss: ``wanted`` as soon as possible, else what is there in the end.
+def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, room: Room, loss: RunError) -> int:
+    """How many tasks of ranks there is room for after a loss, beside feeders.
 
-    Waits up to ``start_timeout`` for executors to come back, and for Spark to notice those that are gone: until then it
-    would place ranks on a host that does not answer.
+    As many as before as soon as possible, else what is there in the end. Waits up to ``start_timeout`` for executors to
+    come back, and for Spark to notice those that are gone: until then it would place ranks on a host that does not
+    answer.
 
     Raises:
         NotEnoughSlotsError: fewer than ``min_num_proc`` asks for; from ``loss``.
     """
     deadline = time.monotonic() + config.start_timeout
-    each = config.procs_per_task
+    each, wanted = config.procs_per_task, room.tasks
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
         there = task_slots(session, resources)
         if there is None:  # Spark Connect cannot be asked
             return wanted
+        if room.resources is not None:
+            there = left_beside(room.feeders, task_slots(session, room.resources) or 0, there)
         if there >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
             return wanted
         if on_spark.is_local(session) or time.monotonic() > deadline:
@@ -110,8 +114,9 @@ def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResourc
         ranks = min(there, wanted) * each
         _log.warning("going on with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
         return min(there, wanted)
+    beside, fewer = (f" beside feeders={room.feeders}", " ranks or feeders") if room.feeders else ("", "")
     raise NotEnoughSlotsError(
-        f"{there * each} of {wanted * each} ranks find a slot {config.start_timeout:g} s (start_timeout) after a loss, "
-        f"and at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer, give executors "
-        f"more time to come back, or look for why they do not. The loss: {str(loss).splitlines()[0]}"
+        f"{there * each} of {wanted * each} ranks find a slot{beside} {config.start_timeout:g} s (start_timeout) after "
+        f"a loss, and at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer{fewer}, "
+        f"give executors more time to come back, or look for why they do not. The loss: {str(loss).splitlines()[0]}"
     ) from loss

@@ -172,7 +172,7 @@ def run(
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets, room)
 
         def start(generation: int, lost: RunError | None) -> list[R]:
-            there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)
+            there = tasks if lost is None else tasks_again(session, config, resources, room, lost)
             return attempt.run(there, generation)
 
         return monitor.result(with_restarts(start, config.max_restarts))

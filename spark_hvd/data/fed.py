@@ -7,10 +7,11 @@ function keeps the number of rows, so steps do not change either.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from spark_hvd.collectives.objects import broadcast_object
 from spark_hvd.context import who
+from spark_hvd.context.standing import is_initialized
 from spark_hvd.data.feeders.mapping import Fed, apply
 from spark_hvd.data.feeders.pool import pool_of
 from spark_hvd.data.frame import one_ahead
@@ -41,12 +43,21 @@ class FedSource(DataSource):
         inner: Where the rows are.
         told: What is done with them.
         made: The columns that come of it.
+        rank: Of the rank that has sent this to a process that is none, as a spawned worker of a DataLoader.
     """
 
     name: str
     inner: DataSource
     told: Fed
     made: pa.Schema
+    rank: int | None = None
+
+    def __reduce__(self) -> tuple[type[FedSource], tuple[Any, ...]]:
+        return FedSource, (self.name, self.inner, self.told, self.made, self._rank())
+
+    def _rank(self) -> int:
+        """Whose rows these are, which changes where ranks of an elastic run do."""
+        return who.rank() if self.rank is None or is_initialized() else self.rank
 
     @property
     def schema(self) -> pa.Schema:
@@ -64,7 +75,8 @@ class FedSource(DataSource):
         return self.inner.sharding(batch_size, drop_last, self._inside(asked))
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return FedReader(self.name, self.inner.open(self._inside(asked), TableForm()), self.told, asked, form)
+        inner = self.inner.open(self._inside(asked), TableForm())
+        return FedReader(self.name, inner, self.told, asked, form, self._rank)
 
     def _inside(self, asked: Asked) -> Asked:
         return replace(asked, columns=self.told.row_map.columns or tuple(self.inner.schema.names))
@@ -74,27 +86,44 @@ class FedReader(Reader[BatchT]):
     """Reads rows, and gives them as the function has made them: some requests ahead of the consumer, in order."""
 
     def __init__(
-        self, name: str, inner: Reader[pa.RecordBatch], told: Fed, asked: Asked, form: Form[Any, BatchT]
+        self,
+        name: str,
+        inner: Reader[pa.RecordBatch],
+        told: Fed,
+        asked: Asked,
+        form: Form[Any, BatchT],
+        rank: Callable[[], int],
     ) -> None:
         self._name, self._inner, self._told, self._asked, self._form = name, inner, told, asked, form
+        self._rank = rank
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         if not sizes:
             return
         rows, most = sum(sizes), self._told.row_map.rows_at_once
         given = self._inner.batches(epoch, share, [most] * (rows // most) + [rows % most] * (rows % most > 0))
-        with ExitStack() as closing:
-            closing.callback(given.close)
-            submit, number = opened(self._name, self._told, self._asked, closing)
-            thread = closing.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
+        with ExitStack() as ends:
+            ends.callback(given.close)
+            submit, number = opened(self._name, self._told, self._asked, ends)
+            thread = ends.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
             under_way: deque[Future[pa.RecordBatch]] = deque(maxlen=number + 1)
-            closing.callback(lambda: [each.cancel() for each in under_way])
+            left = threading.Event()
+
+            def leave() -> None:
+                left.set()
+                for each in list(under_way):  # the reader's thread may add to it
+                    each.cancel()
+
+            ends.callback(leave)
 
             def start(item: tuple[int, pa.RecordBatch]) -> Callable[[], pa.RecordBatch]:
                 at, batch = item
-                draws = [self._asked.seed, epoch, who.rank(), at] if self._told.row_map.random else None
-                under_way.append(submit(batch, draws))
-                return under_way[-1].result
+                draws = [self._asked.seed, epoch, self._rank(), at] if self._told.row_map.random else None
+                request = submit(batch, draws)
+                under_way.append(request)
+                if left.is_set():
+                    request.cancel()
+                return request.result
 
             where = f"what the function of data set {self._name!r} has made"
             made = (
@@ -108,14 +137,14 @@ class FedReader(Reader[BatchT]):
         self._inner.close()
 
 
-def opened(name: str, told: Fed, asked: Asked, closing: ExitStack) -> tuple[Submit, int]:
+def opened(name: str, told: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
     """How rows are sent through the function, and how many requests are to be ahead of the consumer."""
     columns = asked.columns or None
     if told.feed is not None:
         pool = pool_of(told.feed)
         return (lambda rows, draws: pool.submit(name, rows, draws, columns)), pool.in_flight
     fn, threads = pickle.loads(told.row_map.code), asked.workers
-    here = closing.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
+    here = ends.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
     return (lambda rows, draws: here.submit(apply, fn, rows, draws, columns)), threads
 
 
@@ -143,9 +172,9 @@ def fed_source(name: str, inner: DataSource, told: Fed) -> FedSource:
             from spark_hvd.data.loader import too_few
 
             raise DataError(too_few(name, inner.rows, who.size()))
-        reader = source.open(asked, TableForm())
-        batches = reader.batches(0, sharding.share(Position(), 0, who.size()), [1])
-        schema = next(batches).schema
-        batches.close()
-        reader.close()
+        with (
+            closing(source.open(asked, TableForm())) as reader,
+            closing(reader.batches(0, sharding.share(Position(), 0, who.size()), [1])) as batches,
+        ):
+            schema = next(batches).schema
     return FedSource(name, inner, told, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))

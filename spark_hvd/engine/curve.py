@@ -17,7 +17,7 @@ from spark_hvd.world.layout import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The two CURVE key pairs of a world: the coordinators' and the members'."""
+    """The two CURVE key pairs of a world or of a run's feeders: the servers' and the members'."""
 
     server_public: bytes
     server_secret: bytes
@@ -26,7 +26,7 @@ class Keys:
 
     @classmethod
     def of(cls, secret: bytes) -> Keys:
-        """The keys that belong to a world's secret."""
+        """The keys that belong to a secret."""
         pairs = []
         for who in (b"coordinator", b"member"):
             private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd collectives " + who, hashlib.sha256).digest())

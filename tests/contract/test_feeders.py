@@ -59,7 +59,7 @@ class Feeders:
     """Feeders of this host, each a process; a directory that a driver would have."""
 
     def __init__(self, row_map: RowMap, feeders: int) -> None:
-        self._directory = Directory("127.0.0.1", "127.0.0.1", None, feeders)
+        self._directory = Directory("127.0.0.1", "127.0.0.1", None, feeders, 60.0)
         self.address: FeedAddress = self._directory.address
         self._map, self.processes = row_map, [self.start(row_map) for _ in range(feeders)]
 
@@ -78,6 +78,12 @@ class Feeders:
         self._directory.close()
 
 
+def close_pools() -> None:
+    for _, each in pool._pools.values():
+        each.close()
+    pool._pools.clear()
+
+
 @contextlib.contextmanager
 def feeders_of(row_map: RowMap, number: int = 2) -> Iterator[Feeders]:
     feeders = Feeders(row_map, number)
@@ -85,9 +91,7 @@ def feeders_of(row_map: RowMap, number: int = 2) -> Iterator[Feeders]:
         yield feeders
     finally:
         feeders.close()
-        for _, each in pool._pools.values():
-            each.close()
-        pool._pools.clear()
+        close_pools()
 
 
 @pytest.fixture
@@ -267,7 +271,7 @@ def test_ranks_of_different_speed_share_feeders(path: str) -> None:
 
 
 def test_a_stranger_is_told_nothing() -> None:
-    directory, context = Directory("127.0.0.1", "127.0.0.1", None, 1), zmq.Context()
+    directory, context = Directory("127.0.0.1", "127.0.0.1", None, 1, 60.0), zmq.Context()
     try:
         other, server = Keys.of(b"another secret"), Keys.of(directory.address.secret)
         with context.socket(zmq.DEALER) as stranger:
@@ -322,6 +326,8 @@ def test_what_it_may_not(made: Any, message: str) -> None:
     [
         ({"fn": 3}, "fn=3: expected a function"),
         ({"columns": "id"}, r"expected a list of names, \['id'\]"),
+        ({"columns": []}, r"columns=\[\]: expected at least one name, or None"),
+        ({"rows_at_once": True}, "rows_at_once=True: expected a whole number of rows"),
         ({"rows_at_once": 0}, "rows_at_once=0: expected a whole number of rows, at least 1"),
         ({"rows": Mapped(BATCH, changed)}, "Mapped over Mapped: expected one function"),
     ],

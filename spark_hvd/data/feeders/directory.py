@@ -27,6 +27,7 @@ class Directory(SocketThread):
         public_host: By which tasks reach it.
         ports: To choose from; None: any.
         feeders: How many there are to be.
+        start_timeout: Seconds that ranks wait for one that takes their rows.
 
     Attributes:
         address: What feeders and ranks are told.
@@ -36,11 +37,13 @@ class Directory(SocketThread):
         OSError, zmq.ZMQError: it cannot listen there.
     """
 
-    def __init__(self, bind_host: str, public_host: str, ports: PortRange | None, feeders: int) -> None:
+    def __init__(
+        self, bind_host: str, public_host: str, ports: PortRange | None, feeders: int, start_timeout: float
+    ) -> None:
         secret = secrets.token_bytes(32)
         super().__init__("spark_hvd-feeders", secret)
         self._socket, endpoint = self._server(bind_host, ports)
-        self.address = FeedAddress(Endpoint(public_host, endpoint.port), secret, feeders)
+        self.address = FeedAddress(Endpoint(public_host, endpoint.port), secret, feeders, start_timeout)
         self.come = 0
         self._there: dict[str, tuple[list[Any], float]] = {}
         self._over = False

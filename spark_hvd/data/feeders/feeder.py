@@ -93,9 +93,10 @@ def serve(
             whose, number, asked, rows = request
             try:
                 told = json.loads(asked.bytes)
-                code = maps[told["data"]].code
-                fn = functions.get(told["data"]) or functions.setdefault(told["data"], pickle.loads(code))
-                made = to_bytes(apply(fn, from_bytes(rows.buffer), told["draws"], told["columns"]))
+                data = told["data"]
+                if data not in functions:
+                    functions[data] = pickle.loads(maps[data].code)
+                made = to_bytes(apply(functions[data], from_bytes(rows.buffer), told["draws"], told["columns"]))
                 desk.reply([whose.bytes, number.bytes, b"", made])
             except Exception as error:
                 text = "".join(traceback.format_exception(type(error), error, _of_the_function(error)))

@@ -58,9 +58,12 @@ class Mapped:
             raise DataError(f"fn={fn!r}: expected a function of a pyarrow.RecordBatch")
         if isinstance(columns, str):
             raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
-        if not isinstance(rows_at_once, int) or rows_at_once < 1:
+        names = None if columns is None else tuple(columns)
+        if names == ():
+            raise DataError("columns=[]: expected at least one name, or None for all columns")
+        if not isinstance(rows_at_once, int) or isinstance(rows_at_once, bool) or rows_at_once < 1:
             raise DataError(f"rows_at_once={rows_at_once!r}: expected a whole number of rows, at least 1")
-        self.rows, self.fn, self.columns = rows, fn, None if columns is None else tuple(columns)
+        self.rows, self.fn, self.columns = rows, fn, names
         self.rows_at_once, self.random = rows_at_once, random
 
 

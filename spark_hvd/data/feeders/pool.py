@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import pickle
 import threading
@@ -27,10 +28,13 @@ from spark_hvd.data.feeders.sockets import MAX_REQUEST, FeedAddress, SocketThrea
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.world.layout import Endpoint
 
+_log = logging.getLogger(__name__)
 IN_FLIGHT = 2
 """Requests of a rank that a feeder has at once: one that it works at, and the next."""
 _ASK_AT_FIRST, _ASK_EVERY = 0.1, 1.0
 """Seconds between two questions who is there, while nobody is and afterwards."""
+_WARN_AFTER = 30.0
+"""Seconds after which it is said that no feeder takes rows."""
 
 
 class FunctionFailed(Exception):  # noqa: N818  the cause of what is raised, for its text
@@ -57,11 +61,15 @@ class FeederPool(SocketThread):
     def __init__(self, feed: FeedAddress) -> None:
         super().__init__("spark_hvd-fed", feed.secret)
         self.in_flight = IN_FLIGHT * feed.feeders
+        self._feed = feed
         self._numbers = itertools.count()
         self._directory = self._client(feed.endpoint)
         self._feeders: dict[str, _Feeder] = {}
         self._waiting: deque[_Request] = deque()
         self._next_question = 0.0
+        self._there: list[str] = []
+        self._stuck_since: float | None = None
+        self._warned = False
         self._failure: Exception | None = None
         self._thread.start()
 
@@ -102,8 +110,10 @@ class FeederPool(SocketThread):
             with contextlib.suppress(zmq.Again):
                 self._directory.send(b"null", zmq.NOBLOCK)
         self._hand_out()
+        self._look_for_feeders(now)
 
     def _meet(self, there: dict[str, list[Any]]) -> None:
+        self._there = [f"{host}:{port}" for host, port in there.values()]
         for name in self._feeders.keys() - there.keys():
             self._drop(name)
         for name in there.keys() - self._feeders.keys():
@@ -150,11 +160,41 @@ class FeederPool(SocketThread):
             if len(feeder.asked) == IN_FLIGHT:
                 free.remove(feeder)
 
+    def _look_for_feeders(self, now: float) -> None:
+        """Say it, and at last fail what waits, where no feeder works for this rank though there is work for one."""
+        waiting = any(not each.future.cancelled() for each in list(self._waiting))
+        if not waiting or any(each.asked for each in self._feeders.values()):
+            self._stuck_since, self._warned = None, False
+            return
+        if self._stuck_since is None:
+            self._stuck_since = now
+        seconds = now - self._stuck_since
+        if seconds >= self._feed.start_timeout:
+            self._stuck_since, self._warned = None, False
+            error = DataError(f"{self._no_feeder(seconds)} (start_timeout={self._feed.start_timeout:g})")
+            while self._waiting:
+                _settle(self._waiting.popleft().future.set_exception, error)
+        elif seconds >= _WARN_AFTER and not self._warned:
+            self._warned = True
+            _log.warning("%s. The run ends with an error after start_timeout", self._no_feeder(seconds))
+
+    def _no_feeder(self, seconds: float) -> str:
+        said = f"no feeder has taken rows of this rank for {seconds:.0f} s: "
+        if self._there:
+            return said + (
+                f"none can be reached at {', '.join(self._there)}. Next: open these ports between executors, give the "
+                "open ones as ports=, or the network between them as interfaces="
+            )
+        return said + (
+            f"the driver at {self._feed.endpoint.host}:{self._feed.endpoint.port} has named none. Next: see whether "
+            "the Spark job of the feeders waits for task slots, and their executors' logs; ask for fewer feeders"
+        )
+
     def _failed(self, error: Exception) -> None:
         super()._failed(error)
         self._failure = error
         asked = [each for feeder in self._feeders.values() for each in feeder.asked.values()]
-        for request in [*asked, *self._waiting]:
+        for request in asked + list(self._waiting):
             _settle(request.future.set_exception, error)
 
 

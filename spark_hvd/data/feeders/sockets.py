@@ -31,11 +31,13 @@ class FeedAddress:
         endpoint: Where it listens.
         secret: From which all keys follow.
         feeders: How many there are to be.
+        start_timeout: Seconds that ranks wait for one that takes their rows.
     """
 
     endpoint: Endpoint
     secret: bytes = field(repr=False)
     feeders: int
+    start_timeout: float
 
 
 class SocketThread:
@@ -69,8 +71,15 @@ class SocketThread:
         """A socket that members may send to, and where it listens.
 
         Raises:
-            OSError, zmq.ZMQError: it cannot listen there.
+            OSError, zmq.ZMQError: it cannot listen there; everything is closed.
         """
+        try:
+            return self._listening(host, ports)
+        except Exception:
+            self._release()
+            raise
+
+    def _listening(self, host: str, ports: PortRange | None) -> tuple[zmq.Socket[bytes], Endpoint]:
         self._zap = ZapAuthenticator(self._context)
         self._zap.allow(self._keys.member_public)
         self._poller.register(self._zap.socket, zmq.POLLIN)
@@ -112,9 +121,12 @@ class SocketThread:
         except Exception as error:
             self._failed(error)
         finally:
-            self._context.destroy(linger=0)
-            self._bell.close()
-            self._ringer.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._context.destroy(linger=0)
+        self._bell.close()
+        self._ringer.close()
 
     def _turn(self, ready: set[Any]) -> None:
         """Look at the sockets; ``ready`` are those that something has come to."""

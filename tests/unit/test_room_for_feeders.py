@@ -1,0 +1,71 @@
+"""The slots of feeders beside those of ranks, at the start and after a loss; and what is closed at the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch import feeding, restart
+from spark_hvd.runner.launch.data import Given
+from spark_hvd.runner.launch.feeding import Feeding, Room, left_beside, room_beside
+from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError
+
+SESSION: Any = None
+RANKS: Any = "ranks"
+FEEDERS: Any = "feeders"
+MAPS: Any = {"train": None}
+
+
+def cluster(monkeypatch: pytest.MonkeyPatch, **slots: int) -> None:
+    """A cluster with so many slots for each kind of task, to which none are added."""
+    for module in (feeding, restart):
+        monkeypatch.setattr(module, "task_slots", lambda _, resources: slots[resources])
+        monkeypatch.setattr(module.on_spark, "is_local", lambda _: True)
+        monkeypatch.setattr(module.on_spark, "executor_addresses", lambda _: {})
+    monkeypatch.setattr(feeding, "task_resources", lambda *_: FEEDERS)
+
+
+@pytest.mark.parametrize(
+    ("feeders", "room", "slots", "left"), [(4, 8, 8, 4), (4, 4, 4, 0), (4, 3, 3, 0), (2, 8, 4, 3), (1, 0, 0, 0)]
+)
+def test_slots_that_feeders_leave(feeders: int, room: int, slots: int, left: int) -> None:
+    assert left_beside(feeders, room, slots) == left
+
+
+@pytest.mark.parametrize(("slots", "ranks"), [(6, 2), (8, 4), (9, 4)])
+def test_ranks_that_start_again_leave_room_for_feeders(slots: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, ranks=slots, feeders=slots)
+    config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
+    room = Room(4, 4, resources=FEEDERS)
+    assert restart.tasks_again(SESSION, config, RANKS, room, ExecutorLostError("lost")) == ranks
+
+
+def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, ranks=4, feeders=4)
+    config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
+    with pytest.raises(NotEnoughSlotsError, match=r"0 of 4 ranks find a slot beside feeders=4 .*Allow fewer ranks or"):
+        restart.tasks_again(SESSION, config, RANKS, Room(4, 4, resources=FEEDERS), ExecutorLostError("lost"))
+    assert restart.tasks_again(SESSION, config, RANKS, Room(4), ExecutorLostError("lost")) == 4
+
+
+@pytest.mark.parametrize(("room", "advice"), [(4, "feeders=1"), (3, "no feeders")])
+def test_fewer_feeders_that_would_do_are_named(room: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, ranks=4, feeders=room)
+    config = RunConfig(num_proc=3, feeders=3)
+    with pytest.raises(NotEnoughSlotsError, match=f"Ask for fewer, {advice}, or start"):
+        room_beside(SESSION, config, Given(maps=MAPS), 3, RANKS)
+
+
+def test_the_directory_is_closed_where_the_wait_for_feeders_is_broken_off() -> None:
+    def wait(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    done: list[str] = []
+    directory = SimpleNamespace(end=lambda: done.append("end"), close=lambda: done.append("close"))
+    broken: Any = SimpleNamespace(_directory=directory, _job=SimpleNamespace(wait=wait))
+    with pytest.raises(KeyboardInterrupt):
+        Feeding.__exit__(broken, None, None, None)
+    assert done == ["end", "close"]
