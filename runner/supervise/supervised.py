@@ -15,7 +15,6 @@ import zmq
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.frames import FrameReader, send_frame
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.messages import ASIDE
 from spark_hvd.runner.outcome.endings import trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
 from spark_hvd.runner.rank.order import RankOrder
@@ -233,7 +232,8 @@ class SupervisedRank:
         if frame is not None and frame[0]["type"] == "vitals":
             self._link.try_send("vitals", vitals=frame[0]["vitals"])
         elif frame is not None and frame[0]["type"] == "profile":
-            self._link.try_send("profile", **{key: frame[0][key] for key in ASIDE["profile"]})
+            frame[0].pop("type")
+            self._link.try_send("profile", **frame[0])
         elif frame is not None:
             self._on_frame(*frame)
 
