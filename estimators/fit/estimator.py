@@ -180,7 +180,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return make_plan(name, {**settings, **derived, "env": env}, label_of(self.uid, settings))
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
-        spec = spec_for(plan, batch, columns)
+        spec = spec_for(plan, batch, columns, self._takes_other_columns)
         with normalised_rows(plan.objects.model) as layers:
             spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
@@ -195,6 +195,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
     # -- what a subclass adds
 
     _framework: ClassVar[Framework]
+    _takes_other_columns: ClassVar[bool] = False
+    """Whether transformation_fn may remove features and labels: what is left goes to the model."""
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         """Train and predict one batch, on copies of the model; raise a ModelError where that fails.

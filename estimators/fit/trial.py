@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup, listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch
@@ -92,8 +92,14 @@ def dtypes_asked(settings: Settings) -> Iterator[tuple[str, str | None]]:
         yield from zip(settings[columns], settings[dtypes] or [None] * len(settings[columns]), strict=True)
 
 
-def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
-    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes."""
+def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column], others: bool = False) -> TrainSpec:
+    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes.
+
+    Where ``others``, the batch may have other columns than were asked for, and all of them are inputs then.
+
+    Raises:
+        DataError: a feature or label is not in the batch.
+    """
     settings, known = plan.settings, {column.name: column for column in columns}
 
     def own(name: str) -> str | None:
@@ -112,6 +118,8 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
             for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
         )
 
+    if settings.get("collate") is None and not others:
+        _check_there(settings, batch)
     labels = tensors(there := [name for name in settings["label_cols"] if name in batch], "label")
     if settings["label_dtypes"] is None:
         losses = losses_known(plan.objects)
@@ -121,9 +129,20 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
         )
     if settings.get("collate") is None and all(name in batch for name in settings["feature_cols"]):
         return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
-    others = {*there, settings["sample_weight_col"]}
-    inputs = tuple(TensorSpec(_as_in(batch[name], Column(name, "object"))) for name in batch if name not in others)
+    no_inputs = {*there, settings["sample_weight_col"]}
+    inputs = tuple(TensorSpec(_as_in(batch[name], Column(name, "object"))) for name in batch if name not in no_inputs)
     return replace(plan.spec, inputs=inputs, labels=labels)
+
+
+def _check_there(settings: Settings, batch: Batch) -> None:
+    for parameter in ("feature_cols", "label_cols"):
+        for name in settings[parameter]:
+            if name not in batch:
+                raise DataError(
+                    f"{parameter}={settings[parameter]!r}: {name!r} is not in the batch, which has {listed(batch)}. "
+                    f"transformation_removed_fields={settings['transformation_removed_fields']!r} says what "
+                    f"transformation_fn removes: leave {name!r} out there and return it, or out of {parameter}"
+                )
 
 
 def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:

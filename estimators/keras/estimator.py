@@ -31,7 +31,7 @@ from spark_hvd.runner.config import PRELOAD
 _log = logging.getLogger(__name__)
 _REGRESSION = (
     "mean_squared_error mean_absolute_error mean_squared_logarithmic_error mean_absolute_percentage_error log_cosh "
-    "huber poisson"
+    "huber poisson mse mae msle mape"  # functions of the user's have the short names, too
 )
 _HEADS = {
     **dict.fromkeys(_REGRESSION.split(), "regression"),
@@ -183,7 +183,9 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         return spec
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
-        return {f"opt_{name}": value for name, value in plan.objects.optimizer.config["config"].items()}
+        config = plan.objects.optimizer.config["config"]
+        config = config.get("inner_optimizer", {}).get("config", config)  # of a LossScaleOptimizer
+        return {f"opt_{name}": value for name, value in config.items()}
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:
         module = copy.deepcopy(plan.objects.model)
@@ -197,7 +199,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
 def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
     """For each column the shape that the model's input says it has, if that holds as many numbers as a row does."""
     names, inputs = plan.settings["feature_cols"], getattr(plan.objects.model.keras_model, "inputs", None) or []
-    if plan.settings["stack_features"] or len(inputs) != len(names):
+    if plan.settings["stack_features"] or len(inputs) != len(names) or not set(names) <= batch.keys():
         return None
     shapes: list[list[int] | None] = []
     for name, taken in zip(names, inputs, strict=True):

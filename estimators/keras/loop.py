@@ -18,6 +18,7 @@ from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework, Job, not_finite, speed
+from spark_hvd.store.errors import CheckpointError
 
 Logs = dict[str, float]
 _BEGINNING: dict[str, Any] = {"step": 0, "seconds": 0.0, "lr": None, "ranks": []}
@@ -94,8 +95,10 @@ class _KerasFit:
         if self.spec.scale_lr:
             self.factor = hvd.size() / (resumed["size"] if resumed else 1)
         if resumed is not None:
-            for place, each in enumerate(optimizer.variables):
-                assign(each, resumed["optimizer"][name_of(place, each)])
+            names = [name_of(place, each) for place, each in enumerate(optimizer.variables)]
+            _check_known(names, resumed["optimizer"], self.spec.run_id)
+            for name, each in zip(names, optimizer.variables, strict=True):
+                assign(each, resumed["optimizer"][name])
         if self.factor != 1.0:
             optimizer.learning_rate = self._rate() * self.factor
         self.keras_hvd.broadcast_variables([*model.weights, *optimizer.variables], 0)
@@ -258,6 +261,20 @@ class _KerasFit:
         for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
+
+
+def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) -> None:
+    """Make sure that a checkpoint has what the optimizer holds; one of another optimizer has not.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if missing := [name for name in names if name not in saved]:
+        raise CheckpointError(
+            f"the checkpoint of run_id={run_id!r} has no {missing[0]!r} of the optimizer: it was written with another "
+            "one, or with a model of mixed_float16 by an earlier version, which did not scale the loss. Delete the "
+            "checkpoint, or give another run_id"
+        )
 
 
 def _looks_at_batches(callback: Any) -> bool:

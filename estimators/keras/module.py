@@ -181,7 +181,8 @@ class Described:
             import keras
 
             config = keras.saving.serialize_keras_object(value)
-            return cls(config, _own_objects(str(config), [value]), _undecayed(value))
+            used = [value, getattr(value, "inner_optimizer", value)]
+            return cls(config, _own_objects(str(config), used), _undecayed(value))
         return value
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.lightning.parts import batch_dict
 from spark_hvd.estimators.training.train import Job
 
+_log = logging.getLogger(__name__)
 Logged = dict[str, list[float]]
 """What was logged in an epoch so far, by Lightning's names: the value of each, and the rows that a mean is of."""
 
@@ -109,3 +111,15 @@ def log_again(trainer: Any, before: list[Logged]) -> None:
 def mine(ranks: Sequence[Any]) -> Sequence[Any]:
     """The parts of an epoch's sums that this rank goes on with: its own, where ranks are as many as then."""
     return ranks[hvd.rank() :: hvd.size()]
+
+
+def tell_unknown(job: Job) -> None:
+    """Warn of a monitor that no epoch has, where one that was validated might have had it."""
+    monitor = job.spec.monitor
+    if hvd.rank() == 0 and job.awaits_validation and not any(monitor in (None, *row) for row in job.history):
+        _log.warning(
+            "monitor=%r: no epoch has it, for none was validated, and so none is the best. The history has %s. Give "
+            "one of these, or have an epoch validated (check_val_every_n_epoch, limit_val_batches of trainer_args)",
+            monitor,
+            sorted({key for row in job.history for key in row}),
+        )

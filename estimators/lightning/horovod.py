@@ -98,6 +98,8 @@ class HorovodEstimator(_OwnParams, LightningEstimator):
     ``get_model_class()`` is the class of what comes out, ``_get_model_kwargs`` what its constructor is given.
     """
 
+    _takes_other_columns = True
+
     def get_model_class(self) -> type[HorovodModel]:
         """Return the class of the model that fit returns."""
         return HorovodModel
@@ -140,7 +142,15 @@ class _EachRow:
         self._function = function
 
     def __call__(self, frame: pd.DataFrame) -> pd.DataFrame:
-        rows = [self._function(dict(zip(frame.columns, row, strict=True))) for row in frame.itertuples(index=False)]
+        try:
+            rows = [self._function(dict(zip(frame.columns, row, strict=True))) for row in frame.itertuples(index=False)]
+        except AttributeError as error:
+            if type(error.obj) is not dict:
+                raise
+            raise TypeError(
+                f"{error}: the transformation_fn of horovod.spark.lightning.TorchEstimator gets a row, a dict of "
+                "columns' names to values, and returns one; spark_hvd.estimators.LightningEstimator gives a DataFrame"
+            ) from error
         names = rows[0] if rows else ()
         made: pd.DataFrame = pd.DataFrame({name: [_plain(row[name]) for row in rows] for name in names})
         return made

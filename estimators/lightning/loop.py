@@ -289,6 +289,8 @@ class _Fit:
         job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
         job.feed.skip(max(0, self.due - job.feed.given))  # the epoch was left early (limit_train_batches)
         job.report()
+        if last:
+            epoch.tell_unknown(job)
         self._save(stop=last)
 
     def save_within(self, done: int) -> None:

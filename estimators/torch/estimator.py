@@ -52,7 +52,8 @@ class TorchEstimator(SparkEstimator[TorchModel]):
             raise ValueError("loss is missing: give a function of (output, label), such as torch.nn.MSELoss()")
         if settings["train_minibatch_fn"] is not None:
             idle = ("precision", "gradient_clip_norm", "gradient_clip_value")
-            if odd := [name for name in idle if settings[name] not in (None, "32")]:
+            # Validation has a use for bf16.
+            if odd := [name for name in idle if settings[name] not in (None, "32", "bf16")]:
                 raise ValueError(
                     f"{odd[0]}={settings[odd[0]]!r} and train_minibatch_fn are given, which replaces forward, backward "
                     f"and step: do it there (torch.autocast, optimizer.synchronize() before clipping), and leave "

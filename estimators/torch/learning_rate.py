@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,35 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         )
     return scheduler
+
+
+def load(
+    given: Any, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, state: Mapping[str, Any], factor: float
+) -> None:
+    """Load a checkpoint's ``state`` of an optimizer and its scheduler; rates become ``factor`` times what they were.
+
+    ``scheduler`` is what :func:`make_scheduler` made of ``given``. Of a function's, the rates that it was made with
+    count, as they do where a run begins with these ranks.
+    """
+    made = _fixed_rates(optimizer, scheduler)
+    optimizer.load_state_dict(state["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    scale(optimizer, scheduler, factor)
+    if scheduler is not given and factor != 1.0:
+        for holder, rates in zip(_holders(optimizer, scheduler), made, strict=True):
+            holder.update(rates)
+
+
+def _fixed_rates(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None) -> list[dict[str, Any]]:
+    """Those that no step changes."""
+    names = {*_RATES, *_OWN_RATES} - {"lr", "_last_lr"}
+    return [{name: holder[name] for name in names & holder.keys()} for holder in _holders(optimizer, scheduler)]
+
+
+def _holders(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None) -> list[dict[str, Any]]:
+    own = [] if scheduler is None else [vars(each) for each in _with_inner(scheduler)]
+    return [*optimizer.param_groups, *own]
 
 
 def scale(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, factor: float) -> None:

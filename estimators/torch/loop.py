@@ -10,7 +10,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
+from spark_hvd.estimators.torch.learning_rate import Scheduler, load, make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.measure import Measure
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.callbacks import TrainState
@@ -68,12 +68,8 @@ class _Loop(Measure):
         steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
         scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
         if resumed:
-            optimizer.load_state_dict(resumed["optimizer"])
-            if scheduler is not None:
-                scheduler.load_state_dict(resumed["scheduler"])
-            if spec.scale_lr:
-                self.scaled = hvd.size() / resumed["size"]
-                scale(optimizer, scheduler, self.scaled)
+            self.scaled = hvd.size() / resumed["size"] if spec.scale_lr else 1.0
+            load(objects.lr_scheduler, optimizer, scheduler, resumed, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         reduced = hvd.DistributedOptimizer(
             optimizer,

@@ -141,11 +141,10 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
 def _array(tensor: Values, output: Output) -> pa.Array:
     if isinstance(tensor, list):
         try:
-            found = pa.array(tensor, None if output.element in ELEMENTS else output.arrow_type)
-            if output.element in ELEMENTS and (floats := _floats(found, output)) is not None:
-                return floats
-            return pa.array(tensor, output.arrow_type)
-        except (pa.ArrowException, TypeError, ValueError) as error:
+            found = _inferred(tensor) if output.element in ELEMENTS else None
+            floats = None if found is None else _floats(found, output)
+            return pa.array(tensor, output.arrow_type) if floats is None else floats
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             raise ModelError(
                 f"output {output.name!r} of the model was declared as {output.spark_type}, and not all of its "
                 f"{len(tensor)} values are that: {error}"
@@ -162,6 +161,14 @@ def _array(tensor: Values, output: Output) -> pa.Array:
         count = rows * math.prod(lists[: level - 1])
         array = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * lists[level - 1]), array)
     return array
+
+
+def _inferred(values: list[Any]) -> pa.Array | None:
+    """In the type that Arrow finds; None where it finds none for all of them, which the declared one may be."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return None
 
 
 def _floats(array: pa.Array, output: Output) -> pa.Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
-from spark_hvd.estimators.torch.learning_rate import make_scheduler
+from spark_hvd.estimators.torch.learning_rate import load, make_scheduler
 
 Made = Callable[[torch.optim.Optimizer], Any]
+OWN = ("base_lrs", "min_lrs", "max_lrs", "eta_min")
 
 SCHEDULERS: dict[str, Made] = {
     "cosine": lambda each: of_torch.CosineAnnealingLR(each, 8, eta_min=0.02),
@@ -60,3 +62,26 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     for given in (other, lambda _: other):
         with pytest.raises(ValueError, match="lr_scheduler is a StepLR of another optimizer"):
             make_scheduler(given, optimizer(), 1.0, 10)
+
+
+def begun(made: Any, size: float) -> tuple[torch.optim.Optimizer, Any]:
+    mine = optimizer()
+    return mine, make_scheduler(made, mine, size, 12)
+
+
+def fixed(mine: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
+    group, inner = mine.param_groups[0], getattr(scheduler, "_schedulers", [scheduler])
+    of_group = {name: group[name] for name in group if name.endswith("_lr")}
+    return [of_group, *({name: vars(each)[name] for name in OWN if name in vars(each)} for each in inner)]
+
+
+@pytest.mark.parametrize("made", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_rates_of_a_function_are_those_of_a_run_that_begins_with_these_ranks(made: Made) -> None:
+    mine, scheduler = begun(made, 2.0)
+    state = {"optimizer": mine.state_dict(), "scheduler": scheduler.state_dict()}
+    state = copy.deepcopy(state)
+    mine, scheduler = begun(made, 4.0)
+    expected = copy.deepcopy(fixed(mine, scheduler))
+    load(made, mine, scheduler, state, 2.0)
+    assert fixed(mine, scheduler) == expected
+    assert mine.param_groups[0]["lr"] == pytest.approx(2 * state["optimizer"]["param_groups"][0]["lr"])

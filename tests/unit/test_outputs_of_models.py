@@ -102,7 +102,7 @@ def test_decimals_are_the_nearest_that_there_is(kind: str, greatest: float) -> N
     whole = {"name": "p", "index": 0, "role": "value", "element": "double", "depth": 0, "threshold": 0.5}
     plan = {"inputs": [], "outputs": [], "kind": "other", "scores": "", "decoders": {}, "batch_size": 9}
     scored = ScoredModel(nn.Identity(), plan)._column(values, {**whole, "digits": output.digits})
-    assert scored[3] == pytest.approx(1.5, abs=0.5)  # a whole number, where the scale is 0
+    assert scored[3] == (2.0 if output.digits and not output.digits[1] else 1.5)  # a whole number, at a scale of 0
     assert scored[0] == pytest.approx(greatest)
     halves = torch.tensor([0.125, 2.675], dtype=torch.float64)
     rounded = ScoredModel(nn.Identity(), plan)._column(halves, {**whole, "digits": (3, 2)})
@@ -144,6 +144,12 @@ def test_lists_become_what_tensors_become() -> None:
     assert listed_column([Decimal("0.1")], "double") == [0.1]
     assert listed_column([0.7, 0.2], "boolean") == [True, False]
     assert listed_column([1, 2], "int") == [1, 2]
+    # Arrow finds no type for these, and the one that was declared holds them.
+    assert listed_column([True, 0.5], "double") == [1.0, 0.5]
+    assert listed_column([2.0**53, 2**53 + 1], "bigint") == [2**53, 2**53 + 1]
+    assert listed_column([[], [2**53 + 1, 1.0]], "array<bigint>") == [[], [2**53 + 1, 1]]
+    with pytest.raises(ModelError, match="output 'p' of the model was declared as double"):
+        listed_column([2**63, 2**70], "double")
     with pytest.raises(ModelError, match=r"output 'p' of the model has the float64 1e\+300"):
         listed_column([1e300], "float")
     with pytest.raises(ModelError, match="not all of its 1 values are that"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from spark_hvd.estimators import LocalBackend, ModelError
 from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
+from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.training.head import Head
 from tests.spark.estimator_support import ROWS, frame, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
@@ -180,12 +182,32 @@ def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
         assert np.abs(wanted - before).max() > 1e-3
 
 
+def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
+    """What it is told as, and its class, are those of the optimizer inside."""
+
+    class Own(keras.optimizers.SGD):  # type: ignore[misc, name-defined] # Any
+        pass
+
+    described = Described.of(keras.optimizers.LossScaleOptimizer(Own(0.25)))
+    assert list(described.own.values()) == [Own]
+    assert type(Described.made(described, {}).inner_optimizer) is Own
+    plan: Any = SimpleNamespace(objects=SimpleNamespace(optimizer=described))
+    facts = estimator(net())._optimizer_facts(plan)
+    assert facts["opt_learning_rate"] == 0.25
+    assert "opt_inner_optimizer" not in facts
+
+
 def test_heads_are_those_of_the_outputs_by_name() -> None:
     losses = {"b": keras.losses.BinaryCrossentropy(from_logits=True), "a": "MSE"}
     assert _heads_of(losses, ["a", "b", "c"]) == (Head("regression"), Head("binary", "logits"), Head("other"))
     for name in ("MSE", "mape", "log_cosh", "poisson", keras.losses.MeanAbsolutePercentageError()):
         assert _head_of(name) == Head("regression")
     assert _head_of("bce") == Head("binary", "probabilities")
+
+    def mse(label: Any, output: Any) -> Any:
+        return keras.ops.mean((label - output) ** 2)
+
+    assert _head_of(mse) == Head("regression")
 
 
 def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
