@@ -19,7 +19,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
         ("runner.rank.static", 73, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         pytest.param(
             "runner.rank.elastic",
-            71,
+            74,
             ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE),
             marks=pytest.mark.slow,
         ),
