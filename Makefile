@@ -9,7 +9,8 @@ MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# What the demo runs is installed; and the tools and tests, too.
+# What the demo runs is installed; and the tools and tests, too. To compile all packages would take longer than to install
+# them, so only what nearly every process imports is compiled: once, and not by several of them side by side.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 # The classes of Spark, laid out for the many JVMs that tests start: see tests/jvm.py.
@@ -81,7 +82,8 @@ $(READY): EXTRA := dev
 $(DEMO) $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing spark_hvd[$(EXTRA)] into $(VENV) (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA)]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(EXTRA)]' -c constraints.txt
+	@$(BIN)/python -c "import pyspark.sql, spark_hvd.estimators, spark_hvd.torch, torch._dynamo"
 	@touch $(DEMO) $@
 
 java:
