@@ -55,7 +55,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, with nothing processed; does nothing if `epoch` is the current one.
+        """Begin another epoch, with nothing processed; the current one keeps its progress.
 
         You may therefore call it before an epoch's batches, even within that epoch, or after them with the next number,
         as in Horovod.
