@@ -63,7 +63,7 @@ def warm_up(
         start_timeout: Seconds for everything, including waiting for busy slots.
 
     Returns:
-        The number of warm executors, and more.
+        The number of warm executors, hosts and ranks, and the time it took.
 
     Raises:
         ValueError: ``env`` has a variable that libraries read when they load, such as OMP_NUM_THREADS. Runs with such

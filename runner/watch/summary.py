@@ -45,7 +45,7 @@ class Summary:
         title: What ran.
         seconds: From the start to the end.
         ranks: Number of ranks in the last world.
-        steps: Steps of one rank, including repeated ones; 0 without `hvd.progress`.
+        steps: Steps of one rank, including repeated ones; without `hvd.progress`, those of its optimizer.
         samples: Samples of all ranks.
         samples_per_second: Samples divided by `seconds`.
         steady_samples_per_second: The same between the first and the last step.
