@@ -58,14 +58,14 @@ class _OfKeras(TableParams):
 
 
 class KerasModel(_OfKeras, TorchModel):
-    """A trained Keras model in Spark ML; see TorchModel. It runs on the backend that it was trained on."""
+    """A trained Keras model in Spark ML; see TorchModel. It runs on the backend on which it was trained."""
 
     __module__ = "spark_hvd.estimators"
 
     _table = MODEL
 
     def log_to_mlflow(self, df: Any, name: str = "model", **options: Any) -> Any:
-        """Not for Keras: MLflow has its own way.
+        """Not supported for Keras, for which MLflow has its own function.
 
         Raises:
             NotImplementedError: Always.
@@ -80,11 +80,11 @@ class KerasModel(_OfKeras, TorchModel):
 
 
 class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
-    """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks, and gives a KerasModel.
+    """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks. ``fit`` returns a KerasModel.
 
-    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history, on the
-    backend that Keras 3 has in the driver: torch or TensorFlow (``KERAS_BACKEND``). Inputs are given to the model in
-    the order of ``feature_cols``. Before ranks are started one batch is tried on the driver, on a copy.
+    Data, store, checkpoints and history work as in TorchEstimator. It uses the backend of Keras 3 in the driver: torch
+    or TensorFlow (``KERAS_BACKEND``). The model gets its inputs in the order of ``feature_cols``. Before ranks start,
+    the driver tries one batch on a copy of the model.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
