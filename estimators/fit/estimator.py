@@ -77,7 +77,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def transform(self) -> NoReturn:
         """Not available; only the trained model has it."""
         raise AttributeError(
-            f"{type(self).__name__}.transform: an estimator is not trained; the model that its fit returns is: "
+            f"{type(self).__name__}.transform: an estimator is not trained. Use the model that its fit returns: "
             "estimator.fit(df).transform(df)"
         )
 

@@ -139,7 +139,7 @@ def _commit_every(settings: Settings, elastic: bool) -> int | None:
     every: int | None = settings.get("commit_every")  # classifiers have none
     if every is not None and not elastic:
         raise ValueError(
-            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits; give max_num_proc "
+            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits. Give max_num_proc "
             "too, or checkpoint_every for checkpoints in the store"
         )
     if every is not None or not elastic or "trainer_args" in settings:  # each of Lightning's makes a file in memory
@@ -148,7 +148,7 @@ def _commit_every(settings: Settings, elastic: bool) -> int | None:
 
 
 def _passes(settings: Settings) -> tuple[str, int]:
-    """Batches of a step of the optimizer, and what the user calls them."""
+    """The parameter with the number of batches per optimizer step, and its value."""
     if "trainer_args" in settings:
         found = settings["trainer_args"].get("accumulate_grad_batches", 1)
         return "trainer_args' accumulate_grad_batches", found if isinstance(found, int) and found > 0 else 1
@@ -156,10 +156,10 @@ def _passes(settings: Settings) -> tuple[str, int]:
 
 
 def store_missing(reason: str) -> str:
-    """The text of the error that executors on several hosts are without a place that all of them reach."""
+    """The text of the error that executors on several hosts have no storage that all of them can reach."""
     return (
-        f"store is missing: {reason}, and executors on several hosts need a place for it that all of them reach, such "
-        "as store=Store.create('s3://bucket/folder') or a shared file system"
+        f"store is missing: {reason}, and executors on several hosts need a place that all of them can reach, such as "
+        "store=Store.create('s3://bucket/folder') or a shared file system"
     )
 
 
@@ -218,8 +218,8 @@ def _check_numbers(settings: Settings) -> None:
         return
     if settings["max_restarts"]:
         raise ValueError(
-            f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit goes on with the ranks "
-            "that are left and takes in others, and starts none again from a checkpoint. Give one of the two"
+            f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit continues with the "
+            "remaining ranks and lets others join, instead of restarting from a checkpoint. Give one of the two"
         )
     if not (least or 1) <= (number or least or 1) <= most:
         raise ValueError(

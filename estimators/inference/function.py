@@ -105,7 +105,9 @@ def predict(
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError(f"{name}={number!r}: expected a whole number from 1")
     if window is not None and collate is None:
-        raise ValueError(f"window={window}: it sorts what collate is called with, and there is no collate=")
+        raise ValueError(
+            f"window={window} without collate=: it groups rows for collate. Leave window out, or give collate"
+        )
     plan = declared_outputs(outputs)
     names, arguments = _names(columns)
     check_columns(df.schema, names, "columns", exact=tells_case_apart(session))
@@ -140,9 +142,9 @@ def _names(columns: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"columns={columns!r}: expected names of columns, at least one, or a mapping to such")
     if not named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a name is there twice. Give a mapping of arguments to columns")
+        raise ValueError(f"columns={columns!r}: a name occurs twice. Give a mapping of arguments to columns")
     if named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a column is there twice. Give it once, and use it twice in the model")
+        raise ValueError(f"columns={columns!r}: a column occurs twice. Give it once, and use it twice in the model")
     return names, tuple(columns) if named else ()
 
 
@@ -150,8 +152,8 @@ def _check_types(schema: StructType, names: Sequence[str]) -> None:
     for name in names:
         if isinstance(schema[name].dataType, StringType | BinaryType):
             raise DataError(
-                f"column {name!r} is of type {schema[name].dataType.simpleString()}, of which no tensor is made: give "
-                "collate=, a function of a list of values that returns what the model is called with (a tokenizer)"
+                f"column {name!r} is of type {schema[name].dataType.simpleString()}, which cannot become a tensor: "
+                "give collate=, a function from a list of values to the model's argument (a tokenizer)"
             )
 
 
@@ -164,7 +166,9 @@ def _value_of(schema: StructType, name: str) -> SparkColumn:
     while isinstance(inner, ArrayType):
         inner = inner.elementType
     if hasattr(inner, "sqlType"):
-        raise DataError(f"column {name!r} is of type {kind.simpleString()}, which Python is not sent: cast it first")
+        raise DataError(
+            f"column {name!r} is of type {kind.simpleString()}, which Spark does not send to Python: cast it first"
+        )
     return F.col(quoted(name))
 
 

@@ -42,7 +42,7 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
     for name in names:
         if fold(name) in taken:
             raise DataError(
-                f"the DataFrame has a column {name!r} already, which {what} would append: drop it, or choose other "
+                f"the DataFrame already has a column {name!r}, which {what} would append: drop it, or choose other "
                 f"names with {parameters}"
             )
         taken.add(fold(name))

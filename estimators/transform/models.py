@@ -254,8 +254,8 @@ def _check_predecessor(place: Path) -> None:
     if now and before[:2] == now[:2] and before[2] < now[2]:
         raise ModelError(
             f"the Python worker that this task had in its attempt {before[2]} was killed on {socket.gethostname()} "
-            f"while it loaded the model ({_memory()}): most likely it took more memory than it may. Give workers more "
-            "(spark.executor.memoryOverhead), have fewer at a time (a higher spark.task.cpus), or take a smaller model"
+            f"while it loaded the model ({_memory()}): most likely it exceeded its memory. Give workers more "
+            "(spark.executor.memoryOverhead), run fewer at a time (a higher spark.task.cpus), or use a smaller model"
         )
 
 

@@ -127,7 +127,7 @@ def check_order(result: Any, labels: Sequence[str]) -> None:
     if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
         raise ModelError(
             f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are taken in "
-            "order, whatever they are called. Name the labels in the order of the model"
+            "order, regardless of their names. List the labels in the order of the model"
         )
 
 
