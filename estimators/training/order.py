@@ -1,4 +1,4 @@
-"""In which order the rows of an epoch come, and whether one that was cut off can go on in it."""
+"""The order of the rows of an epoch, and whether an interrupted epoch can continue in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL_EPOCH = "begun"
 
 
 def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
-    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
+    """What the order of this number of rows in an epoch depends on; see :class:`Rows`."""
     return {
         "random_seed": spec.seed,
         "batch_size": spec.batch_size,
