@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class EstimatorError(RuntimeError):
-    """Base of what can go wrong with a fit or a transform once its parameters are accepted."""
+    """Base of the errors of a fit or a transform after its parameters were accepted."""
 
     __module__ = "spark_hvd.estimators"
 
 
 class ModelError(EstimatorError, ValueError):
-    """The model, its loss or its optimizer does not work on a batch of these data; found before any rank is started."""
+    """The model, its loss or its optimizer does not work on a batch of the data. Found before any rank is started."""
 
     __module__ = "spark_hvd.estimators"
 

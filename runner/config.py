@@ -19,11 +19,11 @@ BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 PAGE = "SPARK_HVD_PAGE"
-"""The variable that says what ``page`` is of runs that do not say it."""
+"""The variable with the default of ``page``."""
 PRELOAD = "SPARK_HVD_PRELOAD"
-"""The variable that names modules, with commas, which the process that ranks are forked from imports before."""
+"""The variable with a comma-separated list of modules for the process that ranks are forked from to import."""
 IMPORTS = "SPARK_HVD_IMPORTS"
-"""The same for modules that compute nothing when they are imported: other runs may be forked from that process too."""
+"""The same for modules without side effects: other runs may be forked from that process too."""
 
 
 @described
@@ -35,25 +35,25 @@ class Network:
 
     interfaces: Sequence[str] = option(
         (),
-        'Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the first that '
-        "it has. By default, what carries the address by which Spark knows the host.",
+        'Interfaces ("eth1") or networks ("10.0.0.0/8") that the ranks use; each host takes the first one it has. By '
+        "default, the interface with the address by which Spark knows the host.",
     )
     ports: str | None = option(
         None,
-        'Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose '
-        "theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).",
+        'Ports on which this program and the ranks listen, as "30000-30100"; by default any. Gloo and NCCL still '
+        "choose theirs from the kernel's range (sysctl net.ipv4.ip_local_port_range).",
     )
     mpi: str | None = option(
-        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
+        None, 'Which MPI ``backend="mpi"`` uses: "mpich" (the default) or "openmpi".', choices=MPIS
     )
     collective_timeout: float = option(
-        1800.0, "Seconds after which a collective fails that not all ranks have joined.", seconds=True
+        1800.0, "Seconds after which a collective fails if not all ranks have joined it.", seconds=True
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """Where the page of a run listens, and under which names a proxy shows it besides its own."""
+    """Where the page of a run listens, and the names under which proxies show it."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -61,10 +61,10 @@ class PageAddress:
 
     @classmethod
     def parse(cls, asked: bool | str | None, source: str = "page") -> PageAddress | None:
-        """Read what was asked for; None for no page.
+        """Parse the value of an option; None for no page.
 
         Raises:
-            ValueError: it is neither a truth value nor HOST:PORT; ``source`` is what it was given by.
+            ValueError: it is neither a truth value nor HOST:PORT. ``source`` names the option.
         """
         text = str(asked).strip().lower()
         if text in ("none", "false", "0", "off", "no", ""):
@@ -84,42 +84,41 @@ class PageAddress:
 @described
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What is shown and kept of a run, and where: ``run(fn, reporting=Reporting(progress="plain"))``."""
+    """What is shown and recorded of a run, and where: ``run(fn, reporting=Reporting(progress="plain"))``."""
 
     __module__ = "spark_hvd.runner"
 
     progress: str = option(
         "auto",
-        'How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30 seconds, '
-        '"json" lines, or "off"; "auto" takes what suits. See docs/progress.md.',
+        'How progress is shown: "table" on a terminal, "notebook", "plain" lines every 30 seconds, "json" lines, '
+        '"off", or "auto" for the one that suits. See docs/progress.md.',
         choices=CHOICES,
     )
     price_per_hour: float | None = option(
         None,
-        "What an hour of one rank costs, its cores, memory and GPUs included, in any currency: the summary at the end "
-        "then says what the run has cost. None for no price.",
+        "Price of one rank per hour, including its cores, memory and GPUs, in any currency. The summary then states "
+        "what the run has cost.",
         above_0=True,
         none="for no price",
     )
     page: bool | str | None = option(
         None,
-        "Whether the run can be watched in a browser; the address is printed on stderr. True listens on this machine's "
-        'loopback interface and any port; "HOST:PORT" elsewhere, see docs/progress.md. None for what the variable '
-        "SPARK_HVD_PAGE says, or no page.",
+        "Serve a page to watch the run in a browser, on a free port of the loopback interface (True) or on "
+        '"HOST:PORT". Its address is printed on stderr. By default, the variable SPARK_HVD_PAGE decides. See '
+        "docs/progress.md.",
     )
     tracker: Any = option(  # noqa: RUF009 - makes a field
         None,
-        "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
-        "docs/tracking.md.",
+        "Records the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or your own tracker. See docs/tracking.md.",
     )
     stdout: TextIO | None = option(None, "Text stream for the ranks' stdout instead of ``sys.stdout``.")  # noqa: RUF009
     stderr: TextIO | None = option(None, "Text stream for the ranks' stderr instead of ``sys.stderr``.")  # noqa: RUF009
 
 
 GROUPS: Mapping[str, type[Any]] = {"network": Network, "reporting": Reporting}
-"""Arguments of the functions that start ranks which are several options, by name."""
+"""Arguments, by name, that group several options."""
 HERE = ("tracker", "stdout", "stderr")
-"""Options that are objects of this program and do not travel to tasks."""
+"""Options that are objects of this program and are not sent to tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +132,14 @@ class CommonConfig(Network, Reporting):
 
     num_proc: int | None = option(
         None,
-        "Number of ranks; None for as many as the cluster has task slots.",
+        "Number of ranks; by default the number of task slots in the cluster.",
         least=1,
         unit="ranks",
         none="for every slot",
     )
     backend: str | None = option(
         None,
-        '"gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.',
+        '"gloo", "nccl" or "mpi"; by default NCCL for CUDA tensors and Gloo for CPU tensors.',
         choices=BACKENDS,
         none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
     )
@@ -149,41 +148,41 @@ class CommonConfig(Network, Reporting):
         metadata={"option": Option("Changes to the environment of the ranks; None as a value unsets a variable.")},
     )
     start_timeout: float = option(
-        600.0, "Seconds for all ranks to be up: includes waiting for busy slots and importing torch.", seconds=True
+        600.0, "Seconds for all ranks to start, including waiting for busy slots and importing torch.", seconds=True
     )
     timeout: float | None = option(
         None,
-        "Seconds that fn may run in one start, or None for no limit. When over, every rank's stacks are in the error.",
+        "Seconds that fn may run per start; by default no limit. The error then has the stacks of every rank.",
         seconds=True,
     )
     verbose: int = option(
-        1, "0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are."
+        1, "1 shows progress and what the ranks print, each line prefixed with ``[rank]``; 0 shows nothing."
     )
     cpus_per_proc: int | None = option(
         None,
-        "Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.",
+        "Cores of each rank, and its OMP_NUM_THREADS; by default the application's setting.",
         least=1,
         unit="cores for each rank",
         none="for what the application gives",
     )
     gpus_per_proc: int | None = option(
         None,
-        "GPUs for each rank, 0 to hide them; None for what the application gives.",
+        "GPUs of each rank, 0 to hide them; by default the application's setting.",
         least=0,
         unit="GPUs for each rank",
         none="for what the application gives",
     )
     seed: int | None = option(
         None,
-        "Makes the ranks' random numbers repeatable: Python's, numpy's, torch's, and TensorFlow's where fn's module "
-        "imports it. Each rank draws its own, the same in every run with this seed. None for others in each run.",
+        "Makes the ranks' random numbers repeatable: Python's, numpy's, torch's, and TensorFlow's if fn's module "
+        "imports it. Each rank draws different numbers, the same in every run with this seed.",
         least=0,
         none="for other random numbers in each run",
     )
     min_num_proc: int | None = option(
         None,
-        "Ranks that are enough for a restart where the slots for num_proc do not come back within start_timeout; None "
-        "for num_proc.",
+        "Number of ranks that is enough for a restart if there are no slots for num_proc within start_timeout; by "
+        "default num_proc.",
         least=1,
         unit="ranks",
         none="for num_proc",
@@ -191,9 +190,9 @@ class CommonConfig(Network, Reporting):
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """The config of those arguments of a function that it declares, or that lie in a Network or a Reporting.
+        """Make the config from the arguments of a function, and from the options in its Network and Reporting.
 
-        None stands for the default.
+        None stands for the default; arguments that the config does not declare are ignored.
         """
         given: dict[str, Any] = {}
         for name, kind in GROUPS.items():
@@ -229,46 +228,45 @@ class CommonConfig(Network, Reporting):
 
     @property
     def port_range(self) -> PortRange | None:
-        """Where ranks and the driver may listen; None for any port."""
+        """Ports on which ranks and the driver listen; None for any."""
         return None if self.ports is None else PortRange.parse(self.ports)
 
     def _check_together(self) -> None:
-        """What options must be to each other."""
+        """Check options against each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(CommonConfig):
-    """What ``run`` and ``run_local`` were asked for: the declaration of their options."""
+    """The options of ``run`` and ``run_local``."""
 
     procs_per_task: int = option(
         1, "Ranks in each Spark task; ``num_proc`` must be a multiple of it.", least=1, unit="ranks in each Spark task"
     )
     max_restarts: int = option(
         0,
-        "How often all ranks are started again after an executor was lost, or a rank was killed by a signal. fn then "
-        "runs from its start, on every rank, and is to go on from a checkpoint (hvd.checkpoint). 0: fn never runs "
-        "twice.",
+        "Maximum number of restarts of all ranks after an executor is lost or a signal kills a rank. fn then runs from "
+        "its start, on every rank, and must resume from a checkpoint (hvd.checkpoint). 0: fn never runs twice.",
         least=0,
     )
 
     feeders: int = option(
         0,
-        "Spark tasks, beside those of the ranks, in which the functions of ``spark_hvd.data.Mapped`` run; 0 to have "
-        "them run in the ranks.",
+        "Number of additional Spark tasks that run the functions of ``spark_hvd.data.Mapped``; with 0 they run in the "
+        "ranks.",
         least=0,
         unit="Spark tasks",
     )
 
     @property
     def num_tasks(self) -> int | None:
-        """Spark tasks that run at the same time; None for as many as there are slots."""
+        """Number of Spark tasks that run at the same time; None for the number of slots."""
         return None if self.num_proc is None else self.num_proc // self.procs_per_task
 
     def _check_together(self) -> None:
         each, least = self.procs_per_task, self.min_num_proc
         if self.num_proc is not None and self.num_proc % each:
             raise ValueError(
-                f"procs_per_task={each} with num_proc={self.num_proc}: expected a number that divides num_proc: every "
+                f"procs_per_task={each} with num_proc={self.num_proc}: expected a divisor of num_proc, because every "
                 "Spark task has the same number of ranks"
             )
         if least is None:

@@ -1,4 +1,4 @@
-"""``FaultPlan``: has chosen ranks fail at chosen steps, so that a job's recovery can be rehearsed before it is needed.
+"""``FaultPlan``: makes chosen ranks fail at chosen steps, to rehearse a job's recovery.
 
     def train(faults):  # a plan travels with fn, as an argument of it
         ...
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class InjectedFaultError(Exception):
-    """What :meth:`FaultPlan.raises` raises unless told otherwise."""
+    """The exception that :meth:`FaultPlan.raises` raises by default."""
 
     def __reduce__(self) -> tuple[type[InjectedFaultError], tuple[Any, ...]]:
         return type(self), self.args
@@ -40,9 +40,9 @@ class Fault:
 
     Attributes:
         kind: One of :data:`KINDS`.
-        rank: Whom it strikes; of a random fault, modulo the number of ranks that there are.
-        step: When: as given to :meth:`FaultPlan.at`, or, of a random fault, how many steps the generation has made.
-        generation: In which generation; None for each.
+        rank: The rank that fails; for a random fault, modulo the number of ranks.
+        step: The step, as given to :meth:`FaultPlan.at`; for a random fault, the number of steps of the generation.
+        generation: The generation; None for each.
         error: For "raise": the class of the exception.
         message: For "raise": its text.
         code: For "exit": the exit code.
@@ -160,37 +160,37 @@ class _Progress:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Has chosen ranks fail at chosen steps, so that a job's recovery can be rehearsed before it is needed.
+    """Makes chosen ranks fail at chosen steps, to rehearse a job's recovery.
 
-    Give the plan to fn as an argument, and call :meth:`at` before each step. A plan does not change; each method that
-    adds a fault gives a new one. A fault strikes once, in one generation::
+    Pass the plan to fn as an argument, and call :meth:`at` before each step. A plan is immutable; each method that adds
+    a fault returns a new plan. A fault strikes once, in one generation::
 
         faults = FaultPlan().kill(rank=1, step=30).raises(rank=0, step=50, generation=1)
 
     In a static run the generation is the number of the restart, see ``max_restarts`` of :func:`spark_hvd.run`.
 
     Attributes:
-        faults: What is to happen.
+        faults: The faults of the plan.
     """
 
     faults: tuple[Fault, ...] = ()
     _progress: _Progress = field(default_factory=_Progress, init=False, repr=False, compare=False)
 
     def kill(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
-        """The rank's process is killed (SIGKILL), as by the kernel when memory is short.
+        """Kill the rank's process (SIGKILL), as the kernel does if memory is short.
 
         Args:
-            rank: Whom it strikes.
+            rank: The rank that fails.
             step: The step, as given to :meth:`at`.
-            generation: What ``hvd.generation()`` says then; None for every generation, for as long as the step comes.
+            generation: The value of ``hvd.generation()``; None for every generation that reaches the step.
 
         Raises:
-            TypeError, ValueError: A number is none, or negative. So for all faults.
+            TypeError, ValueError: An argument is not a whole number from 0. The same holds for all faults.
         """
         return self._and(Fault("kill", rank, step, generation))
 
     def stop(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
-        """The rank's process is stopped (SIGSTOP), with its connections open: it hangs."""
+        """Stop the rank's process (SIGSTOP), with its connections open, so that it hangs."""
         return self._and(Fault("stop", rank, step, generation))
 
     def raises(
@@ -202,44 +202,44 @@ class FaultPlan:
         error: type[Exception] = InjectedFaultError,
         message: str = "on purpose",
     ) -> FaultPlan:
-        """The call of :meth:`at` raises ``error(message)``."""
+        """Raise ``error(message)`` in the call of :meth:`at`."""
         return self._and(Fault("raise", rank, step, generation, error, message))
 
     def segfault(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
-        """The rank's process reads where there is no memory: a crash in native code."""
+        """Crash the rank's process in native code, by a segmentation fault."""
         return self._and(Fault("segfault", rank, step, generation))
 
     def exit(self, rank: int, step: int, generation: int | None = 0, *, code: int = 1) -> FaultPlan:
-        """The rank's process exits at once, with a code, as by ``os._exit``."""
+        """Let the rank's process exit at once with a code, as by ``os._exit``."""
         return self._and(Fault("exit", rank, step, generation, code=code))
 
     def partition(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
-        """All TCP connections of the rank's process are cut, in both directions; the process goes on.
+        """Cut all TCP connections of the rank's process, in both directions. The process continues.
 
-        What does not go over TCP stays: shared memory, InfiniBand, NVLink.
+        Other connections stay: shared memory, InfiniBand, NVLink.
         """
         return self._and(Fault("partition", rank, step, generation))
 
     def notice(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
-        """The rank gets SIGTERM, as a notice that its machine will go. What does not heed it is ended by it."""
+        """Send the rank SIGTERM, as a notice that its machine will go. It ends a program that does not handle it."""
         return self._and(Fault("notice", rank, step, generation))
 
     @classmethod
     def random(
         cls, seed: int, count: int, kinds: Sequence[str] = KINDS, *, size: int, max_step: int = 20, min_step: int = 1
     ) -> FaultPlan:
-        """One fault in each of the generations 0 to `count` - 1.
+        """Add a random fault in each of the generations 0 to `count` - 1.
 
-        Of which kind, on which rank and after how many steps of its generation follows from `seed` and the generation
-        alone. Steps are counted by the calls of :meth:`at`, whatever number they are given.
+        `seed` and the generation alone decide the kind, the rank, and the number of steps before the fault. Steps are
+        counted by the calls of :meth:`at`, regardless of the numbers passed to it.
 
         Args:
-            seed: Other seeds, other faults.
+            seed: Seed of the faults.
             count: Number of faults.
-            kinds: Those to choose from.
-            size: Number of ranks to choose from; if there are fewer at the time, modulo those.
-            max_step: The most steps of a generation before its fault.
-            min_step: The least. A run in which ranks keep failing before a commit is given up, so let there be one.
+            kinds: Kinds to choose from.
+            size: Number of ranks to choose from; modulo the actual number if there are fewer.
+            max_step: Maximum number of steps of a generation before its fault.
+            min_step: Minimum number. Leave time for a commit: a run ends if ranks keep failing before one.
 
         Raises:
             TypeError, ValueError: An argument is wrong.
@@ -260,10 +260,10 @@ class FaultPlan:
         return cls(tuple(faults))
 
     def at(self, step: int) -> None:
-        """This rank is about to make this step: the faults happen that are planned for it. Costs next to nothing else.
+        """Let the faults planned for this rank and step happen. Costs next to nothing if there are none.
 
         Args:
-            step: Its number, counted as the plan's steps are.
+            step: The number of the step that is about to begin.
 
         Raises:
             NotInitializedError: Before ``hvd.init()``.

@@ -57,7 +57,9 @@ class CollatedEstimator(TorchEstimator):
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         if not len(batch[spec.labels[0].column.name]):
-            raise DataError(f"none of the first {ROWS} rows can be trained on: all were skipped. Look at the column")
+            raise DataError(
+                f"none of the first {ROWS} rows can be used for training: all were skipped. Check the column"
+            )
         return try_batch(spec, plan.objects, batch)
 
 

@@ -37,17 +37,17 @@ _DECODER = (
     "decoder",
     224,
     _decoder,
-    "A `spark_hvd.data.ImageDecoder`, or the height and width in pixels, with the normalisation of ImageNet.",
+    "A `spark_hvd.data.ImageDecoder`, or the height and width in pixels, with ImageNet's normalisation.",
 )
 
 
 class ImageClassificationModel(NeuralClassificationModel):
     """A trained classifier of images: ``transform`` appends the class and the probabilities of all classes.
 
-    Where the decoder skips images that cannot be decoded, the prediction of such a row is null. ``getModel()`` is the
-    trained module.
+    If the decoder skips images that cannot be decoded, their prediction is null. ``getModel()`` returns the trained
+    module.
 
-    A saved model holds a pickle of the model's code: only load models that you trust.
+    A saved model contains a pickle of the model's code: only load models that you trust.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -70,18 +70,18 @@ class ImageClassificationModel(NeuralClassificationModel):
 
 
 class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
-    """Trains a module to tell the class of an image, on several ranks.
+    """Trains a module to classify images, on several ranks.
 
         model = ImageClassifier(model=net, image_col="content", label_col="kind", num_proc=8).fit(df)
         model.transform(df).select("kind", "prediction", "probability")
 
-    Ranks get the images as they are, PNG, JPEG or of another common format, in a binary column or one of Spark's image
-    type; threads decode them there. ``model`` takes tensors (rows, channels, height, width), float32, and returns
-    scores (rows, classes), before softmax: only parameters with ``requires_grad`` are trained. Labels are text,
-    numbers or booleans; or arrays with 0 or 1 for each class, where an image may have several (multi-label).
+    Ranks get encoded images (PNG, JPEG or another common format) from a binary column, or a column of Spark's image
+    type. Threads of the rank decode them. ``model`` takes float32 tensors (rows, channels, height, width) and returns
+    scores (rows, classes) before softmax. Only parameters with ``requires_grad`` are trained. Labels are text, numbers
+    or booleans, or arrays with 0 or 1 for each class if an image may have several classes (multi-label).
 
-    An image that cannot be decoded stops the fit, with a DataError; with ``decoder=ImageDecoder(224,
-    undecodable="skip")`` it goes on without it, and the history counts such images as "undecodable".
+    An image that cannot be decoded ends the fit with a DataError. ``decoder=ImageDecoder(224, undecodable="skip")``
+    leaves such images out, and the history counts them as "undecodable".
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
@@ -92,7 +92,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
     _table: ClassVar = estimator_table(
         *rows(
             "Model and columns",
-            ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "Of images; gives scores."),
+            ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "Takes images, returns scores."),
             ("image_col", None, c.text, "Column of images: binary, or of Spark's image type."),
             ("label_col", None, c.text, "Column of classes: text, numbers, booleans, or arrays of 0 and 1."),
             _DECODER,
@@ -100,8 +100,8 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
                 "augment",
                 None,
                 c.function,
-                "Changes images at random while training, such as `spark_hvd.data.ImageAugmentation()`: a function of "
-                "a tensor (rows, channels, height, width) and a torch.Generator.",
+                "Random changes of training images, such as `spark_hvd.data.ImageAugmentation()`: a function of a "
+                "tensor (rows, channels, height, width) and a torch.Generator.",
             ),
         )
     )
@@ -119,8 +119,8 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
             )
         if sparks and settings["store"] is not None:
             raise ValueError(
-                f"image_col={name!r} is of Spark's image type, which is not written to a store: leave store out, or "
-                "give a binary column, such as 'content' of spark.read.format('binaryFile')"
+                f"image_col={name!r} is of Spark's image type, which cannot be written to a store: leave store out, or "
+                "pass a binary column, such as 'content' of spark.read.format('binaryFile')"
             )
 
     def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:

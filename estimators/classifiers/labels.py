@@ -64,8 +64,9 @@ class Labels:
         if found.null_count:
             strange = values.filter(found.is_null()).unique().to_pylist()
             raise DataError(
-                f"column {self.column!r} has values that it had not when fit looked for classes: {listed(strange)}. "
-                "Expected the same rows each time they are computed: df.cache(), or no rand() without a seed"
+                f"column {self.column!r} has values that were not there when fit collected the classes: "
+                f"{listed(strange)}. Expected the same rows whenever they are computed: use df.cache(), or give rand() "
+                "a seed"
             )
         return torch.tensor(found.to_numpy(), device="cpu").long()
 

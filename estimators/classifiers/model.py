@@ -35,13 +35,13 @@ class NeuralClassificationModel(SavedParams, Model):
         return list(self.value_of("labels").classes)
 
     def plot_loss(self, metric: str | Sequence[str] = "loss") -> Figure:
-        """A loss or metric over the epochs as a matplotlib figure, training and validation together.
+        """Draw a loss or metric over the epochs as a matplotlib figure, training and validation together.
 
         Args:
-            metric: A key of the history, or several, which come side by side.
+            metric: A key of the history, or several, which are drawn side by side.
 
         Raises:
-            ValueError: there is no such key.
+            ValueError: the key does not exist.
             ImportError: matplotlib is not installed.
         """
         return History(self.value_of("history") or []).plot((metric,) if isinstance(metric, str) else metric)

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 TEXTS = 200_000
-"""So many texts, about, are looked at for a tokenizer."""
+"""The approximate number of texts that a new tokenizer is trained on."""
 LONGEST = 512
-_TOKENIZER = "Cuts texts into tokens."
-_MAX_LENGTH = ("max_length", None, c.whole(1), "Tokens after which a text is cut; by default the model's, at most 512.")
+_TOKENIZER = "The tokenizer of the model."
+_MAX_LENGTH = ("max_length", None, c.whole(1), "Maximum tokens per text; by default the model's limit, at most 512.")
 
 
 def _model_or_config(name: str, value: Any) -> Any:
     if not isinstance(value, str | os.PathLike) and not (hasattr(value, "config") or hasattr(value, "to_diff_dict")):
         raise TypeError(
-            f"{name}={value!r}: expected a model of transformers for sequence classification, a config of one, or the "
-            "path of a saved one"
+            f"{name}={value!r}: expected a sequence classification model of transformers, its config, or the path of a "
+            "saved model"
         )
     return value
 
@@ -44,10 +44,10 @@ def _model_or_config(name: str, value: Any) -> Any:
 class TextClassificationModel(NeuralClassificationModel):
     """A trained classifier of text: ``transform`` appends the class and the probabilities of all classes.
 
-    ``getModel()`` is the model of Transformers, ``getTokenizer()`` its tokenizer; ``save_pretrained(folder)`` of both
-    writes what Transformers reads without spark_hvd.
+    ``getModel()`` returns the Transformers model, ``getTokenizer()`` its tokenizer. Call ``save_pretrained(folder)`` on
+    both to use them without spark_hvd.
 
-    A saved model holds a pickle of the model's code: only load models that you trust.
+    A saved model contains a pickle of the model's code: only load models that you trust.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -71,17 +71,17 @@ class TextClassificationModel(NeuralClassificationModel):
 
 
 class TextClassifier(NeuralClassifier[TextClassificationModel]):
-    """Trains a model of Transformers to tell the class of a text, on several ranks.
+    """Trains a Transformers model to classify texts, on several ranks.
 
         model = TextClassifier(model=config, text_col="title", label_col="genre", num_proc=8).fit(df)
         model.transform(df).select("genre", "prediction", "probability")
 
-    Ranks get the text as it is, make tokens of it, and pad batches to their longest text. Labels are text, numbers or
-    booleans; or arrays with 0 or 1 for each class, where a text may have several (multi-label).
+    Ranks get raw text, tokenise it, and pad each batch to its longest text. Labels are text, numbers or booleans, or
+    arrays with 0 or 1 for each class if a text may have several classes (multi-label).
 
-    ``model`` is a config, of which a model is made with random weights; the folder of a saved one; or a model, also
-    one that peft has wrapped: only parameters with ``requires_grad`` are trained. Without ``tokenizer``, that in the
-    model's folder is used, and for a config one is trained on the texts. Nothing is downloaded.
+    ``model`` is a config, from which a model with random weights is made; the folder of a saved model; or a model,
+    possibly wrapped by peft. Only parameters with ``requires_grad`` are trained. If ``tokenizer`` is not given, the one
+    in the model's folder is used; for a config, one is trained on the texts. Nothing is downloaded.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
@@ -92,11 +92,22 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
     _table: ClassVar = estimator_table(
         *rows(
             "Model and columns",
-            ("model", None, _model_or_config, "A model of transformers for sequence classification, a config, a path."),
+            (
+                "model",
+                None,
+                _model_or_config,
+                "A sequence classification model of transformers, its config, or the path of a saved model.",
+            ),
             ("text_col", None, c.text, "Column of text."),
             ("label_col", None, c.text, "Column of classes: text, numbers, booleans, or arrays of 0 and 1."),
-            ("tokenizer", None, c.anything, "A fast tokenizer of transformers, a tokenizers.Tokenizer, or a path."),
-            ("vocab_size", 16_384, c.whole(256), "Tokens of the tokenizer that is trained, at most."),
+            (
+                "tokenizer",
+                None,
+                c.anything,
+                "A fast tokenizer of transformers, a tokenizers.Tokenizer, or a path; by default the one in the "
+                "model's folder, or a new one for a config.",
+            ),
+            ("vocab_size", 16_384, c.whole(256), "Maximum number of tokens of a new tokenizer."),
             _MAX_LENGTH,
         )
     )
@@ -116,8 +127,8 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
             tokenizer = as_tokenizer(given if tokenizer is None else tokenizer)
         elif isinstance(given, torch.nn.Module):
             raise ValueError(
-                "tokenizer is missing: a model that is there already knows the tokens of one only. Give that one; for "
-                "a config in place of the model, one is trained"
+                "tokenizer is missing: this model needs the tokenizer it was trained with. Pass that one, or pass a "
+                "config as model, for which a new tokenizer is trained"
             )
         else:
             tokenizer = trained_tokenizer(_texts(dataset, settings["text_col"]), settings["vocab_size"])
@@ -140,7 +151,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
 
 
 def tokens_of(model: Any, tokenizer: PreTrainedTokenizerFast, max_length: int | None) -> Tokens:
-    """What makes a model's tensors of text."""
+    """The function that turns texts into the model's tensors."""
     most = getattr(model.config, "max_position_embeddings", None) or LONGEST
     return Tokens.of(tokenizer, names_of(model), max_length or min(LONGEST, most, tokenizer.model_max_length))
 
@@ -154,7 +165,7 @@ def _texts(dataset: DataFrame, column: str) -> list[str]:
 
 
 def _head(labels: Labels) -> dict[str, Any]:
-    """What a config says of the classes."""
+    """The entries of a config that describe the classes."""
     names = [str(each) for each in labels.classes] or [f"LABEL_{number}" for number in range(labels.size)]
     kind = "single_label_classification" if labels.classes else "multi_label_classification"
     return {
@@ -191,12 +202,12 @@ def _loaded(path: str, labels: Labels) -> Any:
 def _check_fits(model: Any, labels: Labels, tokenizer: PreTrainedTokenizerFast) -> None:
     if model.config.num_labels != labels.size:
         raise ModelError(
-            f"model has num_labels={model.config.num_labels}, and column {labels.column!r} {labels.size} classes: "
-            f"make it with num_labels={labels.size}"
+            f"model has num_labels={model.config.num_labels}, but column {labels.column!r} has {labels.size} classes: "
+            f"make the model with num_labels={labels.size}"
         )
     tokens = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > tokens:
         raise ModelError(
-            f"tokenizer has {len(tokenizer)} tokens and model embeddings of {tokens}: give the tokenizer that it was "
-            "trained with, or call model.resize_token_embeddings(len(tokenizer))"
+            f"tokenizer has {len(tokenizer)} tokens, but model has embeddings for {tokens}: pass the tokenizer that it "
+            "was trained with, or call model.resize_token_embeddings(len(tokenizer))"
         )

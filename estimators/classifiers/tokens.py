@@ -1,4 +1,4 @@
-"""Text as numbers, for a model of Transformers: by a tokenizer that was given, or one trained on the texts."""
+"""Tokenisation of text for a Transformers model, by a given tokenizer or one trained on the texts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SPECIAL = {
 
 @dataclass(frozen=True)
 class Tokens(Inputs):
-    """The tokens of texts, padded to the longest of the batch.
+    """Turns texts into tokens, padded to the longest of the batch.
 
     Attributes:
-        tokenizer: Cuts texts at a length and pads them. Not changed any more, as several threads use it.
-        names: Of the tensors: some of input_ids, token_type_ids and attention_mask, each (rows, tokens) int64.
+        tokenizer: Truncates and pads texts. It must not be changed, because several threads use it.
+        names: Names of the tensors, some of input_ids, token_type_ids and attention_mask, each (rows, tokens) int64.
     """
 
     tokenizer: Tokenizer
@@ -40,7 +40,7 @@ class Tokens(Inputs):
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, names: Iterable[str], max_length: int) -> Tokens:
-        """Of a tokenizer of Transformers, which stays as it is."""
+        """Make it from a tokenizer of Transformers, which is not changed."""
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -59,7 +59,7 @@ class Tokens(Inputs):
 
 
 class Logits(torch.nn.Module):
-    """A model of Transformers that takes tensors in the order of ``names`` and returns its logits (rows, classes)."""
+    """A Transformers model that takes tensors in the order of ``names`` and returns its logits (rows, classes)."""
 
     def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class Logits(torch.nn.Module):
 
 
 def names_of(model: Any) -> tuple[str, ...]:
-    """Which of a tokenizer's tensors a model takes."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's take anything
+    """The names of those tokenizer outputs that a model takes."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # models of peft take **kwargs
     known = inspect.signature(inner.forward).parameters
     return tuple(name for name in ("input_ids", "token_type_ids", "attention_mask") if name in known)
 
 
 def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A WordPiece tokenizer of texts in lower case, as BERT has it."""
+    """Train a WordPiece tokenizer for lower-case text, like BERT's."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
@@ -96,10 +96,10 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
 
 
 def as_tokenizer(given: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer of Transformers, of one, of one of the tokenizers library, or of the path of either.
+    """The tokenizer of Transformers for one of Transformers, one of the tokenizers library, or the path of either.
 
     Raises:
-        ValueError: it is none of these, not a fast one, or has no token to pad with.
+        ValueError: it is something else, not a fast tokenizer, or has no padding token.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
@@ -127,8 +127,8 @@ def as_tokenizer(given: Any) -> PreTrainedTokenizerFast:
         )
     if found.pad_token is None:
         raise ValueError(
-            "tokenizer has no token to pad texts of a batch with: set one, for example tokenizer.pad_token = "
-            "tokenizer.eos_token, or tokenizer.enable_padding(pad_id=0, pad_token='[PAD]')"
+            "tokenizer has no padding token: set one, for example by tokenizer.pad_token = tokenizer.eos_token, or by "
+            "tokenizer.enable_padding(pad_id=0, pad_token='[PAD]')"
         )
     return cast("PreTrainedTokenizerFast", found)
 

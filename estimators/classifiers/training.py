@@ -48,7 +48,7 @@ def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained:
-        raise ValueError("model has no parameter that is trained: requires_grad is False for all of them")
+        raise ValueError("model has no parameter to train: requires_grad is False for all. Set it for those to train")
     groups = [
         {"params": [param for param in trained if param.ndim > 1], "weight_decay": weight_decay},
         {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0},

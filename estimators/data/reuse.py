@@ -232,10 +232,10 @@ def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
 def clear_materialized_data(store: Store) -> None:
     """Delete all data that fits have materialised in ``store``.
 
-    No fit may be running that reads them. Checkpoints, logs and data that you put there yourself stay.
+    No fit that reads them may be running. Checkpoints, logs and your own data stay.
 
     Raises:
-        StoreError: something cannot be deleted.
+        StoreError: a file cannot be deleted.
     """
     for path in store.list(store.join("intermediate_data")):
         if store.exists(f"{path}/{USED}"):

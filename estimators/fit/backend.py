@@ -36,11 +36,11 @@ class Backend(Protocol):
         """Number of ranks that :meth:`run` starts."""
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
-        """Run ``fn`` on every rank and return its values in rank order; errors as of :func:`spark_hvd.run`."""
+        """Run ``fn`` on every rank and return its values in rank order; raises as :func:`spark_hvd.run`."""
 
 
 def max_num_proc_of(backend: Backend) -> int | None:
-    """The most ranks that an elastic backend has at once; None of a backend whose number of ranks is fixed."""
+    """Maximum number of ranks of an elastic backend; None for a backend with a fixed number."""
     most: int | None = getattr(backend, "max_num_proc", None)
     return most
 
@@ -49,10 +49,10 @@ class SparkBackend(Backend):
     """Ranks in one barrier stage of the Spark application, by :func:`spark_hvd.run`.
 
     Args:
-        num_proc: Number of ranks; None for as many as can run at once.
-        max_num_proc: With it the ranks come and go, by :func:`spark_hvd.run_elastic`, and are never more.
+        num_proc: Number of ranks; None for as many as can run at the same time.
+        max_num_proc: Makes the run elastic, by :func:`spark_hvd.run_elastic`, with at most this number of ranks.
         spark: The session; None for the active one.
-        options: Further keywords of the function that runs them.
+        options: Other keywords of the function that runs the ranks.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -71,11 +71,11 @@ class SparkBackend(Backend):
         self._options = options
 
     def num_processes(self) -> int:
-        """See base class; of ranks that come and go, the number of the first.
+        """See base class; for an elastic run, the number of ranks at the start.
 
         Raises:
-            ValueError: the numbers do not fit together.
-            NotEnoughSlotsError: fewer tasks can run at once than were asked for.
+            ValueError: the numbers contradict each other.
+            NotEnoughSlotsError: fewer tasks can run at the same time than requested.
         """
         session, config = active_session(self._spark), self._config()
         if isinstance(config, RunConfig):
@@ -93,7 +93,7 @@ class SparkBackend(Backend):
         return SparkBackend(num_proc, max_num_proc=self.max_num_proc, spark=self._spark, **self._options)
 
     def torch_loading(self) -> AbstractContextManager[None]:
-        """While this lasts, processes for the ranks of a run that will follow come up, where that can be done."""
+        """A context in which processes for the ranks of the next run start, if possible."""
         return torch_loading(active_session(self._spark), adapted(self._config()).env)
 
     def _config(self) -> RunConfig | ElasticConfig:
@@ -109,13 +109,13 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> list[R]:
-        """See base class. Waits for other runs of this process where there are too few slots for both.
+        """See base class. Waits for other runs of this process if there are too few slots for both.
 
         Args:
             fn: See base class.
             args: See base class.
             kwargs: See base class.
-            data: That of the run.
+            data: The run's ``data=``.
         """
         options = {"spark": self._spark, "data": data, **self._options}
         if self.max_num_proc is None and not is_connect(active_session(self._spark)):  # runs share the slots
@@ -126,11 +126,11 @@ class SparkBackend(Backend):
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
     def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
-        """Run ``fn`` on other ranks while :meth:`run` goes on; waits for slots. To be called from another thread."""
+        """Run ``fn`` on other ranks, beside :meth:`run`, from another thread; waits for slots."""
         return run(fn, args, None, num_proc, spark=self._spark, **_beside(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
-        """``fn`` for another thread, in which what this one has told Spark holds."""
+        """``fn`` for another thread, with this thread's local properties of Spark."""
         return inheriting(active_session(self._spark), fn)
 
 
@@ -139,9 +139,9 @@ class LocalBackend(Backend):
 
     Args:
         num_proc: Number of ranks.
-        max_num_proc: With it ranks that are lost are replaced while the others go on, by
-            :func:`spark_hvd.run_elastic_local`.
-        options: Further keywords of the function that runs them.
+        max_num_proc: Makes the run elastic, by :func:`spark_hvd.run_elastic_local`: lost ranks are replaced while the
+            others continue.
+        options: Other keywords of the function that runs the ranks.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -156,14 +156,14 @@ class LocalBackend(Backend):
         return self._num_proc
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
-        """See base class. Waits for other trainings that this process has under way."""
+        """See base class. Waits for other trainings of this process."""
         with _turn:
             if self.max_num_proc is None:
                 return run_local(fn, args, kwargs, self._num_proc, **self._options)
             return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)
 
     def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
-        """Run ``fn`` on other ranks while :meth:`run` goes on. To be called from another thread."""
+        """Run ``fn`` on other ranks, beside :meth:`run`, from another thread."""
         return run_local(fn, args, None, num_proc, **_beside(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:

@@ -28,7 +28,7 @@ _EVERY_HERE, _EVERY = 0.1, 1.0
 
 
 class Begun(Tracker):
-    """Tells when a run is about to start its ranks, and when one of them is heard of."""
+    """A tracker that reports when a run is about to start its ranks, and when the first record arrives."""
 
     def __init__(self, starts: Callable[[], None], runs: Callable[[], None]) -> None:
         self._starts, self._runs = starts, runs
@@ -48,8 +48,8 @@ class Turn:
     """A validation under way.
 
     Attributes:
-        ticket: The newest checkpoint when it began; it takes that, or one that came a moment later.
-        begun: Whether its ranks run; until then it may be called off.
+        ticket: The newest checkpoint when it began; it validates this one, or a newer one that has just arrived.
+        begun: Whether its ranks run; until then it may be cancelled.
         stop: Ends its run.
     """
 
@@ -61,10 +61,10 @@ class Turn:
 
 
 class Order:
-    """Which checkpoint is validated when: one at a time, the newest that waits. Does no I/O.
+    """Decides when to validate which checkpoint: one at a time, the newest one. Does no I/O.
 
-    The training never waits for a validation, and no more than one checkpoint waits: where validation is the slower of
-    the two, the newest takes the place of the one before, whose epoch is not validated.
+    Training never waits for a validation, and at most one checkpoint waits. If validation is slower than training, the
+    newest checkpoint replaces the previous one, whose epoch is not validated.
     """
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class Order:
         self._done: Ticket | None = None
 
     def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
-        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun.
+        """The validation that begins now, if any. Ranks that want no more wait for one that has begun.
 
-        ``waiting`` has the checkpoints that are there, the oldest first.
+        ``waiting`` has the waiting checkpoints, the oldest first.
         """
         if self.turn is not None:
             if wants_no_more and not self.turn.begun:
@@ -89,20 +89,20 @@ class Order:
         return None
 
     def starts(self, newest: Ticket | None) -> None:
-        """The turn has its slots, and will take the newest checkpoint."""
+        """Note that the validation has its slots, and will take the newest checkpoint."""
         assert self.turn is not None
         self.turn.ticket = newest or self.turn.ticket
 
     def runs(self) -> None:
-        """Ranks of the turn have been heard of. Slots alone may not be enough: others may hold them, uncounted."""
+        """Note that its ranks have reported. Slots alone are not enough: others may hold them without our knowing."""
         assert self.turn is not None
         self.turn.begun = True
 
     def end(self) -> str | None:
-        """Note what came of the turn, which is over.
+        """Note the result of the validation, which is over.
 
         Returns:
-            Why it failed, if it did.
+            The reason if it failed, otherwise None.
         """
         assert self.turn is not None
         turn, self.turn = self.turn, None
@@ -121,14 +121,14 @@ class Order:
 
 
 class Beside:
-    """Validates what a training leaves in the folder of its run, from a thread, while this context lasts.
+    """A context whose thread validates the checkpoints that a training leaves in the folder of its run.
 
     Args:
         place: The folder of the run.
-        validate: Runs a validation, given the results so far and what is to be told of it; ends by
-            KeyboardInterrupt when it is stopped.
-        history: That the training goes on from.
-        inherit: Makes of a function that of a thread which has what is this thread's own.
+        validate: Runs a validation, given the results so far and its tracker; raises KeyboardInterrupt if it is
+            stopped.
+        history: The history that the training continues from.
+        inherit: Wraps a function for another thread, to which it carries this thread's local properties.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ M = TypeVar("M", bound=Model)
 
 
 class SparkEstimator(SavedParams, Estimator[M]):
-    """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
+    """Base of the estimators. A subclass defines its table of parameters, its framework, and its model class.
 
-    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend and
-    its tracker are not saved.
+    A saved estimator contains a pickle of model, loss and optimizer: only load what you trust. Its backend and its
+    tracker are not saved.
     """
 
     _not_saved = ("backend", "tracker")
@@ -75,20 +75,21 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     @property
     def transform(self) -> NoReturn:
-        """Of the trained model."""
+        """Not available; only the trained model has it."""
         raise AttributeError(
-            f"{type(self).__name__}.transform: an estimator is not trained; the model that its fit returns is: "
+            f"{type(self).__name__}.transform: an estimator is not trained. Use the model that its fit returns: "
             "estimator.fit(df).transform(df)"
         )
 
     def fit_on_parquet(
         self, train_path: str | None = None, val_path: str | None = None, params: Mapping[Any, Any] | None = None
     ) -> M:
-        """Train on Parquet that exists already: a file or a directory of files, also one that Petastorm wrote.
+        """Train on existing Parquet: a file or a directory of files, also one that Petastorm wrote.
 
         Args:
-            train_path: Of the training data; by default the store's ``train_path``.
-            val_path: Of validation data; by default the store's ``val_path``, and none if that is None too.
+            train_path: Path of the training data; by default the store's ``train_path``.
+            val_path: Path of the validation data; by default the store's ``val_path``. Without either, nothing is
+                validated.
             params: Parameters for this fit only, as in ``fit``.
 
         Returns:
@@ -96,8 +97,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
         Raises:
             ValueError, TypeError: a parameter is wrong.
-            DataError: there are no such data, or they do not fit the parameters.
-            ModelError: the model does not work on them.
+            DataError: the data do not exist, or do not match the parameters.
+            ModelError: the model does not work on the data.
             RunError: ranks failed.
         """
         if params:

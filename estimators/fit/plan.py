@@ -1,4 +1,4 @@
-"""The plan of a fit: what its parameters say together, before anything is read or started."""
+"""The plan of a fit, made from its parameters before anything is read or started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """A fit of the estimator ``name``; the data, inputs and labels of ``spec`` come with the next stages."""
+    """A fit of the estimator ``name``; later stages add data, inputs and labels to ``spec``."""
 
     name: str
     settings: Settings
@@ -42,9 +42,9 @@ class FitPlan:
 
 
 def label_of(uid: str, settings: Settings) -> str:
-    """What tells a fit from those before it of the same estimator and its copies: its number, and what has changed.
+    """The label of a fit among those of the same estimator and its copies: its number and the changed parameters.
 
-    CrossValidator makes such, for each fold and each point of a grid. Empty for the first fit.
+    CrossValidator makes such fits for each fold and each point of a grid. Empty for the first fit.
     """
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
     with _lock:
@@ -55,10 +55,10 @@ def label_of(uid: str, settings: Settings) -> str:
 
 
 def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
-    """What parameters, which were checked, come to. Fields of TrainSpec and Objects called as parameters are those.
+    """Make the plan from checked parameters. Fields of TrainSpec and Objects get the parameters of their names.
 
     Raises:
-        ValueError: a run to go on with has no store, and executors may be on several hosts.
+        ValueError: a run to resume has no store, and executors may be on several hosts.
         StoreError: ranks would not see the store.
     """
     weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
@@ -123,7 +123,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
 
 
 def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend:
-    """A backend that leaves some slots of the cluster to others, where it would take them all."""
+    """A backend that leaves some slots of the cluster free, if it would otherwise take all."""
     if not hasattr(backend, "run_beside"):
         raise ValueError(
             f"validation_in_background={beside} with backend={backend!r}: expected one that can run two things at "
@@ -139,7 +139,7 @@ def _commit_every(settings: Settings, elastic: bool) -> int | None:
     every: int | None = settings.get("commit_every")  # classifiers have none
     if every is not None and not elastic:
         raise ValueError(
-            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits; give max_num_proc "
+            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits. Give max_num_proc "
             "too, or checkpoint_every for checkpoints in the store"
         )
     if every is not None or not elastic or "trainer_args" in settings:  # each of Lightning's makes a file in memory
@@ -148,7 +148,7 @@ def _commit_every(settings: Settings, elastic: bool) -> int | None:
 
 
 def _passes(settings: Settings) -> tuple[str, int]:
-    """Batches of a step of the optimizer, and what the user calls them."""
+    """The parameter with the number of batches per optimizer step, and its value."""
     if "trainer_args" in settings:
         found = settings["trainer_args"].get("accumulate_grad_batches", 1)
         return "trainer_args' accumulate_grad_batches", found if isinstance(found, int) and found > 0 else 1
@@ -156,10 +156,10 @@ def _passes(settings: Settings) -> tuple[str, int]:
 
 
 def store_missing(reason: str) -> str:
-    """The text of the error that executors on several hosts are without a place that all of them reach."""
+    """The text of the error that executors on several hosts have no storage that all of them can reach."""
     return (
-        f"store is missing: {reason}, and executors on several hosts need a place for it that all of them reach, such "
-        "as store=Store.create('s3://bucket/folder') or a shared file system"
+        f"store is missing: {reason}, and executors on several hosts need a place that all of them can reach, such as "
+        "store=Store.create('s3://bucket/folder') or a shared file system"
     )
 
 
@@ -168,10 +168,10 @@ def _fields_of(kind: type[Any], settings: Settings) -> dict[str, Any]:
 
 
 def check_together(name: str, settings: Settings, required: Mapping[str, str]) -> None:
-    """Find parameters that are missing, those ``required`` (-> what they are), or do not go together.
+    """Check that all ``required`` parameters (name -> meaning) are given, and that parameters fit together.
 
     Raises:
-        ValueError: naming them.
+        ValueError: they do not; the text names them.
     """
     for parameter, meaning in required.items():
         if settings[parameter] is None:
@@ -218,8 +218,8 @@ def _check_numbers(settings: Settings) -> None:
         return
     if settings["max_restarts"]:
         raise ValueError(
-            f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit goes on with the ranks "
-            "that are left and takes in others, and starts none again from a checkpoint. Give one of the two"
+            f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit continues with the "
+            "remaining ranks and lets others join, instead of restarting from a checkpoint. Give one of the two"
         )
     if not (least or 1) <= (number or least or 1) <= most:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The last stage of a fit: ranks train, or what a former fit of the same run_id has left is enough."""
+"""The last stage of a fit: ranks train, unless an earlier fit with the same run_id has already finished."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_on_ranks(
 
     Raises:
         DataError: there are fewer rows than ranks.
-        CheckpointError: the run has a checkpoint that does not fit.
+        CheckpointError: the run has a checkpoint that does not match.
         RunError: ranks failed.
     """
     most = max(num_proc, max_num_proc_of(plan.backend) or 0)
@@ -96,7 +96,7 @@ def train_on_ranks(
 def _validating(
     plan: FitPlan, spec: TrainSpec, packed: PackedModule, framework: Any, history: History
 ) -> AbstractContextManager[None]:
-    """While this lasts, runs beside that of the training validate what it leaves, if that is wanted."""
+    """A context in which separate runs validate the training's checkpoints, if that is wanted."""
     if not spec.validation_in_background:
         return nullcontext()
     backend: Any = plan.backend  # the plan has seen that it can
@@ -114,16 +114,16 @@ _FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backwa
 
 
 def _facts(plan: FitPlan, more: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The parameters of a fit, and ``more``, as a tracker is told."""
+    """The parameters of a fit, and ``more``, as facts for a tracker."""
     known = {name: plan.settings.get(name) for name in _FACTS.split()} | dict(more)
     plain = {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
     return {f"fit.{name}": value for name, value in plain.items() if known[name] is not None}
 
 
 def _through_losses(run: Callable[[TrainSpec], Any], spec: TrainSpec, checkpoints: Checkpoints) -> Any:
-    """What ranks return; where all of an elastic fit are lost at once, new ones go on from its last checkpoint.
+    """The ranks' results. If all ranks of an elastic fit are lost at once, new ones resume from its last checkpoint.
 
-    Only while there is a newer one each time: what struck them may do so again.
+    This repeats only while each attempt has a newer checkpoint, because the cause of the loss may recur.
     """
     version = checkpoints.version()
     while True:

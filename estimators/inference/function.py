@@ -51,7 +51,7 @@ def predict(
     window: int | None = None,
     use_gpu: bool = True,
 ) -> DataFrame:
-    """Append what a model gives for the rows of a DataFrame: predictions, embeddings, labels.
+    """Append the outputs of a model to a DataFrame: predictions, embeddings, labels.
 
         spark_hvd.predict(df, net, columns=["features"], outputs={"score": "float"})
 
@@ -63,39 +63,39 @@ def predict(
             collate=lambda titles: tokenizer(titles, padding=True, truncation=True, return_tensors="pt"),
         )
 
-    Each Python worker loads the model once, whatever the number of batches and tasks. The weights of a torch model lie
-    in a file of each executor, whose pages its workers share: the memory of one model for all of them.
+    Each Python worker loads the model once, regardless of the number of batches and tasks. Each executor has one file
+    with the weights of a torch model. Its workers share the pages, so together they need the memory of one model.
 
     Args:
-        df: The rows. They keep their columns and their order.
+        df: The rows. Their columns and order are kept.
         model_or_loader: A ``torch.nn.Module`` (models of Transformers are such) or a ``keras.Model``, sent to the
-            executors; or a function without arguments that is called there and returns one of these, or anything that
-            can be called. A module that it returns is loaded once an executor, if it can be pickled, and anything else
-            once a worker. Modules are put into evaluation mode and onto the device.
-        columns: Names of the inputs: one name, or several in the order of the model's arguments, or a mapping of
-            arguments' names to columns. Numbers, arrays of them and vectors become a tensor (rows, ...) each, double
-            and decimal as float32, in which ids and other whole numbers above 2**24 are an error where they would
-            change. Other types, and arrays of different lengths, need ``collate``.
+            executors; or a function without arguments that is called there and returns one of these or any callable. A
+            returned module is loaded once per executor if it can be pickled, and anything else once per worker. Modules
+            are put into evaluation mode and onto the device.
+        columns: Names of the inputs: one name, several in the order of the model's arguments, or a mapping from the
+            names of arguments to columns. Numbers, arrays of numbers and vectors become tensors (rows, ...). Double and
+            decimal become float32; ids and other whole numbers above 2**24 that this would change raise an error. Other
+            types, and arrays of different lengths, need ``collate``.
         outputs: The type of the new column "prediction", or types by names, as DDL or as Spark's objects: numbers,
-            boolean, string, binary, arrays of these, "vector". A model that returns a mapping is asked for these
-            names; one that returns a tuple or list gives them in order. An output is a tensor (rows, ...), an array,
-            or a list of values.
-        collate: Makes the model's arguments of a batch: a function of a list of values for each column (by name if
-            ``columns`` is a mapping) that returns a tuple of arguments, a mapping of them by name, or the only one. It
-            runs on executors: a tokenizer with padding, a decoder of images.
-        batch_size: Rows that go through the model at once.
-        window: With ``collate``, rows among which those of like length (of text, bytes or arrays) go into one batch,
-            so that little is padded; None for what Spark hands over at once
+            boolean, string, binary, arrays of these, "vector". If the model returns a mapping, these names are taken
+            from it; from a tuple or list, outputs are taken in order. An output is a tensor (rows, ...), an array, or a
+            list of values.
+        collate: Function that makes the model's arguments from a batch, such as a tokenizer with padding or an image
+            decoder. It gets a list of values for each column (by name if ``columns`` is a mapping), and returns a tuple
+            of arguments, a mapping of them by name, or a single argument. It runs on executors.
+        batch_size: Rows of a batch.
+        window: With ``collate``, the number of rows among which rows of similar length (of text, bytes or arrays) form
+            batches, to save padding; None for the rows that Spark sends at once
             (``spark.sql.execution.arrow.maxRecordsPerBatch``, 10,000).
-        use_gpu: Use the GPU that Spark assigned to the task (``spark.task.resource.gpu.amount``), or any there.
+        use_gpu: Use the GPU that Spark assigned to the task (``spark.task.resource.gpu.amount``), or any available.
 
     Returns:
-        ``df`` and the new columns. Nothing is computed before an action.
+        ``df`` with the new columns. Nothing is computed before an action.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
-        DataError: a column is missing, or of a type of which no tensor is made; one of ``outputs`` is there already.
-            In an action, nulls, or arrays of different lengths.
+        TypeError, ValueError: an argument is of another kind.
+        DataError: a column is missing or cannot become a tensor, or one of ``outputs`` already exists. In an action:
+            nulls, or arrays of different lengths.
         ModelError: in an action, the model cannot be loaded, fails, returns other outputs, rows or shapes, or does not
             fit into memory.
         UnpicklableError: the model, the loader or ``collate`` cannot be sent to executors.
@@ -105,7 +105,9 @@ def predict(
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError(f"{name}={number!r}: expected a whole number from 1")
     if window is not None and collate is None:
-        raise ValueError(f"window={window}: it sorts what collate is called with, and there is no collate=")
+        raise ValueError(
+            f"window={window} without collate=: it groups rows for collate. Leave window out, or give collate"
+        )
     plan = declared_outputs(outputs)
     names, arguments = _names(columns)
     check_columns(df.schema, names, "columns", exact=tells_case_apart(session))
@@ -140,9 +142,9 @@ def _names(columns: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"columns={columns!r}: expected names of columns, at least one, or a mapping to such")
     if not named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a name is there twice. Give a mapping of arguments to columns")
+        raise ValueError(f"columns={columns!r}: a name occurs twice. Give a mapping of arguments to columns")
     if named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a column is there twice. Give it once, and use it twice in the model")
+        raise ValueError(f"columns={columns!r}: a column occurs twice. Give it once, and use it twice in the model")
     return names, tuple(columns) if named else ()
 
 
@@ -150,8 +152,8 @@ def _check_types(schema: StructType, names: Sequence[str]) -> None:
     for name in names:
         if isinstance(schema[name].dataType, StringType | BinaryType):
             raise DataError(
-                f"column {name!r} is of type {schema[name].dataType.simpleString()}, of which no tensor is made: give "
-                "collate=, a function of a list of values that returns what the model is called with (a tokenizer)"
+                f"column {name!r} is of type {schema[name].dataType.simpleString()}, which cannot become a tensor: "
+                "give collate=, a function from a list of values to the model's argument (a tokenizer)"
             )
 
 
@@ -164,7 +166,9 @@ def _value_of(schema: StructType, name: str) -> SparkColumn:
     while isinstance(inner, ArrayType):
         inner = inner.elementType
     if hasattr(inner, "sqlType"):
-        raise DataError(f"column {name!r} is of type {kind.simpleString()}, which Python is not sent: cast it first")
+        raise DataError(
+            f"column {name!r} is of type {kind.simpleString()}, which Spark does not send to Python: cast it first"
+        )
     return F.col(quoted(name))
 
 

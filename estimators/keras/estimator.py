@@ -42,7 +42,7 @@ _HEADS = {
 
 
 class _OfKeras(TableParams):
-    """A table of parameters with a Keras model and what it takes to load it."""
+    """A table of parameters with a Keras model and its custom objects."""
 
     def value_of(self, name: str) -> Any:
         """See base class; the model knows its custom objects."""
@@ -58,14 +58,14 @@ class _OfKeras(TableParams):
 
 
 class KerasModel(_OfKeras, TorchModel):
-    """A trained Keras model in Spark ML; see TorchModel. It runs on the backend that it was trained on."""
+    """A trained Keras model in Spark ML; see TorchModel. It runs on the backend on which it was trained."""
 
     __module__ = "spark_hvd.estimators"
 
     _table = MODEL
 
     def log_to_mlflow(self, df: Any, name: str = "model", **options: Any) -> Any:
-        """Not for Keras: MLflow has its own way.
+        """Not supported for Keras, for which MLflow has its own function.
 
         Raises:
             NotImplementedError: Always.
@@ -80,11 +80,11 @@ class KerasModel(_OfKeras, TorchModel):
 
 
 class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
-    """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks, and gives a KerasModel.
+    """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks. ``fit`` returns a KerasModel.
 
-    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history, on the
-    backend that Keras 3 has in the driver: torch or TensorFlow (``KERAS_BACKEND``). Inputs are given to the model in
-    the order of ``feature_cols``. Before ranks are started one batch is tried on the driver, on a copy.
+    Data, store, checkpoints and history work as in TorchEstimator. It uses the backend of Keras 3 in the driver: torch
+    or TensorFlow (``KERAS_BACKEND``). The model gets its inputs in the order of ``feature_cols``. Before ranks start,
+    the driver tries one batch on a copy of the model.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
@@ -107,8 +107,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         require_backend()
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
-                "scale_lr=True: the optimizer has a schedule of learning rates, which cannot be multiplied; make it "
-                "for num_proc ranks and give scale_lr=False"
+                "scale_lr=True: the optimizer has a learning rate schedule, which cannot be multiplied. Make it for "
+                "num_proc ranks and give scale_lr=False"
             )
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
 
 
 def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
-    """For each column the shape that the model's input says it has, if that holds as many numbers as a row does."""
+    """For each column the shape that the model's input declares, if it has as many elements as a row."""
     names, inputs = plan.settings["feature_cols"], getattr(plan.objects.model.keras_model, "inputs", None) or []
     if plan.settings["stack_features"] or len(inputs) != len(names) or not set(names) <= batch.keys():
         return None
@@ -210,7 +210,7 @@ def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
 
 
 def _optimizer(settings: Settings) -> Any:
-    """The optimizer; for a model of half precision one that scales the loss, as compile of Keras makes it."""
+    """The optimizer; for a model of half precision wrapped to scale the loss, as Keras' compile does."""
     import keras
 
     found = keras.optimizers.get(settings["optimizer"])
@@ -220,7 +220,7 @@ def _optimizer(settings: Settings) -> Any:
 
 
 def _head_of(loss: Any) -> Head:
-    """What the output is, by the loss of the only one."""
+    """The head of a single output, derived from its loss."""
     if isinstance(loss, list | tuple | Mapping):
         found = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
         return _head_of(found[0]) if len(found) == 1 else Head("other")
@@ -238,13 +238,13 @@ def _head_of(loss: Any) -> Head:
 
 
 def _output_names(model: Any) -> list[str]:
-    """Names of the outputs, in the order in which labels are compared with them; of a dict Keras sorts them."""
+    """Names of the outputs, in the order in which labels are compared with them. Keras sorts a dict by name."""
     made = getattr(model, "_outputs_struct", None)
     return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
 
 
 def _heads_of(loss: Any, outputs: Sequence[str]) -> tuple[Head, ...]:
-    """What each of several ``outputs`` is; empty where there is one loss for all."""
+    """The heads of several ``outputs``; empty if there is one loss for all."""
     if isinstance(loss, Mapping):
         names = outputs if set(loss) <= set(outputs) else list(loss)
         return tuple(_head_of(loss[name]) if name in loss else Head("other") for name in names)

@@ -59,34 +59,46 @@ _CUSTOM: tuple[Any, ...] = (
     "custom_objects",
     {},
     objects,
-    "Names -> classes and functions that Keras needs to load the model.",
+    "Name -> class or function that Keras needs to load the model.",
 )
 _OTHER: dict[str, dict[str, Any]] = {
-    "model": {"check": keras_model, "doc": "The keras.Model to train, built; it is not changed."},
-    "callbacks": {"doc": "Callbacks of Keras; they run on every rank, with the metrics of all ranks."},
-    "input_shapes": {"doc": "Shape of each input with -1 for the rows; by default the model's, if it is as large."},
-    "label_shapes": {"doc": "Shape of each label with -1 for the rows; by default as the column has it."},
+    "model": {"check": keras_model, "doc": "The built keras.Model to train; it is not changed."},
+    "callbacks": {"doc": "Callbacks of Keras. They run on every rank, with metrics averaged over all ranks."},
+    "input_shapes": {
+        "doc": "Shape of each input with -1 for the rows; by default the model's, if it has as many elements."
+    },
+    "label_shapes": {"doc": "Shape of each label with -1 for the rows; by default the column's."},
     "label_dtypes": {"doc": "Dtype of each label; by default the column's, float32 for doubles."},
 }
 
 KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows(
     "Loss and optimizer",
     ("optimizer", None, optimizer, "An optimizer of Keras, or its name."),
-    ("loss", None, c.anything, "A loss of Keras, its name, a function; or a list or dict of them by output."),
+    ("loss", None, c.anything, "A loss of Keras, its name, or a function; or a list or dict of these by output."),
     ("loss_weights", None, c.anything, "Weight of each output's loss: a list, or a dict by output."),
-    ("metrics", [], c.anything, "Metrics of Keras: a list, or lists or a dict of them by output. They count weights."),
-    ("scale_lr", True, c.flag, "Multiply the learning rate by num_proc, as in Horovod."),
-    ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
+    (
+        "metrics",
+        [],
+        c.anything,
+        "Metrics of Keras: a list, or a list of lists or a dict by output. They apply sample weights.",
+    ),
+    ("scale_lr", True, c.flag, "Multiply the learning rate by the number of ranks, as in Horovod."),
+    (
+        "gradient_compression",
+        None,
+        c.compression,
+        "hvd.Compression.fp16, .bf16, or an object with compress and decompress.",
+    ),
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
-    ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite."),
+    ("terminate_on_nan", True, c.flag, "Fail if a loss is not finite."),
     CHECKPOINT_EVERY,
     COMMIT_EVERY,
     (
         "checkpoint_callback",
         None,
         checkpoint,
-        "A ModelCheckpoint: its monitor and mode tell the best epoch, save_best_only returns its model. Its file is "
-        "not written; the store's checkpoints are.",
+        "A ModelCheckpoint. Its monitor and mode determine the best epoch; with save_best_only, fit returns the model "
+        "of that epoch. The store's checkpoints are written instead of its file.",
     ),
     _CUSTOM,
     ("backend_env", {}, environment, "Environment variables of the ranks, set before Keras is imported."),

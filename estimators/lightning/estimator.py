@@ -158,16 +158,16 @@ def _where(error: BaseException, module: torch.nn.Module) -> str:
 
 
 class LightningModel(TorchModel):
-    """A trained LightningModule in Spark ML; see TorchModel. Its ``forward`` gets the features, one argument each."""
+    """A trained LightningModule in Spark ML; see TorchModel. Its ``forward`` gets one argument for each feature."""
 
     __module__ = "spark_hvd.estimators"
 
 
 class LightningEstimator(SparkEstimator[LightningModel]):
-    """Trains a ``LightningModule`` on the rows of a DataFrame, on several ranks, and gives a LightningModel.
+    """Trains a ``LightningModule`` on the rows of a DataFrame, on several ranks. ``fit`` returns a LightningModel.
 
-    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history; each rank
-    runs a Trainer of Lightning. Steps get a dict of column name -> tensor (rows, ...) on the rank's device::
+    Data, store, checkpoints and history work as in TorchEstimator. Each rank runs a Trainer of Lightning. Steps get a
+    dict of column name -> tensor (rows, ...) on the rank's device::
 
         class Net(L.LightningModule):
             def training_step(self, batch, batch_idx):
@@ -175,8 +175,8 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                 self.log("train_loss", loss)
                 return loss
 
-    What is logged is in the history, as ``loss`` what training_step returns. Before ranks are started one batch is
-    tried on the driver, on a copy of the module. The module may be of ``lightning`` or of ``pytorch_lightning``.
+    The history has the logged values, and the result of training_step as ``loss``. Before ranks start, the driver tries
+    one batch on a copy of the module. The module may be from ``lightning`` or ``pytorch_lightning``.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.

@@ -106,17 +106,18 @@ GONE = {
 _OTHER: dict[str, dict[str, Any]] = {
     "model": {
         "check": module,
-        "doc": "The LightningModule to train; it is not changed. Its steps get a dict of column name -> tensor of the "
-        "feature, label and weight columns; its `forward` gets the features, one argument each, in transform.",
+        "doc": "The LightningModule to train; it is not changed. Its steps get a dict of column name -> tensor, with "
+        "feature, label and weight columns. In transform, `forward` gets one argument for each feature.",
     },
-    "callbacks": {"doc": "Callbacks of Lightning. Files that a ModelCheckpoint writes are copied to the store's logs."},
-    "verbose": {"doc": "0: print nothing; 1: a line an epoch; 2: Lightning's progress bar too."},
+    "callbacks": {"doc": "Callbacks of Lightning. Files of a ModelCheckpoint are copied to the store's logs."},
+    "verbose": {"doc": "0: print nothing; 1: print a line for each epoch; 2: also show Lightning's progress bar."},
     "label_dtypes": {
-        "doc": 'Dtype of each label; by default int64 with task="multiclass", float32 with others, else the column\'s.'
+        "doc": 'Dtype of each label; by default int64 with task="multiclass", float32 with other tasks, the column\'s '
+        "without task."
     },
     "label_shapes": {"doc": "The same for labels, such as `[[-1, 1]]`."},
     "sample_weight_col": {
-        "doc": "Column of numbers from 0 that steps find in their batch, by its name; the module multiplies by it."
+        "doc": "Column of weights, at least 0. Steps find it in their batch by its name, and must apply it themselves."
     },
 }
 
@@ -126,32 +127,37 @@ LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + 
         "task",
         None,
         c.one_of(*TASKS),
-        "What `forward` returns: multiclass (a logit for each class), binary (a logit) or regression (a value); for "
-        "prediction and probability in transform. By default transform gives the outputs only.",
+        "What `forward` returns: multiclass (a logit for each class), binary (a logit) or regression (a value). "
+        "transform then appends prediction and probability; by default it appends the outputs only.",
     ),
     (
         "logger",
         None,
         logger,
-        "A logger of Lightning, or a list; by default CSVLogger. True: Lightning's default; False: none. Its files are "
-        "copied to the store's logs after every epoch.",
+        "A logger of Lightning, or a list of them; by default CSVLogger. True: Lightning's default; False: none. Its "
+        "files are copied to the store's logs after every epoch.",
     ),
     ("log_every_n_steps", 50, c.whole(1), "Batches between two entries of the logger."),
     (
         "profiler",
         None,
         profiler,
-        'A profiler of Lightning, or its name: "simple", "advanced", "pytorch"; it writes to the store\'s logs.',
+        'A profiler of Lightning, or its name: "simple", "advanced", "pytorch". It writes to the store\'s logs.',
     ),
     CHECKPOINT_EVERY,
     (
         "commit_every",
         None,
         c.whole(1),
-        "Batches between commits of an elastic fit; by default after epochs only, as each takes a copy of all that "
-        "Lightning saves.",
+        "Batches between commits of an elastic fit; by default after epochs only, because each commit copies "
+        "everything that Lightning saves.",
     ),
-    ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
-    ("find_unused_parameters", None, c.flag, "Allow parameters without gradient; by default with manual optimization."),
-    ("trainer_args", {}, trainer_args, "Further keywords of lightning.Trainer: precision, gradient_clip_val, ..."),
+    ("terminate_on_nan", True, c.flag, "Fail if training_step returns a loss that is not finite."),
+    (
+        "find_unused_parameters",
+        None,
+        c.flag,
+        "Allow parameters without a gradient; by default only with manual optimization.",
+    ),
+    ("trainer_args", {}, trainer_args, "Other keywords of lightning.Trainer, such as precision and gradient_clip_val."),
 )

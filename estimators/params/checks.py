@@ -108,7 +108,7 @@ def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
         if not isinstance(shape, (list, tuple)) or not all(isinstance(n, int) for n in shape) or not shape:
             raise TypeError(f"{name}={value!r}: {example}")
         if any(n < 1 and n != -1 for n in shape) or list(shape).count(-1) > 1:
-            raise ValueError(f"{name}: the shape {shape!r} may have one -1 and else numbers above 0")
+            raise ValueError(f"{name}: the shape {shape!r} may have one -1; expected numbers above 0 otherwise")
     # A shape of one row is that of any number of them.
     return [None if shape is None else tuple(shape) if -1 in shape else (-1, *shape) for shape in value]
 
@@ -123,7 +123,7 @@ def dtypes(name: str, value: Any) -> list[str | None]:
     for item in value:
         short = str(item).removeprefix("torch.")
         if item is not None and not isinstance(getattr(torch, short, None), torch.dtype):
-            raise ValueError(f"{name}={value!r}: {item!r} is no torch dtype; expected for example 'float32' or 'int64'")
+            raise ValueError(f"{name}={value!r}: {item!r} is no torch dtype; expected one such as 'float32' or 'int64'")
         result.append(None if item is None else short)
     return result
 
@@ -232,5 +232,7 @@ def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...] |
 def compression(name: str, value: Any) -> Any:
     """Something with ``compress`` and ``decompress``; classes too, as ``hvd.Compression.fp16`` is one."""
     if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
-        raise TypeError(f"{name}={value!r}: expected hvd.Compression.fp16, or what has compress and decompress")
+        raise TypeError(
+            f"{name}={value!r}: expected hvd.Compression.fp16, .bf16, or an object with compress and decompress"
+        )
     return value

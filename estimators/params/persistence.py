@@ -65,7 +65,7 @@ class ParamsWriter(MLWriter):
         if self.shouldOverwrite:
             store.delete(store.url)
         elif store.exists(store.url):
-            raise StoreError(f"cannot save to {path}: there is something already; replace it with write().overwrite()")
+            raise StoreError(f"cannot save to {path}: it already exists; replace it with write().overwrite()")
         store.write_bytes(store.join(WEIGHTS), packed.weights)
         store.write_bytes(store.join(STRUCTURE), packed.structure)
         metadata = {

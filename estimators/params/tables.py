@@ -15,81 +15,121 @@ _TRACKER = c.instance("a Tracker, such as spark_hvd.runner.MlflowTracker()", "st
 _MODEL = rows(
     "Model and columns",
     ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "The model to train; it is not changed."),
-    ("feature_cols", None, c.names, "Columns that the model gets, one for each argument."),
-    ("stack_features", False, c.flag, "Give the model all feature_cols side by side as one argument (rows, numbers)."),
-    ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
-    ("sample_weight_col", None, c.text, "Column of numbers from 0 that the loss of each row is multiplied by."),
+    ("feature_cols", None, c.names, "Input columns of the model, one for each argument."),
+    ("stack_features", False, c.flag, "Pass all feature_cols side by side as one argument (rows, numbers)."),
+    ("label_cols", None, c.names, "Target columns, one for each output of the model."),
+    ("sample_weight_col", None, c.text, "Column of weights, at least 0, for the loss of each row."),
     (
         "input_shapes",
         None,
         c.shapes,
-        "Shape of each input, `[[-1, 1, 28, 28]]` with -1 for the rows, or `[[1, 28, 28]]`.",
+        "Shape of each input: `[[-1, 1, 28, 28]]` with -1 for the rows, or `[[1, 28, 28]]`.",
     ),
-    ("label_shapes", None, c.shapes, "The same for labels; by default the shape of the output, if of equal size."),
-    ("input_dtypes", None, c.dtypes, "Dtype of each input; by default floating-point columns come as float32."),
-    ("label_dtypes", None, c.dtypes, "Dtype of a label; int64 for losses of class numbers by default, else float32."),
-    ("decoders", {}, c.mapping_of_functions, "Binary column -> function of one value's bytes that returns an array."),
+    (
+        "label_shapes",
+        None,
+        c.shapes,
+        "The same for labels; by default the shape of the output, if it has as many elements.",
+    ),
+    ("input_dtypes", None, c.dtypes, "Dtype of each input; by default the column's, float32 for floating point."),
+    (
+        "label_dtypes",
+        None,
+        c.dtypes,
+        "Dtype of each label; by default int64 for losses of class numbers, else float32.",
+    ),
+    ("decoders", {}, c.mapping_of_functions, "Binary column -> function from one value's bytes to an array."),
 )
 
 _WHERE = rows(
     "Where it runs",
-    ("num_proc", None, c.whole(1), "Number of ranks; by default as many as the cluster has slots."),
-    ("backend", None, _BACKEND, "What runs the ranks, instead of num_proc."),
+    ("num_proc", None, c.whole(1), "Number of ranks; by default the number of slots in the cluster."),
+    ("backend", None, _BACKEND, "A SparkBackend or LocalBackend that runs the ranks, instead of num_proc."),
     (
         "store",
         None,
         c.store,
-        "A Store, or its path or URL, for data and checkpoints. Every executor must reach it. By default data go "
+        "A Store, or its path or URL, for data and checkpoints. Every executor must reach it. By default, data go "
         "straight to the ranks, and checkpoints to a temporary folder.",
     ),
-    ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
-    ("max_restarts", 0, c.whole(0), "Restarts from the last checkpoint after an executor is lost or a rank is killed."),
+    ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that run, the fit resumes from it."),
+    ("max_restarts", 0, c.whole(0), "Maximum number of restarts after an executor is lost or a rank is killed."),
     (
         "min_num_proc",
         None,
         c.whole(1),
-        "Ranks that are enough to go on with on a smaller cluster; by default num_proc.",
+        "Minimum number of ranks after a loss; by default num_proc.",
     ),
     (
         "max_num_proc",
         None,
         c.whole(1),
-        "Makes the fit elastic: it goes on in memory when ranks are lost, and takes in others, up to so many.",
+        "Makes the fit elastic: it continues in memory if ranks are lost, and lets others join, up to this number.",
     ),
-    ("tracker", None, _TRACKER, "Records the training elsewhere, from the driver: `MlflowTracker()`. Not saved."),
-    ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
-    ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
-    ("progress", "auto", c.one_of(*CHOICES), "How ranks are shown while they train; as of spark_hvd.run."),
+    (
+        "tracker",
+        None,
+        _TRACKER,
+        "Records the training elsewhere, from the driver, such as `MlflowTracker()`. Not saved.",
+    ),
+    ("use_gpu", True, c.flag, "Train on GPUs if the ranks have them."),
+    ("verbose", 1, c.whole(0), "0: print nothing; 1: print a line for each epoch."),
+    ("progress", "auto", c.one_of(*CHOICES), "How progress is shown; see docs/progress.md."),
 )
 
 _OUTPUTS = rows(
     "What transform appends",
     ("output_cols", None, c.names, "Name of each output's column; by default `<label>__output`."),
-    ("prediction_col", "prediction", c.maybe_empty_text, "Class or value as a double; '' leaves it out."),
-    ("probability_col", "probability", c.maybe_empty_text, "Probabilities of classes as a vector; '' leaves it out."),
-    ("raw_prediction_col", "rawPrediction", c.maybe_empty_text, "Scores of classes as a vector; '' leaves it out."),
+    (
+        "prediction_col",
+        "prediction",
+        c.maybe_empty_text,
+        "Column for the class or value, as a double; '' leaves it out.",
+    ),
+    (
+        "probability_col",
+        "probability",
+        c.maybe_empty_text,
+        "Column for the probabilities of the classes, as a vector; '' leaves it out.",
+    ),
+    (
+        "raw_prediction_col",
+        "rawPrediction",
+        c.maybe_empty_text,
+        "Column for the scores of the classes, as a vector; '' leaves it out.",
+    ),
 )
 
 _LOOP = rows(
     "Training",
     ("batch_size", 32, c.whole(1), "Rows of a batch, on each rank."),
     ("epochs", 1, c.whole(1), "Passes over the data."),
-    ("random_seed", None, c.whole(0), "Same seed, data and num_proc: the same weights. By default drawn."),
-    ("shuffle", True, c.flag, "Draw batches anew in each epoch: row groups overall, rows within a window."),
-    ("shuffle_buffer_size", None, c.whole(1), "Rows in the window of shuffling; by default those in 64 MiB."),
-    ("drop_last", False, c.flag, "Leave out the batch at the end of an epoch that is not full."),
-    ("train_steps_per_epoch", None, c.whole(1), "Batches of an epoch on each rank; by default one pass over the data."),
+    (
+        "random_seed",
+        None,
+        c.whole(0),
+        "The same seed, data and num_proc give the same weights; by default, a seed is drawn.",
+    ),
+    ("shuffle", True, c.flag, "Shuffle in each epoch: row groups over all data, rows within a window."),
+    ("shuffle_buffer_size", None, c.whole(1), "Rows that are shuffled together; by default those in 64 MiB."),
+    ("drop_last", False, c.flag, "Leave out the last batch of an epoch if it is not full."),
+    ("train_steps_per_epoch", None, c.whole(1), "Batches per epoch on each rank; by default one pass over the data."),
     ("callbacks", [], c.callbacks, "Callbacks; see spark_hvd.estimators.Callback."),
-    ("monitor", None, c.text, "What tells the best epoch: a key of the history; by default val_loss, or loss."),
-    ("monitor_mode", "min", c.one_of("min", "max"), "Whether less of it is better, or more."),
+    ("monitor", None, c.text, "Key of the history that determines the best epoch; by default val_loss, or loss."),
+    ("monitor_mode", "min", c.one_of("min", "max"), "Whether the lowest or the highest value of monitor is best."),
     ("restore_best_weights", False, c.flag, "Return the model of the best epoch instead of the last."),
 )
 
 _VALIDATION = rows(
     "Validation",
-    ("validation", None, c.fraction_or_column, "Share of rows for validation, or a column that is above 0 for them."),
+    (
+        "validation",
+        None,
+        c.fraction_or_column,
+        "Share of rows for validation, or a column that is above 0 for these rows.",
+    ),
     ("val_batch_size", None, c.whole(1), "Rows of a batch in validation; by default batch_size."),
-    ("validation_steps_per_epoch", None, c.whole(1), "Batches of a validation on each rank; by default all there are."),
+    ("validation_steps_per_epoch", None, c.whole(1), "Batches per validation on each rank; by default all."),
 )
 
 _BACKGROUND = rows(
@@ -98,73 +138,104 @@ _BACKGROUND = rows(
         "validation_in_background",
         0,
         c.flag_or_number,
-        "Validate checkpoints on free slots while the ranks go on training: True for one rank, or their number. The "
-        "rows are written to the store.",
+        "Validate checkpoints on free slots while the ranks continue training: True for one rank, or the number of "
+        "ranks. The rows are written to the store.",
     ),
 )
 
 _DATA = rows(
     "Data",
-    ("reader", None, c.one_of("arrow", "petastorm"), "By default Petastorm for data with a Unischema, else Arrow."),
-    ("transformation_fn", None, c.function, "Function of a pandas DataFrame of rows, returning as many; in ranks."),
+    (
+        "reader",
+        None,
+        c.one_of("arrow", "petastorm"),
+        "What reads the rows; by default Petastorm for data with a Unischema, else Arrow.",
+    ),
+    (
+        "transformation_fn",
+        None,
+        c.function,
+        "Function, called in ranks, from a pandas DataFrame to another with as many rows.",
+    ),
     (
         "transformation_edit_fields",
         None,
         c.edit_fields,
-        "(name, numpy dtype, shape, nullable) of columns that transformation_fn adds or changes.",
+        "(name, numpy dtype, shape, nullable) of each column that transformation_fn adds or changes.",
     ),
     ("transformation_removed_fields", None, c.names, "Columns that transformation_fn removes."),
-    ("partitions_per_process", 10, c.whole(1), "Row groups to write for each rank, where there are rows enough."),
+    ("partitions_per_process", 10, c.whole(1), "Row groups to write for each rank, if there are enough rows."),
     ("compress_sparse_cols", False, c.flag, "Store vector columns as indices and values."),
     ("inmemory_cache_all", False, c.flag, "Keep each rank's rows in memory after the first epoch."),
-    ("train_reader_num_workers", 2, c.whole(1), "Threads (of Petastorm: workers) that read ahead."),
+    ("train_reader_num_workers", 2, c.whole(1), "Threads that read ahead; with Petastorm, workers."),
     ("val_reader_num_workers", 2, c.whole(1), "The same in validation."),
-    ("reader_pool_type", "thread", c.one_of("thread", "process", "dummy"), "Kind of Petastorm's workers."),
+    ("reader_pool_type", "thread", c.one_of("thread", "process", "dummy"), "Kind of worker that Petastorm uses."),
 )
 
 CHECKPOINT_EVERY: Any = (
     "checkpoint_every",
     None,
     c.whole(1),
-    "Batches between checkpoints within an epoch; default: after epochs only.",
+    "Batches between checkpoints within an epoch; by default, checkpoints are written after epochs only.",
 )
 
 COMMIT_EVERY: Any = (
     "commit_every",
     None,
     c.whole(1),
-    "Batches between commits of an elastic fit, where ranks come and go; by default those of 16 steps.",
+    "Batches between commits of an elastic fit; by default those of 16 steps.",
 )
 
 _TORCH = rows(
     "Loss and optimizer",
-    ("optimizer", None, c.optimizer, "A torch optimizer of model.parameters(), or a function of them that makes one."),
-    ("loss", None, c.losses, "Function of (output, label) giving a number; or a list of them, one for each label."),
+    (
+        "optimizer",
+        None,
+        c.optimizer,
+        "A torch optimizer of model.parameters(), or a function from the parameters to one.",
+    ),
+    ("loss", None, c.losses, "Function from (output, label) to a number, or a list with one for each label."),
     ("loss_weights", None, c.numbers, "Weight of each label's loss; by default 1 / labels."),
     ("loss_constructors", None, c.functions, "Functions that make the losses in the ranks, instead of loss."),
-    ("metrics", [], c.function_groups, "Functions of (output, label) to report; or a list of such lists, one a label."),
-    ("scale_lr", True, c.flag, "Multiply learning rates by num_proc, as in Horovod: a step has that many batches."),
+    (
+        "metrics",
+        [],
+        c.function_groups,
+        "Functions of (output, label) to report, or a list of such lists, one for each label.",
+    ),
+    ("scale_lr", True, c.flag, "Multiply learning rates by the number of ranks, as in Horovod."),
     (
         "lr_scheduler",
         None,
         c.scheduler,
-        "A torch scheduler of the optimizer, or a function of it (and of `total_steps`) that makes one.",
+        "A torch scheduler of the optimizer, or a function from the optimizer (and `total_steps`) to one.",
     ),
-    ("lr_scheduler_interval", "epoch", c.one_of("epoch", "step"), "When the scheduler steps."),
-    ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
+    (
+        "lr_scheduler_interval",
+        "epoch",
+        c.one_of("epoch", "step"),
+        "When the scheduler steps: after each epoch, or after each step.",
+    ),
+    (
+        "gradient_compression",
+        None,
+        c.compression,
+        "hvd.Compression.fp16, .bf16, or an object with compress and decompress.",
+    ),
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
-    ("precision", "32", c.one_of(*PRECISIONS), "What forward and loss are computed in: float32, or autocast."),
-    ("gradient_clip_norm", None, c.number(above=0), "Largest norm of all gradients together, after averaging."),
-    ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
-    ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
+    ("precision", "32", c.one_of(*PRECISIONS), "Precision of forward and loss: float32, or autocast to bf16 or fp16."),
+    ("gradient_clip_norm", None, c.number(above=0), "Maximum norm of all gradients together, after averaging."),
+    ("gradient_clip_value", None, c.number(above=0), "Maximum absolute value of an element of a gradient."),
+    ("terminate_on_nan", True, c.flag, "Fail if a loss is not finite; otherwise skip such steps and continue."),
     CHECKPOINT_EVERY,
     COMMIT_EVERY,
     (
         "train_minibatch_fn",
         None,
         c.function,
-        "Replaces forward, backward and step: takes of model, optimizer, transform_outputs, loss_fn, inputs, labels, "
-        "sample_weights, backward_passes_per_step, batch_idx those it names, and returns (outputs, loss).",
+        "Replaces forward, backward and step. Called with those of these arguments that it declares: model, optimizer, "
+        "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx. Returns "
+        "(outputs, loss).",
     ),
 )
 

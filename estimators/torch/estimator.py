@@ -20,11 +20,12 @@ from spark_hvd.estimators.training.spec import TrainSpec
 
 
 class TorchEstimator(SparkEstimator[TorchModel]):
-    """Trains a ``torch.nn.Module`` on the rows of a DataFrame, on several ranks, and gives a TorchModel.
+    """Trains a ``torch.nn.Module`` on the rows of a DataFrame, on several ranks. ``fit`` returns a TorchModel.
 
-    An ``Estimator`` of Spark ML: ``fit(df)``, in Pipelines, CrossValidator and TrainValidationSplit. ``df`` is written
-    to the store as Parquet once, each rank reads its share, gradients are averaged, rank 0 writes a checkpoint after
-    every epoch. Each parameter is a keyword, a Spark ML ``Param``, a getter and a setter.
+    This Spark ML ``Estimator`` works in Pipelines, CrossValidator and TrainValidationSplit. ``fit(df)`` sends the rows
+    straight to the ranks, or with ``store=`` writes them as Parquet first. Each rank reads its share, gradients are
+    averaged, and rank 0 writes a checkpoint after every epoch. Each parameter is a keyword and a Spark ML ``Param``,
+    and has a getter and a setter.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.

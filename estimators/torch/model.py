@@ -73,23 +73,23 @@ class Planned:
 
 
 class TorchModel(SavedParams, Model):
-    """A trained torch model in Spark ML: made by an estimator, or by you of any ``torch.nn.Module``.
+    """A trained torch model in Spark ML, made by an estimator, or by you from any ``torch.nn.Module``.
 
         model = TorchModel(model=net, feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
         model.transform(df)
 
     transform keeps the columns of the DataFrame and appends
 
-    - for each output ``<label>__output`` in the type of the label: integers rounded, booleans from a threshold, vectors
-      and arrays as such. An output of several numbers for a scalar label is a vector. Labels of an unknown type (not in
-      the DataFrame either) give double or vector.
-    - for one output with a classification loss ``rawPrediction``, ``probability`` and ``prediction``, for one with a
-      regression loss ``prediction``, as Spark's evaluators expect them.
+    - for each output, ``<label>__output`` in the type of the label: integers are rounded, booleans come from a
+      threshold, vectors and arrays stay such. Several numbers for a scalar label become a vector. A label of unknown
+      type (not in the DataFrame either) gives double or vector.
+    - for a single output, the columns that Spark's evaluators expect: ``rawPrediction``, ``probability`` and
+      ``prediction`` with a classification loss, ``prediction`` with a regression loss.
 
-    Only the feature columns travel to Python, where each worker process loads the model once. It computes with as many
-    threads as ``spark.task.cpus`` (1), so that tasks side by side do not share cores.
+    Only the feature columns are sent to Python, where each worker process loads the model once. It computes with
+    ``spark.task.cpus`` threads (1 by default), so that simultaneous tasks do not share cores.
 
-    A saved model holds a pickle of the model's code: only load models that you trust.
+    A saved model contains a pickle of the model's code: only load models that you trust.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -98,13 +98,13 @@ class TorchModel(SavedParams, Model):
     _from_json: ClassVar = {"metadata": ModelMeta.from_json}
 
     def plot_loss(self, metric: str | Sequence[str] = "loss") -> Figure:
-        """A loss or metric over the epochs as a matplotlib figure, training and validation together.
+        """Draw a loss or metric over the epochs as a matplotlib figure, training and validation together.
 
         Args:
-            metric: A key of the history, or several, which come side by side.
+            metric: A key of the history, or several, which are drawn side by side.
 
         Raises:
-            ValueError: there is no such key, or the model was not trained by an estimator.
+            ValueError: the key does not exist, or no estimator has trained the model.
             ImportError: matplotlib is not installed.
         """
         history = self.value_of("history")
@@ -121,14 +121,14 @@ class TorchModel(SavedParams, Model):
         return self.setParams(label_columns=value)
 
     def try_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Predict some rows in this process, as ``transform`` would on executors; an estimator does before it trains.
+        """Predict some rows in this process, as ``transform`` would on executors. Estimators do this before training.
 
         Args:
             inputs: One tensor (rows, ...) for each of ``feature_columns``.
 
         Raises:
-            ModelError: the model does not run in evaluation mode, cannot be pickled, or its outputs do not make the
-                columns.
+            ModelError: the model does not run in evaluation mode, cannot be pickled, or has outputs that do not match
+                the columns.
         """
         try:
             model = unpack(pack(self.value_of("model"))).eval()
@@ -144,22 +144,22 @@ class TorchModel(SavedParams, Model):
     def log_to_mlflow(
         self, df: DataFrame, name: str = "model", *, registered_model_name: str | None = None, **options: Any
     ) -> Any:
-        """Log the model to MLflow as a pyfunc, with a signature; it can be loaded and used without spark_hvd and Spark.
+        """Log the model to MLflow as a pyfunc with a signature, which can be used without spark_hvd and Spark.
 
-        Into the active run, or a new one, on the tracking server that is set. It takes a DataFrame of pandas with the
-        feature columns, vectors and arrays as lists, and returns the columns that ``transform`` appends, with its
-        numbers (to the bit, where the same rows come in one batch and on the same kind of processor). The metrics of
-        the epoch whose weights it has, the best one with ``restore_best_weights``, are linked to it.
+        It is logged into the active run, or a new one, on the current tracking server. The pyfunc takes a pandas
+        DataFrame with the feature columns, with vectors and arrays as lists, and returns the columns that ``transform``
+        appends. The numbers are those of ``transform``, to the bit if the same rows come in one batch and on the same
+        kind of processor. The metrics of the epoch of its weights are linked to it (with ``restore_best_weights``, the
+        best epoch).
 
-        Where it is loaded torch, numpy, pandas and cloudpickle are needed, in the versions of the driver, and the
-        packages that define the classes of your network and its decoders: ``code_paths=`` takes them along. Loading it
-        runs the code in a pickle.
+        To load it, you need torch, numpy, pandas and cloudpickle in the driver's versions, and the packages with the
+        classes of your network and decoders; ``code_paths=`` includes them. Loading it runs the code in a pickle.
 
         Args:
-            df: Rows as for ``transform``; the first five tell the signature.
-            name: Of the model in the run.
+            df: Rows as for ``transform``; the first five determine the signature.
+            name: Name of the model in the run.
             registered_model_name: Register it under this name, as a new version.
-            options: More of ``mlflow.pyfunc.log_model``, such as ``pip_requirements``, ``code_paths``, ``metadata``.
+            options: Other options of ``mlflow.pyfunc.log_model``: ``pip_requirements``, ``code_paths``, ``metadata``.
 
         Returns:
             The ``ModelInfo`` of MLflow; ``mlflow.pyfunc.load_model(info.model_uri)`` loads it.

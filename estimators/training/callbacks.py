@@ -1,7 +1,7 @@
-"""Callbacks: what may look on, log, and stop a training.
+"""Callbacks, which observe, log and stop a training.
 
-They are pickled with the estimator and run in every rank, on copies of their own; ``state.rank`` tells which. What is
-to happen once belongs behind ``if state.rank == 0``. An exception in a callback fails the fit.
+They are pickled with the estimator, and each rank runs its own copies; ``state.rank`` tells which rank. Guard what must
+happen once by ``if state.rank == 0``. An exception in a callback fails the fit.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a training stands, as callbacks see it.
+    """The state of a training, for callbacks.
 
     Attributes:
         rank: This rank.
         size: Number of ranks.
-        epoch: From 0.
-        epochs: How many there will be.
+        epoch: Number of the epoch, from 0.
+        epochs: Total number of epochs.
         step: Batches done in this epoch.
         steps: Batches in this epoch, the same on every rank.
-        global_step: Batches done since the first epoch, those of a resumed run included.
+        global_step: Batches done since the first epoch, including those of a resumed run.
         model: The model, on its device.
-        optimizer: The optimizer, its gradients averaged over ranks.
+        optimizer: The optimizer, with gradients averaged over ranks.
         loss: Loss of this rank's last batch, shape (), on the model's device.
-        history: Rows of the epochs done; in ``on_epoch_end`` its last row is of this epoch.
-        store: Where the run lies.
-        run_id: Its name.
-        stop: Set it, on any rank, to end training on all ranks after this epoch.
-        stop_reason: What to print then.
-        validation_in_background: Whether rows get what validation tells later, while other epochs are trained.
+        history: Rows of the finished epochs; in ``on_epoch_end`` the last row is this epoch's.
+        store: The store of the run.
+        run_id: The name of the run.
+        stop: Set it on any rank to end training on all ranks after this epoch.
+        stop_reason: Text to print then.
+        validation_in_background: Whether rows get their validation later, during other epochs.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -66,40 +66,40 @@ class TrainState:
 
 
 class Callback:
-    """Base class; override what is of interest."""
+    """Base class of callbacks; override the methods you need."""
 
     __module__ = "spark_hvd.estimators"
 
     def on_train_begin(self, state: TrainState) -> None:
-        """Once, when the ranks start from the same weights."""
+        """Called once, when all ranks have the same initial weights."""
 
     def on_epoch_begin(self, state: TrainState) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_batch_end(self, state: TrainState) -> None:
-        """After each batch; ``state.loss`` is its loss. Reading its value waits for a GPU."""
+        """Called after each batch; ``state.loss`` is its loss. Reading its value waits for a GPU."""
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """After validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
+        """Called after validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
 
-        With ``validation_in_background``, rows of earlier epochs may have got their validation since the last call;
-        the last results may come only before ``on_train_end``.
+        With ``validation_in_background``, rows of earlier epochs may have got their validation since the last call. The
+        last results may arrive only before ``on_train_end``.
         """
 
     def on_train_end(self, state: TrainState) -> None:
-        """Once, after the last epoch, also when training was stopped early. Not after an error."""
+        """Called once after the last epoch, also if training was stopped early, but not after an error."""
 
 
 class EarlyStopping(Callback):
-    """Stops when a value has not become better for some epochs.
+    """Stops when a value has not improved for some epochs.
 
-    With ``validation_in_background`` it looks at what is known so far, and epochs that were not validated do not count.
+    With ``validation_in_background``, it uses the results known so far; epochs that were not validated do not count.
 
     Args:
-        monitor: A key of the history, "val_loss" or "loss" or a metric's; None for ``val_loss`` if there is one.
-        patience: Epochs to wait for something better.
-        min_delta: By how much it has to be better to count.
-        mode: "min" or "max": which is better.
+        monitor: A key of the history, such as "val_loss", "loss" or a metric; None for ``val_loss`` if there is one.
+        patience: Number of epochs to wait for an improvement.
+        min_delta: Minimum change that counts as an improvement.
+        mode: Whether "min" or "max" is better.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -114,7 +114,7 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """See base class. Looks at the whole history, so that a resumed run stops where an unbroken one would."""
+        """See base class. Uses the whole history, so a resumed run stops where an uninterrupted one would."""
         monitor = monitored(state.history[-1], self.monitor, late=state.validation_in_background)
         sign = 1.0 if self.mode == "min" else -1.0
         best, waited, newest = float("inf"), 0, state.history[-1]
@@ -157,8 +157,8 @@ class CSVLogger(Callback):
 class TensorBoard(Callback):
     """Writes losses, metrics and the learning rate for TensorBoard into ``logs/`` of the run; needs tensorboard.
 
-    Read with ``tensorboard --logdir <store>/runs``. On stores that are no local directory, the event file is written
-    locally and copied after every epoch.
+    View them with ``tensorboard --logdir <store>/runs``. If the store is not a local directory, the event file is
+    written locally and copied after every epoch.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -206,11 +206,11 @@ class TensorBoard(Callback):
 class MLflow(Callback):
     """Logs the history of the run to MLflow, step by epoch; needs mlflow where rank 0 runs.
 
-    The tracking URI, the active run if there is one, and the experiment that is set are taken where the callback is
-    made: on the driver.
+    It uses the tracking URI, the active run if there is one, and the current experiment of the driver, where the
+    callback is made.
 
     Args:
-        run_name: Name of the MLflow run, where none is active; None for the run's id.
+        run_name: Name of the MLflow run, if none is active; None for the run's id.
     """
 
     __module__ = "spark_hvd.estimators"

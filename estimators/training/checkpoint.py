@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, checked when read."""
+"""Checkpoints of a run, written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ class Checkpoints:
     run_id: str
 
     def exists(self, name: str = LAST) -> bool:
-        """Whether there is one."""
+        """Whether a checkpoint exists."""
         return self.store.exists(self.store.checkpoint_path(self.run_id, name))
 
     def version(self) -> str | None:
-        """Differs from that of the last checkpoint before and after it; None where there is none."""
+        """A text that differs for each checkpoint written; None if there is none."""
         return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
 
     def save(self, states: Mapping[str, Mapping[str, Any]], superseded: Callable[[], Iterable[str]] = tuple) -> None:
-        """Copy states, and have them written one after the other while training goes on; one such save at a time.
+        """Copy states, and write them one after the other while training continues; one such save at a time.
 
-        States hold dicts, lists, numbers, text and tensors; ``superseded`` gives what to delete once they are written.
+        States hold dicts, lists, numbers, text and tensors. ``superseded`` returns what to delete once they are
+        written.
 
         Raises:
-            TypeError: something else is in one.
-            StoreError: the ones before could not be written; former ones are still there, whole.
+            TypeError: a state holds something else.
+            StoreError: the previous states could not be written; earlier ones are intact.
         """
         background.finish()
         for state in states.values():
@@ -60,21 +61,21 @@ class Checkpoints:
         background.start(self.store.checkpoint_path(self.run_id), states, put)
 
     def discard(self, name: str) -> None:
-        """Delete one, if it is there."""
+        """Delete a checkpoint, if it exists."""
         path = self.store.checkpoint_path(self.run_id, name)
         if self.store.exists(path):
             self.store.delete(path)
 
     def finish(self) -> None:
-        """Wait until what was saved is written.
+        """Wait until the saved states are written.
 
         Raises:
-            StoreError: it could not be; former ones are still there, whole.
+            StoreError: they could not be written; earlier ones are intact.
         """
         background.finish()
 
     def load(self, name: str = LAST) -> dict[str, Any]:
-        """Read one, onto the CPU; on ranks, rank 0 reads for all. No code is run by it.
+        """Read a checkpoint, onto the CPU, without running code; on ranks, rank 0 reads for all.
 
         Raises:
             StoreError: it cannot be read.
@@ -85,9 +86,10 @@ class Checkpoints:
         return state
 
     def trained(self, best: bool) -> dict[str, Any]:
-        """Read the one of the trained model: the best where that is wanted and there is one. Not together with others.
+        """Read the checkpoint of the trained model, on this rank only.
 
-        Else it is the one with the weights that were left at the end of the fit, or the last epoch's.
+        It is the best one if that is wanted and exists; otherwise the one with the weights at the end of the fit, or
+        that of the last epoch.
 
         Raises:
             StoreError, CheckpointError: as :meth:`load`.
@@ -96,7 +98,7 @@ class Checkpoints:
         return self.read(next(filter(self.exists, names), LAST)).state
 
     def read(self, name: str) -> Found:
-        """Read one, with what its file holds.
+        """Read a checkpoint with everything in its file.
 
         Raises:
             StoreError, CheckpointError: as :meth:`load`.
@@ -106,10 +108,10 @@ class Checkpoints:
 
 
 def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) -> None:
-    """Make sure that the weights in a checkpoint are of this model.
+    """Check that the weights in a checkpoint belong to this model.
 
     Raises:
-        CheckpointError: naming what differs.
+        CheckpointError: they do not; the text names what differs.
     """
     there, here = shapes_of(state["model"]), shapes_of(model.state_dict())
     if there == here:

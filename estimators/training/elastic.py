@@ -1,4 +1,4 @@
-"""What an elastic fit goes on from when its ranks change: the content of a checkpoint, in the memory of every rank."""
+"""The state from which an elastic fit continues when its ranks change: a checkpoint in the memory of every rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ COMMIT_EVERY = 16
 
 
 class FitState(hvd.elastic.TorchState):
-    """The state of a fit. Whoever goes on from it does what whoever goes on from that checkpoint does.
+    """The state of a fit. Continuing from it is the same as continuing from its checkpoint.
 
     Attributes:
-        content: Of a checkpoint; None where none was committed yet.
-        optimizer: A torch optimizer before whose steps tensors are still those of the last commit, if there is one.
-            They are copied meanwhile.
+        content: Content of a checkpoint; None before the first commit.
+        optimizer: A torch optimizer, if there is one. Until its next step, tensors are still those of the last commit,
+            and are copied meanwhile.
     """
 
     content: dict[str, Any] | None
@@ -27,7 +27,7 @@ class FitState(hvd.elastic.TorchState):
         super().__init__(content=None)
 
     def put(self, content: Mapping[str, Any], last: bool) -> None:
-        """Commit a content; collective. The ``last`` one of a fit is kept, and lets no ranks join or leave any more.
+        """Commit a content. Collective. After the ``last`` one of a fit, no rank joins or leaves.
 
         Raises:
             HostsUpdatedInterrupt: the members are to change.

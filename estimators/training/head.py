@@ -1,4 +1,4 @@
-"""What a model's outputs are: scores of classes, or values; found from its loss."""
+"""The meaning of a model's outputs, scores of classes or values, derived from its loss."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Head:
     """How an output becomes Spark ML's columns.
 
     Attributes:
-        kind: "multiclass" (one score for each class), "binary" (one score a row), "regression" (a value), or "other".
-        scores: What the scores are: "logits", "log_probabilities", "probabilities"; of a regression "logarithm", where
-            the value is the exponential of the output; "" where there are none.
+        kind: "multiclass" (a score for each class), "binary" (one score per row), "regression" (a value), or "other".
+        scores: Kind of the scores: "logits", "log_probabilities" or "probabilities"; for a regression "logarithm" if
+            the value is the exponential of the output; "" if there are none.
     """
 
     kind: str
@@ -43,7 +43,7 @@ def loss_name(loss: Any) -> str:
 
 
 def known_as(loss: Any) -> str:
-    """The name of the loss of torch that a loss is, derives from, or calls with other arguments; else its own."""
+    """Name of the torch loss that a loss is, derives from, or calls with other arguments; otherwise its own name."""
     if isinstance(loss, functools.partial):
         return known_as(loss.func)
     known = (kind.__name__ for kind in type(loss).__mro__)
@@ -51,7 +51,7 @@ def known_as(loss: Any) -> str:
 
 
 def heads_of(losses: Sequence[Any], outputs: int) -> tuple[Head, ...]:
-    """What each output is, by its loss or the one of all; "other" where that is not known."""
+    """The head of each output, by its loss or the common loss; "other" if it is unknown."""
     heads = [_head_by(loss) for loss in losses]
     if len(heads) == 1:
         return (heads[0],) * outputs
@@ -65,10 +65,10 @@ def _head_by(loss: Any) -> Head:
 
 
 def head_of(losses: Sequence[Any]) -> Head:
-    """The head that follows from the losses; "other" if there is not exactly one, or it is not known."""
+    """The head that follows from the losses; "other" if there is not exactly one loss, or it is unknown."""
     return heads_of(losses, 1)[0]
 
 
 def threshold_of(head: Head) -> float:
-    """Above which an output's number makes a boolean label true."""
+    """The threshold above which an output's number makes a boolean label true."""
     return 0.0 if head == Head("binary", "logits") else 0.5

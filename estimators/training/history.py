@@ -1,4 +1,4 @@
-"""What training looked like, epoch by epoch: rows that turn into a pandas DataFrame and a plot."""
+"""The history of a training, a row for each epoch; converts to a pandas DataFrame and a plot."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ NOT_MEANS = ("epoch", "lr", "seconds", "rows_per_second", "skipped_steps", "rest
 
 
 class History(list[Row]):
-    """One row an epoch, all plain numbers.
+    """A list with a row (a dict of numbers) for each epoch.
 
-    Keys: ``epoch`` (from 1), ``loss``, each metric, the same with ``val_`` before them where there is validation,
-    ``lr`` (of the first parameter group, during the epoch), ``seconds`` and ``rows_per_second`` (of training, over all
-    ranks). Losses and metrics are means over all rows of the epoch, on all ranks. ``skipped_steps`` counts steps left
-    out because gradients were not finite, where ``terminate_on_nan`` is off. ``restarts`` counts how often the ranks
-    had been started again when the epoch ended (``max_restarts``), or had changed (``max_num_proc``); without any there
-    is no such key. With ``validation_in_background``, rows of epochs that were not validated have no ``val_`` keys.
+    Keys: ``epoch`` (from 1); ``loss`` and each metric; with validation, the same prefixed with ``val_``; ``lr`` (of the
+        first parameter group, during the epoch); ``seconds`` and ``rows_per_second`` (of training, over all ranks).
+        Losses and metrics are means over all rows of the epoch on all ranks. With ``terminate_on_nan=False``,
+        ``skipped_steps`` counts the steps that were skipped because gradients were not finite. ``restarts`` counts how
+        often the ranks had been restarted (``max_restarts``) or had changed (``max_num_proc``) by the end of the epoch;
+        the key is absent if that never happened. With ``validation_in_background``, rows of epochs that were not
+        validated have no ``val_`` keys.
     """
 
     __module__ = "spark_hvd.estimators"
 
     @property
     def restarts(self) -> int:
-        """How often the ranks were started again, or have changed."""
+        """How often the ranks were restarted, or have changed."""
         return max((int(row.get("restarts", 0)) for row in self), default=0)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row an epoch, indexed by it."""
+        """A DataFrame with a row for each epoch, indexed by epoch."""
         import pandas as pd
 
         frame: pd.DataFrame = pd.DataFrame(list(self))
@@ -43,7 +44,7 @@ class History(list[Row]):
         return frame
 
     def best(self, monitor: str, mode: str = "min") -> Row:
-        """The row of the best epoch; one with NaN only where there is no other.
+        """The row of the best epoch. A row with NaN is best only if there is no other.
 
         Args:
             monitor: A key of the rows.
@@ -59,13 +60,13 @@ class History(list[Row]):
         return (min if mode == "min" else max)(known or rows, key=lambda row: row[monitor])
 
     def plot(self, keys: Iterable[str] = ("loss",)) -> Figure:
-        """Curves over the epochs, training and validation together, as a matplotlib figure.
+        """Draw curves over the epochs, training and validation together, as a matplotlib figure.
 
         Args:
-            keys: Names of losses and metrics; ``val_`` is added where there is such a row.
+            keys: Names of losses and metrics; the curve of validation is added if there is one.
 
         Raises:
-            ValueError: no row has one of them.
+            ValueError: no row has one of the keys.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.figures import Curve, draw, figure_of
@@ -89,7 +90,7 @@ class History(list[Row]):
 def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
     """The key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
 
-    Where ``late``, the row may get values of validation later, each with one of the training.
+    If ``late``, the row may get a validation value later for each training value.
 
     Raises:
         ValueError: the row has no such key.
@@ -101,7 +102,7 @@ def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
 
 
 def as_history(name: str, value: Any) -> History:
-    """Check a parameter that holds a history; rows of a saved one come back as plain lists of dicts.
+    """Check a parameter that holds a history; the rows of a saved one are plain lists of dicts.
 
     Raises:
         TypeError: it is not a list of dicts.

@@ -1,4 +1,4 @@
-"""Which tensors a model takes and is compared with, in the dtype and shape that were asked for."""
+"""The tensors that a model gets and is compared with, in the requested dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TensorSpec:
     """One input of a model, or one label.
 
     Attributes:
-        column: Where it comes from.
-        dtype: Name of the torch dtype it is given in; None for the column's own.
-        shape: Shape of a whole batch with one -1, such as (-1, 1, 28, 28); None for (rows, *column.shape).
+        column: Its column.
+        dtype: Name of its torch dtype; None for the column's own.
+        shape: Shape of a batch with one -1, such as (-1, 1, 28, 28); None for (rows, *column.shape).
         stacked: Whether the model gets all inputs side by side as one argument; the same for each of them.
     """
 
@@ -31,11 +31,11 @@ class TensorSpec:
     stacked: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The column's ``tensor`` (rows, *shape) as the model gets it, on the CPU.
+        """Convert the column's ``tensor`` (rows, *shape) to the form that the model gets, on the CPU.
 
         Raises:
-            DataError: ``dtype`` is one of integers and does not have a value.
-            ValueError: its elements do not fill ``shape``, or do not give as many rows.
+            DataError: ``dtype`` is an integer type that cannot represent a value.
+            ValueError: its elements do not fill ``shape``, or give another number of rows.
         """
         if self.shape is not None:
             rows = len(tensor)
@@ -54,19 +54,19 @@ class TensorSpec:
 def tensors_of(
     specs: Sequence[TensorSpec], batch: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """The tensors of a batch that ``specs`` ask for, in their order; one where they are stacked."""
+    """The tensors of a batch for ``specs``, in their order; a single one if they are stacked."""
     return stacked(specs, [spec.of(batch[spec.column.name]) for spec in specs], device)
 
 
 def stacked(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``.
+    """All tensors as one (rows, numbers) if ``specs`` say so, in a dtype that holds them; otherwise ``tensors``.
 
-    ``tensors`` are on the CPU; what is returned is on ``device``.
+    ``tensors`` are on the CPU; the result is on ``device``.
 
     Raises:
-        DataError: there is no dtype that holds all of them: integers are too large for that of the others.
+        DataError: no dtype holds all of them, because integers are too large for the dtype of the others.
     """
     if specs and specs[0].stacked:
         if all(each.dim() == 1 for each in tensors):
@@ -82,7 +82,7 @@ def stacked(
 
 
 def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The weights of a batch's rows, in the column called ``name``; None where no column is named.
+    """The weights of a batch's rows, from the column ``name``; None if no column is named.
 
     Raises:
         DataError: one is negative, NaN or infinite.
@@ -97,12 +97,12 @@ def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def argument_names(specs: Sequence[TensorSpec]) -> list[str]:
-    """What the tensors of :func:`tensors_of` are called in messages and in Lightning's batches."""
+    """The names of the tensors of :func:`tensors_of` in messages and in Lightning's batches."""
     return ["features"] if specs and specs[0].stacked else [spec.column.name for spec in specs]
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:
-    """What a model returned, as a list of tensors: one, a sequence, or the values of a dict.
+    """The result of a model as a list of tensors; it may be a tensor, a sequence, or a dict.
 
     Raises:
         TypeError: it is something else.

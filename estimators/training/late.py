@@ -1,7 +1,7 @@
-"""Validation beside the training: what its ranks and the driver leave for each other in the folder of the run.
+"""Validation beside the training: the files by which ranks and driver communicate in the folder of the run.
 
-Rank 0 leaves the checkpoint to validate, the newest only. The driver has a run of its own validate it, and leaves what
-came out. At the end rank 0 asks for no more, and the driver tells when it has nothing under way.
+Rank 0 writes the checkpoint to validate, only the newest one. The driver starts a separate run that validates it, and
+writes the results. At the end, rank 0 asks for no more, and the driver announces when no validation is under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEAT, _SILENT = 60.0, 600.0
 
 
 class Ticket(NamedTuple):
-    """A checkpoint to validate: of which start of the ranks, and of which epoch, from 1."""
+    """A checkpoint to validate: its generation of ranks, and its epoch, from 1."""
 
     generation: int
     epoch: int
@@ -42,20 +42,20 @@ class Ticket(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Ticket | None:
-        """The one whose checkpoint has this name, if it is one's."""
+        """The ticket whose checkpoint has this name; None if it is another kind of file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
 
 
 @dataclass
 class Results:
-    """What validations have told.
+    """The results of validations.
 
     Attributes:
-        epochs: The losses and metrics of each epoch, by its number, with the generation that it was of. An epoch that
-            was trained again has those of the last time. Those of a validation that failed are empty.
-        ended: Whether no more will come.
-        at: When the driver told this, by its own clock.
+        epochs: Losses and metrics of each epoch, by its number, with the generation that trained it. For an epoch that
+            was trained again, they are those of the last time. Those of a failed validation are empty.
+        ended: Whether no more results will come.
+        at: Time of this result, by the driver's clock.
     """
 
     epochs: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
@@ -63,42 +63,42 @@ class Results:
     at: float = field(default=0.0, compare=False)
 
     def add(self, ticket: Ticket, means: Mapping[str, float]) -> None:
-        """Note what a validation has told."""
+        """Add the result of a validation."""
         self.epochs[ticket.epoch] = ticket.generation, dict(means)
 
     def of(self, history: History) -> dict[int, dict[str, float]]:
-        """What was told of the rows of a history, by epoch, in order.
+        """The results for the rows of a history, by epoch, in order.
 
-        Where an epoch was trained again after a loss, what was told of the weights before is of none of its rows.
+        If an epoch was trained again after a loss, results of its earlier weights are left out.
         """
         rows = {int(row["epoch"]): generation_of(row) for row in history}
         return {epoch: means for epoch, (theirs, means) in sorted(self.epochs.items()) if rows.get(epoch) == theirs}
 
     def best(self, key: str, sign: float, history: History) -> float | None:
-        """The lowest ``sign`` times the value of ``key`` of the rows of a history; None where there is none but NaN."""
+        """The lowest ``sign`` times the value of ``key`` in the rows of a history; None if all are NaN."""
         values = [sign * means[key] for means in self.of(history).values() if key in means]
         return min((value for value in values if not math.isnan(value)), default=None)
 
 
 def generation_of(row: Row) -> int:
-    """That in which ranks trained the epoch of a row."""
+    """The generation that trained the epoch of a row."""
     return int(row.get("restarts", 0))
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """The folder of a run, as a validation beside it uses it; errors are those of the store."""
+    """The folder of a run in its role for validation beside the training; errors are those of the store."""
 
     store: Store
     run_id: str
 
     def waiting(self) -> list[Ticket]:
-        """The checkpoints that are there, the oldest first."""
+        """The waiting checkpoints, the oldest first."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.run_path(self.run_id)))
         return sorted(ticket for name in names if (ticket := Ticket.of(name)) is not None)
 
     def results(self) -> Results:
-        """What the driver has told; nothing where it has not."""
+        """The driver's results; empty before the first."""
         path = self._path(_RESULTS)
         if not self.store.exists(path):
             return Results()
@@ -107,21 +107,21 @@ class MeetingPlace:
         return Results(epochs, told["ended"], told["at"])
 
     def publish(self, results: Results) -> None:
-        """Tell the ranks."""
+        """Write results for the ranks."""
         content = json.dumps({"epochs": results.epochs, "ended": results.ended, "at": time.time()})
         self.store.write_bytes(self._path(_RESULTS), content.encode())
 
     def ask_for_no_more(self) -> None:
-        """What is validated now is the last that the ranks will wait for."""
+        """Ask the driver to begin no further validation."""
         self.store.write_bytes(self._path(_LAST), b"")
 
     @property
     def wants_no_more(self) -> bool:
-        """Whether that was asked."""
+        """Whether ranks have asked for no more."""
         return self.store.exists(self._path(_LAST))
 
     def clear(self, *, results: bool) -> None:
-        """Delete what was left here; the ``results`` too where they are in the history."""
+        """Delete the files; also the ``results``, if they are in the history."""
         names = [ticket.name for ticket in self.waiting()]
         for name in (*names, _LAST, *([_RESULTS] if results else ())):
             if self.store.exists(self._path(name)):
@@ -132,9 +132,9 @@ class MeetingPlace:
 
 
 class LateValidation:
-    """A rank's side of it. All ranks call the same, so that their histories stay the same.
+    """A rank's side of late validation. All ranks make the same calls, so that their histories stay equal.
 
-    Where it ``says`` so, rank 0 tells what it waits for.
+    If ``says`` is set, rank 0 prints what it waits for.
     """
 
     def __init__(self, place: MeetingPlace, says: bool) -> None:
@@ -144,22 +144,22 @@ class LateValidation:
         """When the driver told the last, by its clock, and when that was first seen, by this one."""
 
     def ticket(self, epoch: int) -> Ticket:
-        """Of the checkpoint after an epoch, from 1."""
+        """The ticket of the checkpoint after an epoch, from 1."""
         return Ticket(hvd.generation(), epoch)
 
     def superseded(self, ticket: Ticket) -> list[str]:
-        """The checkpoints that nobody needs to validate once this one is there."""
+        """The checkpoints that need no validation once this one exists."""
         return [each.name for each in self._place.waiting() if each != ticket]
 
     def end(self) -> None:
-        """Ask for no more: what is left the ranks do themselves."""
+        """Ask for no more validations; the ranks do the rest themselves."""
         if hvd.rank() == 0:
             self._place.ask_for_no_more()
 
     def collect(self, history: History, *, wait: bool) -> Iterator[Row]:
-        """Take in what has been told, in the order of epochs; gives each as a row of its own, once.
+        """Yield each new result once, as a row, in the order of epochs.
 
-        With ``wait``, what is under way is waited for.
+        With ``wait``, wait for a validation that is under way.
         """
         began = time.monotonic()
         said = not self._says or hvd.rank() != 0

@@ -1,4 +1,4 @@
-"""In which order the rows of an epoch come, and whether one that was cut off can go on in it."""
+"""The order of the rows of an epoch, and whether an interrupted epoch can continue in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL_EPOCH = "begun"
 
 
 def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
-    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
+    """What the order of this number of rows in an epoch depends on; see :class:`Rows`."""
     return {
         "random_seed": spec.seed,
         "batch_size": spec.batch_size,
@@ -29,24 +29,24 @@ def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str) -> None:
-    """Make sure that an epoch that was cut off can go on with the rows that it has left.
+    """Check that an interrupted epoch can continue with its remaining rows.
 
     Raises:
-        CheckpointError: they come in another order now.
+        CheckpointError: their order has changed.
     """
     differ = [name for name, value in order.items() if state["order"].get(name) != value]
     if state[PARTIAL_EPOCH] is not None and differ:
         name = differ[0]
         numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
         raise CheckpointError(
-            f"run_id={run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
-            f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
-            "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
+            f"run_id={run_id!r} was interrupted within epoch {len(state['history']) + 1}, and its rows would now come "
+            f"in another order: {name} changed{numbers}. Fit the same data with the former parameters (including "
+            "num_proc, which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
         )
 
 
 def position_of(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
-    """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
+    """Where to continue: at the position of the checkpoint, or with the next pass if the order has changed."""
     if resumed is None:
         return Position()
     position = Position.from_json(resumed["position"])

@@ -1,7 +1,7 @@
 """A module in two parts: its weights as safetensors, everything else (code, structure, plain attributes) as a pickle.
 
-Both parts are bytes, so a module travels in a broadcast or lies in two files. Loading the pickle runs code: only unpack
-what you trust. The weights alone are plain data, under the names of ``state_dict`` where they have one.
+Both parts are bytes, for a broadcast or for two files. Loading the pickle runs code: only unpack what you trust. The
+weights are plain data, under their names in ``state_dict`` if they have one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INNER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """A module as :func:`pack` made it: a pickle of all but the weights, and the weights in the safetensors format."""
+    """The result of :func:`pack`: a pickle of everything except the weights, and the weights as safetensors."""
 
     structure: bytes = field(repr=False)
     weights: bytes = field(repr=False)
@@ -49,7 +49,7 @@ class PackedModule:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor's values lie: the whole of ``key``, or a part of it that other tensors see too."""
+    """Location of a tensor's values: all of ``key``, or a part of it that other tensors share."""
 
     key: str
     kind: str
@@ -62,14 +62,14 @@ class _Entry:
 
 
 def pack(obj: Any, what: str = "model") -> PackedModule:
-    """Take ``obj`` apart, without changing it.
+    """Separate weights and pickle of ``obj``, without changing it.
 
-    Tied weights and views of one storage stay tied among each other; ``requires_grad``, buffers (persistent or not) and
-    tensors in plain attributes are kept, gradients are not. Tensors on a device are copied to the CPU.
+    Tied weights and views of one storage stay tied. ``requires_grad``, buffers (persistent or not) and tensors in plain
+    attributes are kept, gradients are not. Tensors on a device are copied to the CPU.
 
     Args:
         obj: A ``torch.nn.Module`` (a LightningModule, a loss), a TorchScript module, an optimizer, or anything that
-            holds such; what belongs together (a model and its optimizer) goes together, in a dict.
+            holds these. Pack objects that belong together, such as a model and its optimizer, in one dict.
         what: The name of ``obj`` for messages.
 
     Raises:
@@ -91,17 +91,17 @@ def pack(obj: Any, what: str = "model") -> PackedModule:
 
 
 def unpack(packed: PackedModule) -> Any:
-    """Put the parts together: the object that was packed, on the CPU.
+    """Restore the packed object, on the CPU.
 
     Raises:
-        ModuleNotFoundError, AttributeError: its code is not here, or is another version.
+        ModuleNotFoundError, AttributeError: its code is missing here, or is of another version.
         Exception: the bytes are damaged (pickle's and safetensors' own errors).
     """
     return _restored(packed.structure, safetensors.torch.load(packed.weights))
 
 
 def unpack_file(structure: bytes, weights: str) -> Any:
-    """As :func:`unpack`, with the weights in a file: they stay in its pages, which processes share until one writes."""
+    """As :func:`unpack`, with the weights in a file, whose pages processes share until one of them writes."""
     return _restored(structure, safetensors.torch.load_file(weights))
 
 
@@ -170,7 +170,7 @@ class _Unpickler(_ByDoor):
 
 
 def _entries(tensors: list[torch.Tensor], names: Mapping[int, str]) -> tuple[list[_Entry], dict[str, torch.Tensor]]:
-    """Where each tensor's values go, and the values by key; a storage that several tensors see is kept once."""
+    """The location of each tensor's values, and the values by key. Shared storage is kept once."""
     seen_by: dict[int, int] = {}
     for tensor in tensors:
         seen_by[storage_key(tensor)] = seen_by.get(storage_key(tensor), 0) + 1
@@ -230,7 +230,7 @@ def _load_script(data: bytes, training: bool) -> Any:
 
 @contextmanager
 def _deprecated_allowed() -> Iterator[None]:
-    """Silence: torch advises against TorchScript where one is made; that is enough."""
+    """Silence torch's deprecation warning of TorchScript, which it also gives where a module is made."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

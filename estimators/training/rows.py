@@ -1,4 +1,4 @@
-"""What a rank reads of the data to train on or to validate on: files of a data set, or its shard of a DataFrame."""
+"""The rows that a rank trains or validates on: from files of a data set, or its shard of a DataFrame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spark_hvd.world.words import count
 
 
 def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
-    """What a reader is asked for in a training, with ``fields`` in place of what is asked for in all of it."""
+    """The specification of a reader in a training; ``fields`` override those of the whole training."""
     return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
 
 
@@ -34,7 +34,7 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
     """Open the reader of ``spec.kind``.
 
     Raises:
-        DataError: a column is missing, or Petastorm's reader is asked for one that is in no file.
+        DataError: a column is missing, or Petastorm's reader would need one that is in no file.
     """
     for name in spec.columns:
         if name not in {field[0] for field in spec.edit_fields}:
@@ -53,7 +53,7 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
 
 
 def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
-    """What rows are in until they are a batch."""
+    """The form of rows until they become a batch."""
     collate = spec.collate
     return (
         TensorForm(spec) if collate is None else CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
@@ -64,7 +64,7 @@ def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
 class Rows:
     """Rows of an epoch.
 
-    ``layout`` differs where their order does, for the same seed and epoch; the columns are as far as they are known.
+    For the same seed and epoch, ``layout`` differs if the order differs. Columns are as far as they are known.
     """
 
     reader: Reader[Batch]
@@ -74,11 +74,11 @@ class Rows:
 
     @property
     def steps(self) -> int:
-        """Batches of an epoch, the same on all ranks."""
+        """Number of batches in an epoch, the same on all ranks."""
         return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
 
     def weights(self, rank: int, size: int) -> list[float]:
-        """Those of a row of each of a rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
+        """Weight of a row in each of a rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
         mine, totals = self.sharding.batches(Position(), rank, size), self.sharding.totals(Position(), size)
         return [rows * size / every for rows, every in zip(mine, totals, strict=True)]
 
@@ -91,11 +91,11 @@ class Rows:
 def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, uses: Uses | None = None) -> Rows:
     """Open the rows of a data set.
 
-    All ranks are to call this for a DataFrame of the run's ``data``, where ``spec.dataset`` has no files.
+    Collective for a DataFrame in the run's ``data``, for which ``spec.dataset`` has no files.
 
     Raises:
-        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that cannot be used,
-            and fewer rows than ranks.
+        DataError: as raised by the readers; for a DataFrame also for nulls, lists of different lengths, unusable
+            weights, and fewer rows than ranks.
     """
     if spec.dataset.row_groups:
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
@@ -146,7 +146,7 @@ def too_few(rows: int, what: str, num_proc: int) -> str:
 
 
 def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
-    """Make sure that no rank trains on a batch of one row; the same on all ranks.
+    """Check that no rank trains on a batch of one row; the result is the same on all ranks.
 
     Raises:
         DataError: one would.

@@ -1,4 +1,4 @@
-"""What a training is: plain frozen data, all of it checked on the driver; what a rank knows besides its data."""
+"""The specification of a training: plain frozen data, checked on the driver, for the ranks."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ PRECISIONS = ("32", "bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """A training. Fields that bear the name of an estimator's parameter mean what that does.
+    """A training. Fields with the name of an estimator's parameter have its meaning.
 
     Attributes:
-        label: Tells the fit from others of the estimator; empty where there are none.
+        label: Distinguishes the fit from others of the estimator; empty for the first.
         inputs: Arguments of the model, in order.
-        labels: What its outputs are compared with.
+        labels: Targets of the outputs, in order.
         columns: Names of all columns that a rank reads, each once.
         train: Data to train on.
         validation: Data to validate on after each epoch.
-        epochs: Passes over the data; also counting those that a resumed run has done.
-        seed: Of everything random.
+        epochs: Passes over the data, including those that a resumed run has done.
+        seed: Seed of everything random.
         reshape_labels: Give labels the shape of outputs.
-        reader: Fields of ReaderSpec; the same for training and validation but for ``workers``.
-        resume: Whether the run has a checkpoint to go on from.
-        returns_state: Driver and ranks share no place for checkpoints: rank 0 keeps them on its host, and returns the
+        reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
+        resume: Whether the run has a checkpoint to resume from.
+        returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
-        trainer: What LightningEstimator gives to the Trainer.
+        trainer: Arguments of LightningEstimator's Trainer.
         needs_two_rows: The layer that cannot train on a batch of one row.
-        reductions: Whether the loss of each label is a "mean" or a "sum" over rows, where that was seen.
+        reductions: Whether the loss of each label is a "mean" or a "sum" over rows, if known.
     """
 
     label: str = ""
@@ -87,16 +87,16 @@ class TrainSpec:
     reductions: tuple[str | None, ...] = ()
 
     def epoch_steps(self, size: int) -> int:
-        """Batches of an epoch on each of ``size`` ranks."""
+        """Number of batches in an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
     def uses(self) -> Uses:
-        """Say what the columns are for."""
+        """The uses of the columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """The first column of a batch that has values NaN or infinite, where, and what to do; "" if none has."""
+        """The first column of a batch with NaN or infinite values, their place, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():
             odd = ~tensor.isfinite()
@@ -110,9 +110,9 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class Objects:
-    """What a training needs that is code: pickled together, so that an optimizer keeps the parameters of its model.
+    """The code of a training, pickled together, so that an optimizer keeps the parameters of its model.
 
-    Fields mean what the parameters of that name do; ``reader`` are functions for ReaderSpec.
+    Fields have the meaning of the parameters of their names; ``reader`` has functions for ReaderSpec.
     """
 
     model: torch.nn.Module
@@ -128,13 +128,13 @@ class Objects:
 
 
 def losses_of(objects: Objects, device: torch.device | str = "cpu") -> list[Any]:
-    """The losses; those that constructors make get the model and the device they ask for."""
+    """The losses. Constructors get the model and the device, if they take these."""
     made = [calling(make)(model=objects.model, device=torch.device(device)) for make in objects.loss_constructors]
     return made or list(objects.loss)
 
 
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, given only those keyword arguments that it has names for."""
+    """The function with only those keyword arguments that it declares."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function

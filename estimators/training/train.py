@@ -1,4 +1,4 @@
-"""What every rank does around a training loop: same weights, my data, checkpoints, the history; any framework."""
+"""What every rank does around a training loop of any framework: weights, data, checkpoints, history."""
 
 from __future__ import annotations
 
@@ -40,44 +40,43 @@ _STOPPED = "stopped"
 
 
 class Framework(Protocol):
-    """A way to train: one for each framework, so that no estimator is written twice."""
+    """The training loop of a framework."""
 
     def fit(self, job: Job) -> History:
         """Train on this rank, together with the others.
 
-        Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.partial_epoch`` on.
-        ``job.save`` is to be called after each, at the end of all that is to be done for it: ranks may change there.
-        ``job.finish`` is to be called at the very end.
+        Do epochs ``len(job.history)`` to ``spec.epochs``, the first from ``job.partial_epoch`` on. Call ``job.save`` as
+        the last action of each epoch, because ranks may change there, and ``job.finish`` at the very end.
         """
 
 
 class Validates(Framework, Protocol):
-    """One that can also validate a checkpoint beside the training, and gives ``late`` jobs what they need."""
+    """A framework that can also validate a checkpoint beside the training."""
 
     def validate(self, job: Job, ranks: int) -> dict[str, float]:
-        """Validate the job's model, on these ranks together, as so many would that train it.
+        """Validate the job's model on these ranks together, as that number of training ranks would.
 
         Returns:
-            Losses and metrics as the history has them, on all ranks.
+            Losses and metrics as in the history, on all ranks.
         """
         ...
 
 
 @dataclass
 class Job:
-    """A training as it stands in one rank.
+    """The state of a training in one rank.
 
     Attributes:
-        objects: The model and the code around it, this rank's own; weights are those of the checkpoint when resuming.
+        objects: This rank's model and the code around it. When resuming, the weights are those of the checkpoint.
         resumed: The checkpoint to resume from.
-        history: Rows of the epochs done.
-        rows: To train on; ``feed`` gives them.
+        history: Rows of the finished epochs.
+        rows: Rows to train on; ``feed`` gives them.
         validation: Rows to validate on.
-        state: Of an elastic fit; None of others.
-        late: Where epochs are validated beside the training; None where ranks do it.
+        state: State of an elastic fit; otherwise None.
+        late: Validation beside the training; None if the ranks validate.
         progress: The loop over this epoch's batches, for displays.
-        came_late: Rows of earlier epochs whose validation was told since the epoch before.
-        awaits_validation: Whether no epoch was validated yet, where not every one is: with Lightning.
+        came_late: Rows of earlier epochs whose validation arrived since the previous epoch.
+        awaits_validation: Whether no epoch was validated yet, if not every epoch is (Lightning).
     """
 
     spec: TrainSpec
@@ -98,23 +97,23 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Batches of an epoch, the same on every rank."""
+        """Number of batches in an epoch, the same on every rank."""
         return self.spec.train_steps_per_epoch or self.rows.steps
 
     @property
     def validation_steps(self) -> int:
-        """Batches of a validation, the same on every rank."""
+        """Number of batches in a validation, the same on every rank."""
         assert self.validation is not None
         return min(self.validation.steps, self.spec.validation_steps_per_epoch or self.validation.steps)
 
     @property
     def validates(self) -> bool:
-        """Whether ranks are to validate the epoch that they train: the last one they always do."""
+        """Whether the ranks validate the current epoch; they always validate the last one."""
         return self.validation is not None and (self.late is None or len(self.history) + 1 >= self.spec.epochs)
 
     @property
     def partial_epoch(self) -> dict[str, Any] | None:
-        """What the checkpoint has of an epoch that was cut off: what was given to :meth:`save`."""
+        """State of an interrupted epoch in the checkpoint, as passed to :meth:`save`."""
         return self.resumed[PARTIAL_EPOCH] if self.resumed else None
 
     @property
@@ -123,18 +122,18 @@ class Job:
         return bool(self.resumed and self.resumed.get(_STOPPED))
 
     def lowest(self, label: str) -> float | None:
-        """The lowest number of a label, to train on or to validate on; None where that is not known."""
+        """The lowest value of a label in the training and validation data; None if it is unknown."""
         sets = [self.rows.columns, *([] if self.validation is None else [self.validation.columns])]
         found = [column.lowest for columns in sets for column in columns if column.name == label]
         known = [each for each in found if each is not None]
         return min(known) if len(known) == len(sets) else None
 
     def saves_after(self, step: int) -> bool:
-        """Whether :meth:`save` is to be called within an epoch, after that many of its batches."""
+        """Whether to call :meth:`save` within an epoch, after this number of its batches."""
         return any(every and step % every == 0 for every in (self.spec.checkpoint_every, self.spec.commit_every))
 
     def steps_left(self, done: int) -> int:
-        """Batches that an epoch has left on each rank after ``done``; to be asked when it begins or goes on."""
+        """Remaining batches of an epoch on each rank after ``done``; call it when the epoch begins or resumes."""
         if self.spec.train_steps_per_epoch:
             return self.spec.train_steps_per_epoch - done
         if not done:
@@ -145,7 +144,7 @@ class Job:
         return len(self.feed.sharding.batches(position, hvd.rank(), hvd.size()))
 
     def validation_batches(self, rank: int | None = None, size: int | None = None) -> Iterator[Batch]:
-        """The batches of one validation: of this rank, or of one of ``size`` ranks."""
+        """The batches of one validation, of this rank or of one of ``size`` ranks."""
         assert self.validation is not None
         rank, size = hvd.rank() if rank is None else rank, size or hvd.size()
         batches = itertools.islice(self.validation.first_epoch(rank, size), self.spec.validation_steps_per_epoch)
@@ -153,17 +152,17 @@ class Job:
         return iter(hvd.progress(batches, total=self.validation_steps, **where))
 
     def seed(self, epoch: int, done: int = 0) -> None:
-        """Set torch's seed for an epoch, or its rest after ``done`` batches: another on each rank.
+        """Set torch's seed for an epoch, or its rest after ``done`` batches; it differs by rank.
 
-        The same whether the run was resumed or not.
+        It does not depend on whether the run was resumed.
         """
         seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank() + done * 2_147_483_647
         torch.manual_seed(seed % 2**63)  # more is too much for torch
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
-        """Append the row of an epoch to the history; whoever watches is told of its means, not of a batch's loss.
+        """Append the row of an epoch to the history, and report its means to displays.
 
-        ``means`` are losses and metrics, over the rows of all ranks; ``rest`` is what else the row has.
+        ``means`` are losses and metrics over the rows of all ranks; ``rest`` has the other entries of the row.
         """
         if self.late is not None:
             self.collect(wait=self.validates)
@@ -177,9 +176,9 @@ class Job:
             self.progress.report(**means)
 
     def collect(self, *, wait: bool) -> None:
-        """Take what validations beside the training have told into the history, on all ranks.
+        """Add results of validation beside the training to the history, on all ranks.
 
-        With ``wait``, what is under way is waited for; ranks have asked for no more.
+        With ``wait``, wait for a validation under way; ranks have then asked for no more.
         """
         assert self.late is not None
         self.came_late = []
@@ -190,7 +189,7 @@ class Job:
                 self._print(row, "(validated beside the training)")
 
     def validated(self, means: Mapping[str, float]) -> None:
-        """The training was stopped, and ranks have validated its last epoch after all: into its row."""
+        """Add to its row the validation of the last epoch, which ranks made after the training was stopped."""
         self.collect(wait=True)
         self.history[-1].update(means)
         if hvd.rank() == 0:
@@ -203,14 +202,14 @@ class Job:
         partial_epoch: Mapping[str, Any] | None = None,
         stop: bool = False,
     ) -> None:
-        """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
+        """Write a checkpoint on rank 0, after an epoch, whose row is the last of ``history``, or within one.
 
-        It is copied here, and written while training goes on. In an elastic fit it is also committed, on all ranks,
-        which may end here and go on from it. ``partial_epoch`` is what an epoch needs to go on, its "step" the batches
-        done; ``stop`` says that this one is the last.
+        It is copied here, and written while training continues. In an elastic fit, all ranks also commit it, and may
+        leave here and continue from it. ``partial_epoch`` has the state to resume an epoch from; its "step" is the
+        number of batches done. ``stop`` marks the last checkpoint.
 
         Raises:
-            HostsUpdatedInterrupt: the ranks of an elastic fit are to change; to be left to who has called ``fit``.
+            HostsUpdatedInterrupt: the ranks of an elastic fit are about to change; leave it to the caller of ``fit``.
         """
         every = self.spec.checkpoint_every
         stores = hvd.rank() == 0 and (partial_epoch is None or bool(every and partial_epoch["step"] % every == 0))
@@ -250,10 +249,10 @@ class Job:
             self.state.put({**content, _STOPPED: stop}, done)
 
     def _monitored(self) -> str:
-        """The key of the history that tells the best epoch.
+        """The key of the history that determines the best epoch.
 
         Raises:
-            ValueError: the history has no such key, and would have it by now.
+            ValueError: the history should have this key by now, but does not.
         """
         known = {key: value for row in self.history for key, value in row.items()}
         if self.spec.monitor is not None and self.awaits_validation:
@@ -261,9 +260,9 @@ class Job:
         return monitored(known, self.spec.monitor, late=self.late is not None)
 
     def finish(self, weights: Mapping[str, Any]) -> None:
-        """Have ``weights``, as callbacks and the framework left them, be those of the trained model.
+        """Make ``weights``, as callbacks and the framework left them, the weights of the trained model.
 
-        To be called when the training is over and the callbacks have been told.
+        Call it after the training and its last callbacks.
         """
         left = sum("val_loss" not in row for row in self.history)
         if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
@@ -287,7 +286,7 @@ class Job:
 
 
 def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> tuple[History, dict[str, Any] | None] | None:
-    """Run on every rank: train, and return the history on rank 0, with the checkpoint if it ``returns_state``."""
+    """Train on this rank; rank 0 returns the history, with the checkpoint if ``returns_state``."""
     with ExitStack() as cleanup:
         if spec.returns_state:
             spec = replace(spec, store=Store.create(cleanup.enter_context(Scratch("fit"))))
@@ -350,7 +349,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
 def not_finite(
     spec: TrainSpec, loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
 ) -> NotFiniteLossError:
-    """The error of a loss that is NaN or infinite; ``tensors`` are what the batch holds of each column."""
+    """The error of a loss that is NaN or infinite; ``tensors`` are the columns of the batch."""
     where = f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}"
     if found := spec.not_finite(tensors):
         return NotFiniteLossError(f"{where}, whose {found}")
@@ -362,7 +361,7 @@ def not_finite(
 
 
 def speed(seconds: float, rows: float) -> dict[str, float]:
-    """For the history: how long the training of an epoch took, and the rows of all ranks a second."""
+    """Entries of the history: seconds of training in an epoch, and rows per second of all ranks."""
     return {"seconds": round(seconds, 3), "rows_per_second": round(rows / max(seconds, 1e-9), 1)}
 
 
@@ -371,7 +370,7 @@ def _short(value: float) -> str:
 
 
 def device_of(use_gpu: bool) -> torch.device:
-    """What this rank trains on."""
+    """The device that this rank trains on."""
     # The runner has made the GPU that this rank may use the current one.
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

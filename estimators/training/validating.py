@@ -1,4 +1,4 @@
-"""What ranks do that validate a checkpoint beside the training that has left it."""
+"""The ranks of a run that validates a checkpoint beside the training."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def validate(
     spec: TrainSpec, packed: PackedModule, framework: Validates, results: Results
 ) -> tuple[Ticket, dict[str, float]] | None:
-    """Validate the newest checkpoint that waits; it becomes the best one, if validation is what tells that.
+    """Validate the newest waiting checkpoint, which becomes the best one if its validation says so.
 
     Returns:
-        Which it was, and its losses and metrics, as the history has them; None where none waits any more.
+        The ticket, and losses and metrics as in the history; None if no checkpoint waits any more.
     """
     from spark_hvd.estimators.training.packing import unpack
 
@@ -72,7 +72,7 @@ def validate(
 
 
 def _take(spec: TrainSpec, taken: list[tuple[Ticket, Found]]) -> Found | None:
-    """Read the newest that waits. It may go while it is read, as a newer one comes."""
+    """Read the newest waiting checkpoint. It may be deleted during that, if a newer one arrives."""
     place, checkpoints = MeetingPlace(spec.store, spec.run_id), Checkpoints(spec.store, spec.run_id)
     while waiting := place.waiting():
         try:

@@ -1,4 +1,4 @@
-"""Outputs whose names and types the caller declares: planned from these, and taken out of what a model returns."""
+"""Outputs whose names and types the caller declares: planned from these, and taken from a model's results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ALIASES = {"byte": "tinyint", "short": "smallint", "integer": "int", "long": "b
 
 
 def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> tuple[Output, ...]:
-    """The columns that ``outputs`` asks for: a type for one called "prediction", or types by names.
+    """The columns for ``outputs``: a type for a column "prediction", or types by names.
 
     Raises:
-        TypeError, ValueError: none is named, or a type is not one that a column can have here.
+        TypeError, ValueError: no output is named, or a type is not supported.
     """
     asked = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
     if not asked:
@@ -53,16 +53,16 @@ def _declared(name: str, index: int, kind: str | DataType) -> Output:
 
 
 def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
-    """The values of each declared output in what a model returned for ``rows`` rows, on the CPU.
+    """The values of each declared output in a model's result for ``rows`` rows, on the CPU.
 
     Args:
-        result: A mapping by the names of the outputs; a sequence of them in order; a list of mappings, one for each
-            row; or the only one. An output is a tensor, an array, or a list of values.
-        plan: What was declared, in order.
-        rows: How many.
+        result: A mapping by the names of the outputs; a sequence of outputs in order; a list of mappings, one for each
+            row; or a single output. An output is a tensor, an array, or a list of values.
+        plan: The declared outputs, in order.
+        rows: Number of rows.
 
     Raises:
-        ModelError: an output is not there, or has another number of rows, or a shape that is not of its type.
+        ModelError: an output is missing, has another number of rows, or a shape that does not match its type.
     """
     found = [_values(each) for each in _each(result, plan, rows)]
     for values, output in zip(found, plan, strict=True):
@@ -79,7 +79,7 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
 
 
 def squeezed(rows: int) -> str:
-    """What may have taken the dimension of the rows away from an output for one row; for messages."""
+    """For messages: what may have removed the dimension of the rows from an output for one row."""
     return ". squeeze() also removes that of a single row: name the dimension, as squeeze(-1)" if rows == 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""What a model is called with: batches of tensors, or what a function of the user's makes of values of like length."""
+"""The arguments of a model: batches of tensors, or results of the user's collate function on rows of similar length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spark_hvd.transport.host.pages import moved
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a model is called with for ``rows`` rows."""
+    """The arguments of a model for ``rows`` rows."""
 
     rows: int
     positional: Sequence[Any] = ()
@@ -40,25 +40,25 @@ def _described(value: Any) -> str:
 
 
 class ModelFeed(Protocol):
-    """From Arrow batches, structs with a field for each of ``columns``, to calls of the model."""
+    """Turns Arrow batches, structs with a field for each of ``columns``, into calls of the model."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns, in the order of the struct's fields."""
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """The same rows, as many together as :meth:`calls` may reorder."""
+        """The same rows, grouped into windows that :meth:`calls` may reorder."""
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], Any]:
-        """Calls of at most ``size`` rows, and the order of their rows: places in the window; None for its own."""
+        """Calls of at most ``size`` rows, and the order of their rows as places in the window; None if unchanged."""
 
 
 @dataclass(frozen=True)
 class TensorFeed:
     """One tensor for each column.
 
-    Inputs and arguments are in the order of the struct's fields; without ``names`` the model takes them in order.
-    ``what`` is done, for messages.
+    Inputs and arguments are in the order of the struct's fields. Without ``names``, the model takes them in order.
+    ``what`` names the action, for messages.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -103,7 +103,7 @@ class TensorFeed:
 def feature(
     array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str
 ) -> torch.Tensor:
-    """A feature's values (rows, *shape); ``what`` is done with them, for messages.
+    """A feature's values (rows, *shape); ``what`` names the action, for messages.
 
     Raises:
         DataError: there are nulls, or rows of different shapes.
@@ -119,13 +119,14 @@ def feature(
 
 @dataclass(frozen=True)
 class CollatedFeed:
-    """What ``collate`` makes of lists of values, one list for each column.
+    """The results of ``collate`` on lists of values, one list for each column.
 
     Attributes:
-        columns: In the order of the struct's fields.
-        collate: Returns a tuple of arguments, a mapping of them by their names, or the only one.
-        names: Of the arguments of ``collate``; none where it takes the lists in order.
-        window: Rows among which those of like length go into one batch; None for what Spark hands over at once.
+        columns: Names of the columns, in the order of the struct's fields.
+        collate: Returns a tuple of arguments, a mapping of them by name, or a single argument.
+        names: Names of the arguments of ``collate``; none if it takes the lists in order.
+        window: Number of rows among which rows of similar length form batches; None for the rows that Spark sends at
+            once.
     """
 
     columns: tuple[str, ...]
@@ -184,9 +185,9 @@ class CollatedFeed:
 
 
 def _longest_first(columns: Sequence[pa.Array]) -> Any:
-    """The order of the rows by the length of their text, bytes and lists; None where they have none.
+    """The order of the rows by the length of their text, bytes and lists; None if they have no length.
 
-    The longest come first: a batch that takes too much memory fails at once, and the others fit into what it leaves.
+    The longest rows come first, so a batch that takes too much memory fails at once, and the others reuse its memory.
     """
     lengths = [each for each in map(_lengths, columns) if each is not None]
     if not lengths or len(columns[0]) < 2:

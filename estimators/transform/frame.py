@@ -21,9 +21,9 @@ _ROW = "__spark_hvd_row"
 
 
 def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> DataFrame:
-    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet.
+    """``dataset`` with a column for each output that ``job`` plans; nothing is computed yet.
 
-    ``dataset`` has none of these columns yet. ``inputs`` has an expression for each column of the job's feed.
+    ``dataset`` must not have these columns. ``inputs`` has an expression for each column of the job's feed.
     """
     # one expression for all columns: Spark runs it once, and only where one of them is used
     result = _predicted(job, inputs)
@@ -35,14 +35,14 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
     """Check that columns can be appended.
 
     Raises:
-        DataError: one of them is there, or is named twice.
+        DataError: one of them already exists, or is named twice.
     """
     fold = str if tells_case_apart(dataset.sparkSession) else str.casefold
     taken = {fold(column) for column in dataset.columns}
     for name in names:
         if fold(name) in taken:
             raise DataError(
-                f"the DataFrame has a column {name!r} already, which {what} would append: drop it, or choose other "
+                f"the DataFrame already has a column {name!r}, which {what} would append: drop it, or choose other "
                 f"names with {parameters}"
             )
         taken.add(fold(name))

@@ -1,4 +1,4 @@
-"""What a model takes and gives: as fit learned it, or found out from a DataFrame and two rows of zeros."""
+"""The inputs and outputs of a model: as fit learned them, or found from a DataFrame and two rows of zeros."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ModelMeta:
     """What fit learned about a model's inputs and outputs.
 
     Attributes:
-        inputs: What the model takes; their columns as they were in training, with their shapes.
+        inputs: The inputs, with their columns and shapes as in training.
         labels: The columns of the labels, in the order of the outputs.
-        head: What the output is.
-        heads: What each output is, where that is known.
-        shapes: Of each output for one row; None to find out with two rows of zeros when transform is called.
-        epoch: After how many epochs of the history the weights were these; 0 where that is not known.
+        head: Meaning of the output.
+        heads: Meaning of each output, if known.
+        shapes: Shape of each output for one row; None to find it with two rows of zeros when transform is called.
+        epoch: Epoch of the history, from 1, after which the model had these weights; 0 if unknown.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -80,11 +80,11 @@ def inputs_of(
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     dtypes: Sequence[str | None] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """What a model takes of a DataFrame's columns; float32 where no dtype is given, as Horovod does.
+    """The inputs of a model from a DataFrame's columns; without a dtype they are float32, as in Horovod.
 
     Raises:
-        ValueError: not one shape or dtype for each column.
-        DataError: a column is missing, or no tensor can be made of it.
+        ValueError: there is not one shape or dtype for each column.
+        DataError: a column is missing, or cannot become a tensor.
     """
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
@@ -112,13 +112,13 @@ def inputs_as_trained(
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     dtypes: Sequence[str | None] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """What a model takes of a DataFrame's columns, where it is known from training.
+    """The inputs of a model from a DataFrame's columns, if they are known from training.
 
-    Numbers may be wider or narrower than they were, vectors and arrays of numbers may stand for one another. Shapes
-    and dtypes are those of training, or others that are given.
+    Numbers may be wider or narrower than in training, and vectors and arrays of numbers may replace each other. Shapes
+    and dtypes are those of training unless others are given.
 
     Raises:
-        ValueError: another number of columns than in training, or not one shape or dtype for each.
+        ValueError: there is another number of columns than in training, or not one shape or dtype for each.
         DataError: a column is missing, or of another type than in training.
     """
     if len(names) != len(trained):
@@ -159,12 +159,11 @@ def probed_shapes(
 ) -> tuple[Shape, ...] | None:
     """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
 
-    ``labels`` are what the outputs stand for, in order.
-
-    Asks Spark for a row only where neither ``specs`` nor the metadata of a column tell its shape.
+    ``labels`` are the targets of the outputs, in order. It asks Spark for a row only if neither ``specs`` nor the
+    metadata of a column have its shape.
 
     Raises:
-        ModelError: the model does not take them, or gives its outputs by name in another order than ``labels``.
+        ModelError: the model fails on them, or returns outputs by name in another order than ``labels``.
     """
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):
@@ -193,7 +192,7 @@ def _own_dtype(spec: TensorSpec) -> str:
 
 
 def _batch_shape(dataset: DataFrame, spec: TensorSpec, decoders: Decoders) -> tuple[int, ...] | None:
-    """The shape of two rows of an input; None if that takes a row and there is none."""
+    """The shape of two rows of an input; None if it takes a row to find out and there is none."""
     column = spec.column
     if spec.shape is not None:
         each = spec.shape[1:] if spec.shape[0] == -1 else spec.shape

@@ -1,4 +1,4 @@
-"""The model in a Python worker: loaded once, and its weights in pages of a file that workers of an executor share."""
+"""The model in a Python worker, loaded once, with its weights in a file whose pages the executor's workers share."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ torch's objects cost it 0.1 s. It comes before the first model, which may go lat
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a worker gets its model from.
+    """The source of a worker's model.
 
-    ``key`` is the same for the same model, hex digits. Its parts are a PackedModule's, the weights in pieces; or a
-    worker calls ``loader``.
+    ``key`` identifies the model, in hex digits. The parts are those of a PackedModule, with the weights in pieces; or
+    the worker calls ``loader``.
     """
 
     key: str
@@ -60,7 +60,7 @@ class ModelSource:
 
 
 def sent(packed: PackedModule, session: SparkSession, connect: bool) -> ModelSource:
-    """A packed module on its way to the executors: by broadcasts, over Spark Connect, which has none, in the plan."""
+    """A packed module for the executors, sent by broadcasts or, over Spark Connect, which has none, in the plan."""
     pieces = [packed.weights[at : at + CHUNK] for at in range(0, len(packed.weights), CHUNK)]
     if connect:
         return ModelSource(packed.digest(), packed.structure, tuple(pieces))
@@ -69,10 +69,10 @@ def sent(packed: PackedModule, session: SparkSession, connect: bool) -> ModelSou
 
 
 def model_of(source: ModelSource, device: torch.device) -> Any:
-    """The model, ready for inference on ``device``; the one that this process has, if it has it.
+    """The model, ready for inference on ``device``; cached in this process.
 
     Raises:
-        ModelError: there is no memory for it; or the worker that this task had before was killed while it loaded it.
+        ModelError: there is no memory for it, or the task's previous worker was killed while it loaded the model.
     """
     key = (source.key, str(device))
     if key not in _loaded:
@@ -90,10 +90,10 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
 
 @contextmanager
 def memory_named(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise ``ModelError`` where there was no memory, which several libraries say in their own words.
+    """A context that turns out-of-memory errors, which each library words differently, into a ``ModelError``.
 
     Raises:
-        ModelError: ``what`` does not fit, how much memory there is here, and what to change.
+        ModelError: ``what`` does not fit; the text has the memory available here, and what to change.
     """
     try:
         yield
@@ -150,7 +150,7 @@ def _load(source: ModelSource, device: torch.device) -> Any:
 
 
 def _shared(source: ModelSource, place: Path) -> Any:
-    """The model on the pages of its file, which the first worker writes. With the lock held."""
+    """The model on the pages of its file, which the first worker writes. The lock must be held."""
     _check_predecessor(place)
     if (place / _STRUCTURE).exists():
         os.utime(place)
@@ -207,7 +207,7 @@ def _unpacked(structure: bytes, weights: Path) -> Any:
 
 
 def _folder() -> Path | None:
-    """Where the workers of this executor meet: in Spark's own folder, which goes with the executor. None outside."""
+    """The shared folder of this executor's workers, within Spark's own folder, which goes with it. None elsewhere."""
     given = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
     if not given or not os.path.isdir(given):
         return None
@@ -227,7 +227,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(folder: Path) -> None:
-    """Leave room for one more. Who has a file mapped keeps its pages."""
+    """Delete old files to make room for another. Processes that have mapped one keep its pages."""
     there = sorted((each for each in folder.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
     for each in there[: max(0, len(there) - MODELS_KEPT + 1)]:
         shutil.rmtree(each, ignore_errors=True)
@@ -242,9 +242,9 @@ def _attempt() -> list[int]:
 
 
 def _check_predecessor(place: Path) -> None:
-    """Tell the retry of a task what became of the one before: Spark only knows that its worker is gone.
+    """Tell the retry of a task why the previous attempt failed; Spark only knows that its worker is gone.
 
-    Workers are also killed for other reasons, such as a query that is cancelled, so nobody else hears of it.
+    Workers are also killed for other reasons, such as a cancelled query, so only a retry reports this.
     """
     now = _attempt()
     try:
@@ -254,13 +254,13 @@ def _check_predecessor(place: Path) -> None:
     if now and before[:2] == now[:2] and before[2] < now[2]:
         raise ModelError(
             f"the Python worker that this task had in its attempt {before[2]} was killed on {socket.gethostname()} "
-            f"while it loaded the model ({_memory()}): most likely it took more memory than it may. Give workers more "
-            "(spark.executor.memoryOverhead), have fewer at a time (a higher spark.task.cpus), or take a smaller model"
+            f"while it loaded the model ({_memory()}): most likely it exceeded its memory. Give workers more "
+            "(spark.executor.memoryOverhead), run fewer at a time (a higher spark.task.cpus), or use a smaller model"
         )
 
 
 class Shipped:
-    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs."""
+    """A function that is unpickled in a worker at its first call, because Spark would fail before our code runs."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
         self.name, self._function, self._data = name, function, data
@@ -278,10 +278,10 @@ class Shipped:
 
 @contextmanager
 def lacking_named(what: str) -> Iterator[None]:
-    """Raise ``ModelError`` where ``what`` is unpickled and a module, or a name in one, is not there.
+    """A context that raises ``ModelError`` if a module, or a name in one, is missing while ``what`` is unpickled.
 
     Raises:
-        ModelError: what is lacking, where, and what to do.
+        ModelError: the text says what is missing, where, and what to do.
     """
     try:
         yield

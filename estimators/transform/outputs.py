@@ -1,4 +1,4 @@
-"""Columns that are appended to a DataFrame: planned from labels' types, then made of a model's outputs in Arrow."""
+"""Columns to append to a DataFrame: planned from the labels' types, then made from a model's outputs in Arrow."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Output:
     """One column that transform appends.
 
     Attributes:
-        name: Of the column.
-        index: Of the model's output that it is made of.
+        name: Name of the column.
+        index: Index of the model's output that it is made from.
         role: "value" (the output itself, in the label's type), "raw", "probability" or "prediction".
         spark_type: The column's type: "vector", or one that Spark parses.
-        element: Of which numbers Python hands it to Spark: "double", "bigint", "boolean" ...
-        depth: How many lists are around a number: 0 for scalars.
-        threshold: Above which a number is true, where ``element`` is "boolean".
+        element: Type of the numbers that Python passes to Spark: "double", "bigint", "boolean" ...
+        depth: Number of lists around a number: 0 for scalars.
+        threshold: Value above which a number is true, if ``element`` is "boolean".
     """
 
     name: str
@@ -59,18 +59,18 @@ class Output:
 
     @property
     def arrow_ddl(self) -> str:
-        """The type in which Python hands it over."""
+        """The type in which Python passes it, as DDL."""
         return "array<" * self.depth + self.element + ">" * self.depth
 
     @property
     def digits(self) -> tuple[int, int] | None:
-        """Precision and scale where numbers become decimals."""
+        """Precision and scale if numbers become decimals."""
         found = re.search(r"decimal(?:\((\d+)(?:,(\d+))?\))?", self.spark_type)
         return (int(found[1] or 10), int(found[2] or 0)) if found else None
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """The same, as Arrow's."""
+        """The type in which Python passes it, as Arrow's."""
         kind = ARROW[self.element]
         for _ in range(self.depth):
             kind = pa.list_(kind)
@@ -78,13 +78,13 @@ class Output:
 
 
 def label_output(name: str, index: int, label_type: str, shape: Shape, head: Head = _ODD) -> Output:
-    """The column of output ``index`` in the type of its label, "" where that is not known; ``shape`` is that of a row.
+    """The column of output ``index`` in the type of its label, "" if unknown; ``shape`` is that of a row.
 
-    ``head`` is what the output is, which booleans depend on.
+    ``head`` is the meaning of the output, which booleans depend on.
 
     Returns:
-        A scalar label gives a scalar of its type, or a vector where the output has several numbers; vectors and arrays
-        stay what they are. Of an unknown type: double or vector.
+        For a scalar label, a scalar of its type, or a vector if the output has several numbers. Vectors and arrays are
+        kept. For an unknown type: double or vector.
     """
     depth = label_type.count("array<")
     inner = label_type.removeprefix("array<" * depth).removesuffix(">" * depth)
@@ -101,10 +101,10 @@ def label_output(name: str, index: int, label_type: str, shape: Shape, head: Hea
 
 
 def head_outputs(head: Head, shape: Shape, raw: str, probability: str, prediction: str) -> tuple[Output, ...]:
-    """Spark ML's columns, by these names ("" leaves one out), for a model with one output of ``shape`` a row.
+    """Spark ML's columns, by these names ("" leaves one out), for a model with one output of ``shape`` per row.
 
     Returns:
-        Nothing where the head is "other" or ``shape`` is not that of its kind: (classes,) or one number.
+        No columns if the head is "other" or ``shape`` does not match its kind: (classes,) or one number.
     """
     classes = head.kind == "multiclass" and len(shape) == 1 and shape[0] > 1
     single = head.kind in ("binary", "regression") and math.prod(shape) == 1
@@ -120,13 +120,13 @@ def head_outputs(head: Head, shape: Shape, raw: str, probability: str, predictio
 def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
     """The columns of some rows.
 
-    ``outputs`` are the model's, on the CPU; the first is a tensor where ``plan`` has columns of Spark ML.
+    ``outputs`` are the model's, on the CPU; the first is a tensor if ``plan`` has columns of Spark ML.
 
     Returns:
-        A struct with the fields "c0", "c1" ... of ``plan``. Values that an integer cannot be (NaN) are null.
+        A struct with the fields "c0", "c1" ... of ``plan``. NaN is null in integer columns.
 
     Raises:
-        ModelError: an output has several numbers a row where one was expected, or values that its type cannot hold.
+        ModelError: an output has several numbers per row instead of one, or values that its type cannot hold.
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
@@ -164,7 +164,7 @@ def _array(tensor: Values, output: Output) -> pa.Array:
 
 
 def _inferred(values: list[Any]) -> pa.Array | None:
-    """In the type that Arrow finds; None where it finds none for all of them, which the declared one may be."""
+    """The values in the type that Arrow infers; None if it infers none for all of them."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -172,12 +172,12 @@ def _inferred(values: list[Any]) -> pa.Array | None:
 
 
 def _floats(array: pa.Array, output: Output) -> pa.Array | None:
-    """Floating point numbers and decimals, in lists or not, as those of tensors become; None where there are others.
+    """Floating point numbers and decimals, in lists or not, converted as those of tensors; None if there are others.
 
-    Arrow would cut what is behind the point off.
+    Arrow would truncate them.
 
     Raises:
-        DataError, ModelError: a type does not have a number.
+        DataError, ModelError: a type cannot represent a number.
     """
     if pa.types.is_list(array.type):
         inner = _floats(array.values, output)

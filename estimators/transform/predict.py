@@ -1,6 +1,6 @@
 """The Python side of transform and predict: Arrow batches in, Arrow batches of outputs out, on Spark's executors.
 
-A model is loaded once in each Python worker, which Spark keeps for many tasks, and stays until others push it out.
+A model is loaded once in each Python worker, which Spark keeps for many tasks, and stays until others evict it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from spark_hvd.world.words import count
 
 @dataclass(frozen=True)
 class Prediction:
-    """All that a Python worker is told.
+    """Everything that a Python worker needs to know.
 
-    ``outputs`` counts those of tensors, in order; None where ``plan`` declares names and types.
+    ``outputs`` is the number of tensors, in order; None if ``plan`` declares names and types.
     """
 
     model: ModelSource
@@ -45,7 +45,7 @@ class Prediction:
 
 
 def arrow_function(job: Prediction) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
-    """``job`` as what ``pyspark.sql.functions.arrow_udf`` takes."""
+    """``job`` as a function for ``pyspark.sql.functions.arrow_udf``."""
 
     def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         yield from predictions(job, batches)
@@ -54,7 +54,7 @@ def arrow_function(job: Prediction) -> Callable[[Iterator[pa.Array]], Iterator[p
 
 
 def pandas_function(job: Prediction) -> Callable[[Iterator[pd.DataFrame]], Iterator[pd.DataFrame]]:
-    """``job`` as what ``pandas_udf`` takes, for Spark before 4.1."""
+    """``job`` as a function for ``pandas_udf``, for Spark before 4.1."""
 
     def predict(batches: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
         for result in predictions(job, map(_from_pandas, batches)):
@@ -68,7 +68,7 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
 
     Raises:
         DataError: nulls, or lists of different lengths, in a column.
-        ModelError: the model cannot be loaded, fails, or returns something else than expected.
+        ModelError: the model cannot be loaded, fails, or returns something unexpected.
     """
     cores, device = _resources(job.use_gpu)
     share_cores(cores)
@@ -81,7 +81,7 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
 
 
 def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
-    """What the model gives for some rows, for each output, on the CPU."""
+    """The model's outputs for some rows, on the CPU."""
     with (
         memory_named(f"a batch of {given.rows} rows", "Give a smaller batch_size, or cut what is longest. "),
         torch.inference_mode(),
@@ -107,8 +107,8 @@ def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> l
     """The outputs of a model of tensors for some rows, on the CPU.
 
     Raises:
-        ModelError: an output has another number of rows than the inputs; or outputs have the names of ``labels``, with
-            which they are compared in order, and come in another.
+        ModelError: an output has another number of rows than the inputs, or outputs are named like ``labels``, with
+            which they are compared in order, but come in another order.
     """
     result, outputs = called(model, inputs)
     check_order(result, labels)
@@ -116,7 +116,7 @@ def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> l
 
 
 def called(model: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """What a model returns for some rows, and its outputs; see :func:`run`."""
+    """The result of a model for some rows, and its outputs; see :func:`run`."""
     with torch.inference_mode():
         result = model(*inputs)
         return result, _tensors(result, len(inputs[0]))
@@ -127,7 +127,7 @@ def check_order(result: Any, labels: Sequence[str]) -> None:
     if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
         raise ModelError(
             f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are taken in "
-            "order, whatever they are called. Name the labels in the order of the model"
+            "order, regardless of their names. List the labels in the order of the model"
         )
 
 
@@ -143,7 +143,7 @@ def _tensors(result: Any, rows: int) -> list[torch.Tensor]:
 
 
 def _together(parts: list[list[Values]], order: Any, job: Prediction) -> pa.StructArray:
-    """The columns of a window, whose rows are those of ``parts`` in ``order``."""
+    """The columns of a window, joined from ``parts``, whose rows have the places ``order``."""
     back = None if order is None else np.argsort(order)
     if not parts:
         return pa.array([], pa.struct([(f"c{i}", output.arrow_type) for i, output in enumerate(job.plan)]))
@@ -158,7 +158,7 @@ def _together(parts: list[list[Values]], order: Any, job: Prediction) -> pa.Stru
 
 
 def _resources(use_gpu: bool) -> tuple[int, torch.device]:
-    """The cores of this task and its device: the GPU that Spark gave it, else one of those there, by partition."""
+    """The cores and the device of this task: the GPU that Spark assigned, or else one chosen by its partition."""
     from pyspark import TaskContext
 
     task = TaskContext.get()

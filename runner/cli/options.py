@@ -82,10 +82,10 @@ def is_elastic(given: Mapping[str, Any]) -> bool:
 
 
 def check_taken(given: dict[str, Any], start: Callable[..., Any]) -> None:
-    """Make sure that ``start`` has the options given; one that means nothing there is taken out.
+    """Check that ``start`` has the given options; one without meaning there is removed.
 
     Raises:
-        click.UsageError: it has not; says which runs have.
+        click.UsageError: it lacks an option; the text says which runs have it.
     """
     from spark_hvd.runner.elastic.run import run_elastic
     from spark_hvd.runner.launch.run import run
@@ -134,8 +134,8 @@ def _form(name: str, declared: Option) -> dict[str, Any]:
 
 
 def _help(name: str, declared: Option) -> str:
-    """The declaration's text, in the words of somebody who has a script and leaves options out."""
+    """The option's text, for somebody who has a script."""
     if name == "min_num_proc":
-        return "Elastic: never fewer ranks. With --max-restarts: enough for a restart."
-    text = declared.text.replace("`", "").replace("None for", "by default").replace(". fn ", ". The script ")
+        return "Elastic: minimum number of ranks. With --max-restarts: the number that is enough for a restart."
+    text = declared.text.replace("`", "").replace(". fn ", ". The script ")
     return re.sub(r"\bfn\b", "the script", text)

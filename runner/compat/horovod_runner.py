@@ -16,13 +16,13 @@ class HorovodRunner:
     """Runs functions written for ``sparkdl.HorovodRunner``; only the import changes.
 
     Args:
-        np: Number of ranks: each in a task of Spark, 0 for all task slots, or negative for as many processes of this
+        np: Number of ranks, each in a Spark task; 0 for all task slots; negative for that many processes on this
             machine.
-        driver_log_verbosity: "all" shows what ranks print; "log_callback_only" does not.
+        driver_log_verbosity: "all" shows the ranks' output; "log_callback_only" does not.
 
     Raises:
-        ValueError: ``driver_log_verbosity`` is none of these.
-        TypeError: ``np`` is no whole number.
+        ValueError: ``driver_log_verbosity`` has another value.
+        TypeError: ``np`` is not a whole number.
     """
 
     __module__ = "spark_hvd.compat"
@@ -39,10 +39,10 @@ class HorovodRunner:
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Run ``main(**kwargs)`` on every rank.
 
-        ``horovod`` can be imported there, with Horovod's own numbers: see :mod:`spark_hvd.horovod`.
+        It may import ``horovod``, with Horovod's own numbers: see :mod:`spark_hvd.horovod`.
 
         Returns:
-            What it returned on rank 0.
+            The return value of rank 0.
 
         Raises:
             RunError: as :func:`spark_hvd.run`.

@@ -30,13 +30,13 @@ def open_partition(name: str) -> None:
 def get_spark_partition_data_loader(
     num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
 ) -> DataLoader[list[Any]]:
-    """In a function that :meth:`TorchDistributor.train_on_dataframe` runs: this rank's rows of the DataFrame.
+    """This rank's rows of the DataFrame, in a function that :meth:`TorchDistributor.train_on_dataframe` runs.
 
     Args:
-        num_samples: Rows in an epoch: the first ones, or more than there are, from the first again.
+        num_samples: Rows in an epoch: the first ones; if there are fewer, they are repeated.
         batch_size: Rows in a batch.
-        num_workers: Threads that read ahead; at least one does.
-        prefetch_factor: Has no effect: the threads read ahead as much as memory for a window allows.
+        num_workers: Threads that read ahead, at least one.
+        prefetch_factor: Has no effect; the threads read ahead as far as memory for a window allows.
 
     Returns:
         Batches as lists of the columns: numbers as tensors (rows,) of dtype float64 or int64, arrays and vectors of one

@@ -25,19 +25,19 @@ _TLS, _IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"
 class TorchDistributor:
     """Runs functions and files written for ``pyspark.ml.torch.distributor.TorchDistributor``; only the import changes.
 
-    A rank has the environment that torchrun would have given it, and no process group: the function makes one by
-    ``torch.distributed.init_process_group``, as it does there, or calls ``hvd.init()``.
+    A rank gets torchrun's environment, but no process group: the function creates one by
+    ``torch.distributed.init_process_group``, or calls ``hvd.init()``.
 
     Args:
         num_processes: Number of ranks.
-        local_mode: Ranks are processes of this machine; else of Spark's tasks.
-        use_gpu: Each rank has a GPU: one of its Spark task's (``spark.task.resource.gpu.amount``), or in local mode one
-            of the driver's (``spark.driver.resource.gpu.amount``). Else ranks of tasks see none.
+        local_mode: Run the ranks as processes of this machine instead of in Spark tasks.
+        use_gpu: Give each rank a GPU: one of its Spark task (``spark.task.resource.gpu.amount``), or in local mode one
+            of the driver (``spark.driver.resource.gpu.amount``). Otherwise, ranks in tasks see no GPU.
 
     Raises:
         ValueError: ``num_processes`` is less than 1.
-        RuntimeError: GPUs are asked for, and Spark's settings give none.
-        ClusterError: there is no Spark session, where one is needed.
+        RuntimeError: GPUs are requested, but Spark's settings provide none.
+        ClusterError: a Spark session is needed, but there is none.
     """
 
     __module__ = "spark_hvd.compat"
@@ -61,18 +61,18 @@ class TorchDistributor:
         """Run a function, or a Python file, on every rank.
 
         Args:
-            train_object: The function; or the path of a file on this machine, which every rank runs as ``__main__``.
-            args: Of the function; or of the command line, as text.
-            kwargs: Of the function.
+            train_object: The function, or the path of a file on this machine, which every rank runs as ``__main__``.
+            args: Arguments of the function, or of the command line as text.
+            kwargs: Keyword arguments of the function.
 
         Returns:
-            What the function returned on rank 0; None for a file.
+            The function's return value on rank 0; None for a file.
 
         Raises:
-            ValueError: ``kwargs`` with a file.
-            OSError, SyntaxError: a file that cannot be read or is no Python.
-            RuntimeError: tensors would travel in clear through a cluster with ``spark.ssl.enabled``.
-            RunError: as :func:`spark_hvd.run`; it is a RuntimeError too.
+            ValueError: ``kwargs`` are given with a file.
+            OSError, SyntaxError: the file cannot be read, or is not Python.
+            RuntimeError: ``spark.ssl.enabled`` is set, but tensors would be sent unencrypted.
+            RunError: as raised by :func:`spark_hvd.run`; also a RuntimeError.
         """
         if callable(train_object):
             return self._start(run_function, train_object, (train_object, args, kwargs, self.local_mode))
@@ -86,15 +86,15 @@ class TorchDistributor:
     ) -> Any:
         """Run a function whose ranks read a DataFrame's rows by :func:`get_spark_partition_data_loader`.
 
-        PySpark has it as ``_train_on_dataframe``, for partitions as many as ranks, none of them empty. Here partitions
-        may be as they are.
+        PySpark's ``_train_on_dataframe`` needs as many partitions as ranks, none of them empty. This method takes any
+        partitions.
 
         Returns:
-            What the function returned on rank 0.
+            The function's return value on rank 0.
 
         Raises:
             ValueError: in local mode.
-            RuntimeError, RunError: as :meth:`run`.
+            RuntimeError, RunError: as raised by :meth:`run`.
         """
         if self.local_mode:
             raise ValueError("local_mode=True: expected local_mode=False, since tasks of Spark have the rows")

@@ -60,13 +60,13 @@ def doctor(
 ) -> Report:
     """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
 
-    Settings, slots, GPUs; Python, packages, memory and disks on the driver and every executor host; who can connect to
-    whom; the store; and at last a run whose ranks all-reduce. A check that breaks is a finding of its own, and each has
-    a deadline: a healthy application takes about ten seconds, a broken one a few minutes at most. Give the options that
-    the run will have.
+    It checks settings, slots and GPUs; Python, packages, memory and disks on the driver and every executor host; the
+    connections between hosts; the store; and finally an all-reduce in a run. A check that fails to work is itself a
+    finding. Each check has a deadline: a healthy application takes about ten seconds, a broken one at most a few
+    minutes. Pass the options that the run will have.
 
     Returns:
-        The report: print it, or leave it as the last line of a notebook cell. ``report.ok`` is False if a run fails.
+        The report: print it, or put it on the last line of a notebook cell. ``report.ok`` is False if a run would fail.
 
     Raises:
         ValueError, TypeError: an argument is wrong.

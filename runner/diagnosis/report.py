@@ -27,13 +27,13 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was examined.
+    """The result of one check.
 
     Attributes:
         check: What was examined, in a word or two.
         level: OK, warning or error.
-        found: What there is, with hosts, values and settings by name.
-        remedy: What to do about it, as a setting or a command to copy; empty when all is well.
+        found: What was found, with hosts, values and settings by name.
+        remedy: What to do, as a setting or a command to copy; empty if all is well.
     """
 
     __module__ = "spark_hvd.runner"
@@ -61,12 +61,12 @@ def error(check: str, found: str, remedy: str = "") -> Finding:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All findings of one examination. Its text is a table, also as the last line of a notebook's cell.
+    """All findings of one examination. It prints as a table, also in a notebook.
 
     Attributes:
-        subject: What was examined: the ranks asked for and the Spark master.
-        findings: In the order of the checks.
-        seconds: How long it took.
+        subject: What was examined: the number of ranks and the Spark master.
+        findings: The findings, in the order of the checks.
+        seconds: Duration of the examination.
     """
 
     __module__ = "spark_hvd.runner"
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; there may be warnings."""
+        """Whether there are no errors; there may be warnings."""
         return not self.errors
 
     @property
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def warnings(self) -> list[Finding]:
-        """The findings that make a run worse than it could be."""
+        """The findings that make a run slower or less safe."""
         return [finding for finding in self.findings if finding.level is Level.WARNING]
 
     def as_dict(self) -> dict[str, Any]:

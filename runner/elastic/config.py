@@ -11,7 +11,7 @@ from spark_hvd.runner.options import option, reworded
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(CommonConfig):
-    """What ``run_elastic`` was asked for: the declaration of its options.
+    """The options of ``run_elastic``.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
@@ -19,52 +19,52 @@ class ElasticConfig(CommonConfig):
     """
 
     num_proc: int | None = reworded(
-        CommonConfig, "num_proc", "Ranks to start with; None for as many as the cluster has task slots."
+        CommonConfig, "num_proc", "Number of ranks at the start; by default the number of task slots in the cluster."
     )
     backend: str | None = reworded(
         CommonConfig,
         "backend",
-        '"gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.',
+        '"gloo" or "nccl"; by default NCCL for CUDA tensors and Gloo for CPU tensors. MPI is not elastic.',
     )
     start_timeout: float = reworded(
-        CommonConfig, "start_timeout", "Seconds for `num_proc` tasks to start; then `min_num_proc` will do."
+        CommonConfig, "start_timeout", "Seconds to wait for `num_proc` tasks; after that, `min_num_proc` are enough."
     )
-    timeout: float | None = reworded(CommonConfig, "timeout", "Seconds for the whole run, or None for no limit.")
+    timeout: float | None = reworded(CommonConfig, "timeout", "Seconds for the whole run; by default no limit.")
     min_num_proc: int | None = reworded(
-        CommonConfig, "min_num_proc", "With fewer, those that are left wait; None for `num_proc`."
+        CommonConfig, "min_num_proc", "Minimum number of ranks; with fewer, they wait. By default `num_proc`."
     )
     max_num_proc: int | None = option(
-        None, "Never more ranks; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
+        None, "Maximum number of ranks; by default `num_proc`.", least=1, unit="ranks", none="for num_proc"
     )
     elastic_timeout: float = option(
         600.0,
-        "Seconds to wait for `min_num_proc` ranks after some were lost, and for ranks that do not reach each other.",
+        "Seconds to wait for `min_num_proc` ranks after a loss, and for ranks that cannot reach each other.",
         seconds=True,
     )
     reset_limit: int | None = option(
         None,
-        "Failures that are survived; None for any number. Ranks that join, or leave because their executor is "
-        "decommissioned, are none.",
+        "Maximum number of failures; by default no limit. Ranks that join, or leave because their executor is "
+        "decommissioned, do not count.",
         least=0,
         unit="failures",
         none="for any number",
     )
     rejoin_timeout: float = option(
         30.0,
-        "Seconds for a rank to come back after a failure elsewhere, and to join the others; longer than the longest "
-        "step. A rank that takes more is taken for hung and replaced.",
+        "Seconds for a rank to return after a failure elsewhere, and to join the others; must exceed the longest step. "
+        "A rank that takes longer counts as hung and is replaced.",
         seconds=True,
     )
     host_failure_limit: int = option(
         2,
-        "Ranks that may fail on a host, with no commit of theirs in between, until it gets no more.",
+        "Number of ranks that may fail on a host, without a commit of theirs in between, before it is excluded.",
         least=1,
         unit="failures",
     )
     cooldown_range: tuple[float, float] | None = option(
         None,
-        "Least and greatest number of seconds for which a host then gets none, doubled each time; None for the rest of "
-        "the run.",
+        "Minimum and maximum seconds for which a host is then excluded, doubled each time; by default the rest of the "
+        "run.",
     )
 
     def _check_together(self) -> None:

@@ -63,17 +63,17 @@ def run_elastic_local(
     network: Network | None = None,
     reporting: Reporting | None = None,
 ) -> RunResult[R]:
-    """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
+    """Run ``fn(*args, **kwargs)`` on elastic ranks of this machine, to rehearse failures and for tests.
 
-    The same as :func:`spark_hvd.run_elastic` in everything that fn and the caller can see. Here no executor is ever
-    lost: a rank that dies is replaced at once.
+    For fn and the caller it behaves as :func:`spark_hvd.run_elastic`. No executor can be lost here: a rank that dies is
+    replaced at once.
 
     Returns:
-        What fn returned on every rank of the last generation, in rank order.
+        The return values of fn on the ranks of the last generation, in rank order.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
-        RunError: as of :func:`spark_hvd.run_elastic`.
+        RunError: as raised by :func:`spark_hvd.run_elastic`.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)

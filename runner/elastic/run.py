@@ -88,29 +88,30 @@ def run_elastic(
     network: Network | None = None,
     reporting: Reporting | None = None,
 ) -> RunResult[R]:
-    """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
+    """Run ``fn(*args, **kwargs)`` on ranks that may leave and join during training.
 
-    fn prepares (data, model, optimizer) and then calls a function that is decorated with ``hvd.elastic.run``; see
-    :mod:`spark_hvd.torch.elastic` and docs/elastic.md. When a rank is lost, the others go back to their last commit and
-    go on without it; new ranks, in place of lost ones or on new executors, join at a commit. Ranks are processes below
-    the tasks of one ordinary Spark job of `max_num_proc` tasks: those that find no slot wait for one.
+    fn prepares data, model and optimizer, and then calls a function that is decorated with ``hvd.elastic.run``; see
+    :mod:`spark_hvd.torch.elastic` and docs/elastic.md. When a rank is lost, the others return to their last commit and
+    continue without it. New ranks, which replace lost ones or run on new executors, join at a commit. Ranks are child
+    processes of the tasks of one ordinary Spark job with `max_num_proc` tasks; tasks without a slot wait for one.
 
     Returns:
-        What fn returned on every rank of the last generation, in rank order: a list, that also knows how the run went.
+        The return values of fn on the ranks of the last generation, in rank order: a list that also records how the run
+        went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled. Nothing was started.
-        ClusterError: the application cannot run this (speculation, too few slots, a driver that executors do not
+        ClusterError: the application cannot run this (speculation, too few slots, a driver that executors cannot
             reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
         TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
         ResetLimitError: more failures than `reset_limit`.
         StateLostError: all ranks with the state were lost at once.
-        RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they did not reach
+        RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they could not reach
             each other for `elastic_timeout`.
-        RunTimeoutError: ``timeout`` was over.
-        HubError: the hub between ranks and driver has failed.
+        RunTimeoutError: ``timeout`` expired.
+        HubError: the hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)

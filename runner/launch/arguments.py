@@ -1,4 +1,4 @@
-"""The arguments of functions that start ranks: what they mean, and the config that they come to in this program."""
+"""The arguments of functions that start ranks: their documentation, and the config made from them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ _NO_OPTIONS = {
 
 
 def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C, P], R]], Callable[P, R]]:
-    """Make a function that starts ranks of one whose first argument is the config that the other arguments come to.
+    """Decorate a function that starts ranks: it is called with the config made from its other arguments as the first.
 
-    The signature stays written out, for those who read it without running it (editors, mypy); the docstring gets what
-    each argument means. A name that is no argument is refused with the closest that is one. Options of a Network or a
-    Reporting are taken as arguments of their own too, with a DeprecationWarning. ``texts`` say what options mean here,
-    where that differs.
+    The function keeps an explicit signature for editors and mypy. Its docstring gets the meaning of each argument. For
+    an unknown name, the error suggests the closest argument. Options of a Network or a Reporting are also accepted as
+    arguments, with a DeprecationWarning. ``texts`` override the meaning of options.
     """
 
     def complete(function: Callable[Concatenate[C, P], R]) -> Callable[P, R]:
@@ -85,7 +84,7 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
 
 
 def folded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options one by one as arguments of a function that starts ranks: some of them are those of a Network, say."""
+    """Single options as arguments of a function that starts ranks, grouped into a Network and a Reporting."""
     rest = dict(options)
     for group, kind in GROUPS.items():
         if parts := {name: rest.pop(name) for name in options_of(kind) if name in rest}:
@@ -94,10 +93,10 @@ def folded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapted(config: C) -> C:
-    """The config with what this program adds: its dialect, and TensorFlow for ranks to import where it trains with it.
+    """The config with this program's additions: its dialect, and TensorFlow to preload if it trains with it.
 
     Raises:
-        ValueError: it is to be shown in a notebook, and this program runs in none.
+        ValueError: ``progress="notebook"`` outside of a notebook.
     """
     if config.progress == "notebook" and not in_notebook():
         raise ValueError(
@@ -108,7 +107,7 @@ def adapted(config: C) -> C:
 
 
 def uses_tensorflow() -> bool:
-    """Whether this program trains with TensorFlow, as far as its imports tell: others import it without any need."""
+    """Whether this program trains with TensorFlow, judged by its imports, because other libraries import it too."""
     if "spark_hvd.tensorflow" in sys.modules:
         return True
     keras = sys.modules.get("keras") if "tensorflow" in sys.modules else None

@@ -1,4 +1,4 @@
-"""One start of a run's ranks on Spark: a hub, a barrier stage, and the results, or what ended it."""
+"""One start of a run's ranks on Spark: a hub, a barrier stage, and the results or the error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PATIENCE_HERE = 3
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is the same whenever the ranks of a run are started."""
+    """The settings that are the same for every start of a run's ranks."""
 
     session: SparkSession
     config: RunConfig
@@ -64,8 +64,8 @@ class Attempt:
         """Start the ranks once, and return their values in rank order.
 
         Raises:
-            RunError: one of :func:`spark_hvd.run`.
-            DataError: the DataFrames have no row, and Spark has started no rank for them.
+            RunError: as raised by :func:`spark_hvd.run`.
+            DataError: the DataFrames have no rows, so Spark has started no ranks.
             KeyboardInterrupt: after every rank has been stopped.
         """
         session, config, monitor = self.session, self.config, self.monitor
@@ -146,9 +146,9 @@ class Attempt:
 
 @dataclass
 class Contact:
-    """What is said of tasks that are not heard of, and taken back once they are.
+    """Warns about tasks that have not reported, and withdraws the warning when they do.
 
-    ``address`` is where this program listens, in words; for ``patience`` in seconds, see ``_UNHEARD``.
+    ``address`` describes where this program listens; for ``patience`` in seconds, see ``_UNHEARD``.
     """
 
     size: int
@@ -159,7 +159,7 @@ class Contact:
     def without_us(self, started: Collection[int], fell_back: bool, unheard: float) -> bool:
         """Whether the ranks may be training without this program.
 
-        ``unheard`` are the seconds since the tasks began to run, where no rank has been heard of.
+        ``unheard`` are the seconds since the tasks began to run, if no rank has reported.
         """
         if started and self._said and not fell_back:
             _log.warning("ranks %s have been heard of by now, and are watched from here on", sorted(started))
@@ -187,10 +187,10 @@ class Contact:
 def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
     """Open a hub on this program's side of a session's network.
 
-    ``make`` is given the address to listen on, and the one that tasks connect to.
+    ``make`` gets the address to listen on, and the one that tasks connect to.
 
     Raises:
-        ClusterError: this program cannot listen there, or knows no address for executors.
+        ClusterError: this program cannot listen there, or has no address for executors.
     """
     bind = None
     try:
@@ -211,7 +211,7 @@ def _each(looks: Sequence[Callable[[], None]]) -> None:
 
 
 def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> Callable[[], None]:
-    """What may end a run early: ranks that are lost, cannot come up, or take too long to; see :func:`attend`."""
+    """Ends a run early if ranks are lost, cannot start, or take too long to start; see :func:`attend`."""
     deadline = time.monotonic() + config.start_timeout
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)

@@ -1,4 +1,4 @@
-"""The driver's loop: it stays with a run's job to its end, shows what ranks say, and stops them on any error."""
+"""The driver's loop: waits for a run's job, shows the ranks' output, and stops the ranks on any error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_EVERY = 0.02
 
 
 class Grace(NamedTuple):
-    """Seconds that ranks get to end after they were told to, then their tasks, then the job when it is cancelled."""
+    """Seconds for ranks to end after they were told to, then for their tasks, then for the cancelled job."""
 
     ranks: float
     tasks: float
@@ -29,7 +29,7 @@ class Grace(NamedTuple):
 
 
 class ThreadJob(Generic[T]):
-    """Calls in threads of this process, with the face of a job of Spark's; they end when their hub does."""
+    """Calls in threads of this process, with the interface of a Spark job; they end when their hub does."""
 
     def __init__(self, work: Callable[[int], T], tasks: int) -> None:
         self._values: list[T] = []
@@ -45,16 +45,16 @@ class ThreadJob(Generic[T]):
         return not all(ended.is_set() for ended in self._ended)
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of all, at most ``timeout`` seconds."""
+        """Wait until all have ended, at most ``timeout`` seconds."""
         until = time.monotonic() + timeout
         for ended in self._ended:
             ended.wait(max(0.0, until - time.monotonic()))
 
     def cancel(self) -> None:
-        """Nothing: threads cannot be killed."""
+        """Do nothing, because threads cannot be killed."""
 
     def results(self) -> list[T]:
-        """What the calls have returned, in the order of their ends; raises what the first has raised, if one has."""
+        """The return values of the calls in the order of their ends; raises the first exception, if there is one."""
         if self._errors:
             raise self._errors[0]
         return self._values
@@ -75,13 +75,13 @@ def attend(
     grace: Grace,
     look: Callable[[], Grace | None] = lambda: None,
 ) -> None:
-    """Stay with a job until it has ended, and show what its ranks say. Any error stops them before it is raised.
+    """Wait until a job has ended, and show the output of its ranks. Any error stops the ranks before it is raised.
 
-    ``hub`` is where the ranks meet; None: they do without. ``grace`` is what they get after an error. ``look`` is
-    called many times a second; it may raise, and returns the grace of a job that is of no more use.
+    ``hub`` is the ranks' hub, None for ranks without one. ``grace`` is their time to end after an error. ``look`` is
+    called many times a second. It may raise, and returns the grace of a job that is no longer needed.
 
     Raises:
-        HubError: the hub has failed.
+        HubError: the hub failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     if hub is not None:

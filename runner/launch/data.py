@@ -1,4 +1,4 @@
-"""What ``data=`` gives the ranks of a run: which values it takes, and how each goes to the tasks."""
+"""The values that ``data=`` takes, and the way each reaches the tasks of a run."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _INSTEAD = {
 }
 _PIECE_ROWS = 65_536
 _MOST_CODE = 64 << 20
-"""Bytes of a function: it goes through the heap of Java, and to each rank as text of twice the size."""
+"""Maximum bytes of a function, which passes through Java's heap, and reaches each rank as text of twice the size."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The data sets of a run, by name and by the way they take.
+    """The data sets of a run by name, sorted by the way they reach the tasks.
 
     Attributes:
-        frames: Of Spark's: their rows are the input of the run's stage.
-        tables: In this program's memory.
-        sources: Pickled: ranks read these themselves.
+        frames: Spark DataFrames, whose rows are the input of the run's stage.
+        tables: Tables in this program's memory.
+        sources: Pickled sources, which the ranks read themselves.
         refused: Tables that only Spark may be able to read.
-        maps: What the rows of a data set go through, by its name.
+        maps: The functions of mapped data sets.
     """
 
     frames: Mapping[str, DataFrame | Split | Windows] = field(default_factory=dict)
@@ -66,10 +66,10 @@ class Given:
         return bool(self.frames or self.tables or self.sources or self.refused)
 
     def without_spark(self, function: str) -> Given:
-        """The same, where no frame is Spark's.
+        """The same data sets, checked to need no Spark.
 
         Raises:
-            ValueError: one is.
+            ValueError: one is a Spark DataFrame.
             DataError: a table cannot be read without Spark.
         """
         for refused in self.refused.values():
@@ -83,10 +83,10 @@ class Given:
 
     @contextmanager
     def on_disk(self) -> Iterator[Mapping[str, str]]:
-        """Folders with the rows of the tables, by name; they go afterwards.
+        """Temporary folders with the rows of the tables, by name.
 
         Raises:
-            DataError: there is no room.
+            DataError: the disk is full.
         """
         if not self.tables:
             yield {}
@@ -101,23 +101,23 @@ class Given:
             yield folders
 
     def read_by(self, session: SparkSession) -> Given:
-        """The same with the tables that ranks cannot read as frames that Spark reads, where it can.
+        """The same data sets, with the refused tables as frames that Spark reads.
 
         Raises:
-            DataError: it cannot.
+            DataError: Spark cannot read one.
         """
         read = {name: each.frame(name, session) for name, each in self.refused.items()}
         return replace(self, frames={**self.frames, **read}, refused={})
 
     def in_spark(self, session: SparkSession) -> Given:
-        """The same with all tables as Spark's frames, to be fed to tasks that may run on any host."""
+        """The same data sets, with all tables as Spark DataFrames, for tasks that may run on any host."""
         made = {name: _frame_of(session, table) for name, table in self.tables.items()}
         return replace(self, frames={**self.frames, **made}, tables={})
 
 
 @dataclass(frozen=True)
 class _Refused:
-    """A table that ranks cannot read in place: why, and how Spark is told to read it."""
+    """A table that ranks cannot read in place: the reason, and how Spark can read it."""
 
     error: TableError
     read: SparkRead | None
@@ -127,7 +127,7 @@ class _Refused:
             raise self.error
         try:
             frame = session.read.format(self.read.format).options(**self.read.options).load(self.read.path)
-            columns = frame.columns  # over Connect, what Spark has against it comes here
+            columns = frame.columns  # over Connect, Spark's errors are raised here
         except Exception as error:  # PySpark's classes of errors differ between its versions and Connect
             said = str(error).strip().partition("\n")[0]
             raise type(self.error)(f"{self.error}. Spark cannot read it in this session: {said}") from error
@@ -138,11 +138,11 @@ class _Refused:
 
 
 def given(data: Mapping[str, Any] | None) -> Given:
-    """Sort the values of ``data=`` by the ways they take.
+    """Sort the values of ``data=`` by the way they reach the tasks.
 
     Raises:
-        TypeError, ValueError: a name or a value that cannot be one; nothing was started.
-        DataError: files that cannot be read, or a table without rows.
+        TypeError, ValueError: a name or a value is not supported; nothing was started.
+        DataError: files cannot be read, or a table has no rows.
     """
     if data is None:
         return Given()
@@ -192,7 +192,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
 
 
 def check_rows(data: str, rows: int) -> None:
-    """Refuse a data set of which it is known that it has no rows.
+    """Refuse a data set without rows.
 
     Raises:
         DataError: it has none.
@@ -211,7 +211,7 @@ def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     from spark_hvd.data.units import OURS  # and so numpy, which a run without data does not need
 
     if ours := [name for name in columns if name.lower() in OURS]:
-        raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
+        raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")
     if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
     first: dict[str, str] = {}
@@ -241,8 +241,8 @@ def _row_map(name: str, value: Mapped) -> RowMap:
     if len(code) > _MOST_CODE:
         raise ValueError(
             f"the function of data[{name!r}] has {len(code) >> 20} MiB with what it refers to: expected at most "
-            f"{_MOST_CODE >> 20}. Next: let it load what is large (weights, a vocabulary) from a path that executors "
-            "reach, when it is called first"
+            f"{_MOST_CODE >> 20}. Let it load large objects (weights, a vocabulary) from a path that executors can "
+            "reach, in its first call"
         )
     return RowMap(code, value.columns, value.rows_at_once, value.random)
 
@@ -257,9 +257,9 @@ def _is_frame(value: Any) -> bool:
 
 
 def _checked(name: str, windows: Windows) -> Windows:
-    """Windows over what ranks can be given series of; over a table of Arrow where it was one of pandas."""
+    """Windows with checked rows; a pandas DataFrame becomes an Arrow table."""
     if _is_frame(windows.rows):
-        return windows  # types are looked at when the frame of series is made, still before anything is started
+        return windows  # types are checked when the frame of series is made, still before anything is started
     from spark_hvd.data.series.pieces import checked
 
     table = _table_of(name, windows.rows)
@@ -281,7 +281,7 @@ def _rows_of(value: pa.Table | Windows) -> pa.Table:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether it is a table whose files ranks can read; nothing is imported for it."""
+    """Whether it is a table whose files ranks can read. Imports nothing."""
     return any(isinstance(value, getattr(sys.modules.get(name), kind, ())) for name, kind in _TABLES.items())
 
 
@@ -291,7 +291,7 @@ def _are_paths(value: Any) -> bool:
 
 
 def _table_of(name: str, value: Any) -> pa.Table | None:
-    """The rows of what holds them in memory, in the types that Spark and the readers know; None for anything else."""
+    """The rows of an object in memory, in types that Spark and the readers know; None for anything else."""
     pandas = sys.modules.get("pandas")
     is_pandas = pandas is not None and isinstance(value, pandas.DataFrame)
     hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
@@ -315,13 +315,13 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
     for at, column in enumerate(table.columns):
         if pa.types.is_dictionary(column.type):
             table = table.set_column(at, table.column_names[at], _decoded(column))
-    # By pieces, since the text of a whole table may be more than a string array can hold.
+    # In pieces, because the text of a whole table may exceed the capacity of a string array.
     pieces = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
     return pieces.cast(plain_schema(table.schema)).replace_schema_metadata(None)
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a column that has them in a dictionary, of which Arrow cannot look up those that are views."""
+    """The values of a dictionary-encoded column. Arrow cannot decode dictionaries of view types, so they are cast."""
     import pyarrow as pa
 
     from spark_hvd.data.schemas.table import plain_type

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from is started before Spark's tasks ask for it, where this program can do that."""
+"""Starts the process that ranks are forked from before Spark's tasks ask for it, if this program can."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def torch_loading(session: SparkSession, env: Mapping[str, str | None]) -> Iterator[None]:
-    """On a local master, have torch imported for ranks while Spark plans their stage and starts its Python workers.
+    """On a local master, import torch for ranks while Spark plans their stage and starts its Python workers.
 
-    Nothing is to be done afterwards: tasks find the server by the same rules as if one of them had started it.
+    Tasks find the server by the same rules as if one of them had started it, so nothing more is needed.
 
     Raises:
-        SetupError: the Python that was chosen for Spark's workers has not what they need.
-        ForkServerError: this machine has another system than Linux.
+        SetupError: the Python of Spark's workers lacks what they need.
+        ForkServerError: this machine does not run Linux.
     """
     server = _started(session, env) if on_spark.is_local(session) else None
     try:

@@ -1,4 +1,4 @@
-"""The feeders of a run, seen from the driver: whether there is room for them, their Spark job, and its end."""
+"""The driver's side of a run's feeders: room for them, their Spark job, and its end."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _GRACE, _KILL = 2.0, 10.0
 
 @dataclass(frozen=True)
 class Room:
-    """Where feeders are to be.
+    """The slots of ranks and feeders.
 
     Attributes:
-        tasks: Spark tasks of ranks.
-        feeders: Spark tasks of feeders.
-        share: Of the application's slots, what feeders take.
-        resources: What each of them gets; None where there are none.
+        tasks: Number of Spark tasks of ranks.
+        feeders: Number of Spark tasks of feeders.
+        share: The feeders' share of the application's slots.
+        resources: Resources of each feeder; None without feeders.
     """
 
     tasks: int
@@ -58,13 +58,13 @@ class Room:
 
 
 def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: int, of_ranks: TaskResources) -> Room:
-    """Make sure that feeders find slots beside so many tasks of ranks, for which there is room.
+    """Check that feeders find slots beside this number of rank tasks, for which there is room.
 
-    Where the number of ranks was left open, they leave as much room as feeders need.
+    If the number of ranks is open, they leave as much room as feeders need.
 
     Raises:
-        ValueError: there is nothing for feeders to do.
-        NotEnoughSlotsError: naming the slots wanted, those there, and what to change.
+        ValueError: feeders would have nothing to do.
+        NotEnoughSlotsError: there are too few slots; the text has the numbers and what to change.
     """
     feeders = config.feeders
     if not feeders:
@@ -101,7 +101,7 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
 
 
 def left_beside(feeders: int, room: int, slots: int) -> int:
-    """How many of ``slots`` for tasks of ranks are left where feeders take theirs of the ``room`` for feeders alone."""
+    """How many of ``slots`` for rank tasks are left if feeders take theirs; ``room`` is the number of feeder slots."""
     return max(0, int((1 - Fraction(feeders, max(room, 1))) * slots))
 
 
@@ -109,9 +109,9 @@ _MORE = "give the application more executors or cores (spark.executor.instances,
 
 
 class Feeding:
-    """Feeders for one start of a run's ranks, to its end.
+    """The feeders for one start of a run's ranks.
 
-    Their job begins once ranks run: a barrier stage finds its slots free before.
+    Their job begins only when the ranks run, so that the barrier stage finds its slots free.
 
     Raises:
         ClusterError: this program cannot listen for them.
@@ -152,15 +152,15 @@ class Feeding:
 
     @property
     def address(self) -> FeedAddress:
-        """What ranks are told."""
+        """The address for the ranks."""
         return self._directory.address
 
     def look(self, ranks_run: Callable[[], bool]) -> None:
-        """Start the job when ranks run, and again where it has failed; to be called many times a second.
+        """Start the job when ranks run, and again if it has failed; called many times a second.
 
         Raises:
-            StartTimeoutError: no feeder has been heard of in ``start_timeout``.
-            RunError: the job has failed as often as it may; from Spark's error.
+            StartTimeoutError: no feeder has reported within ``start_timeout``.
+            RunError: the job has failed too often; from Spark's error.
         """
         now = time.monotonic()
         if now < self._next_look:

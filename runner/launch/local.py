@@ -64,17 +64,17 @@ def run_local(
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
 
-    The same as :func:`spark_hvd.run` in everything that fn and the caller can see, over the loopback interface.
+    For fn and the caller it behaves as :func:`spark_hvd.run`. Ranks use the loopback interface.
 
     Returns:
-        What fn returned on every rank, in rank order: a list, that also knows how the run went.
+        The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled.
         RankFailedError: a rank raised, exited or was killed.
-        RunTimeoutError: ``timeout`` was over.
-        HubError: the hub between ranks and driver has failed.
+        RunTimeoutError: ``timeout`` expired.
+        HubError: the hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -114,7 +114,7 @@ def _attempt(
 
 
 def env_here(config: CommonConfig, ranks: int) -> Mapping[str, str | None]:
-    """The changes to these ranks' environment: left alone, torch starts a thread a core in each, to wait for others."""
+    """Changes to the ranks' environment. By default, torch in each rank would start one thread per core."""
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return {**share, **config.env}
 

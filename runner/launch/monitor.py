@@ -1,4 +1,4 @@
-"""What the caller of ``run`` sees of it: what ranks say comes in the hub's thread, and is shown in its own."""
+"""Shows a run to the caller of ``run``: messages arrive in the hub's thread, and are shown in the caller's."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _LOOK_EVERY = 0.25
 
 
 class Monitor(Listener):
-    """See the module's description; a context manager.
+    """Shows and records a run; a context manager.
 
-    Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
-    ``price_per_hour`` is that of one rank; None: it is not known. ``gpus_per_rank`` is None for one, where ranks have
-    any. ``page`` is where a page of the run listens; None for no page.
+    Displays, trackers and pages may fail without ending the run; streams that the caller has passed may not.
+    ``price_per_hour`` is that of one rank, None if unknown. ``gpus_per_rank`` is None for one GPU per rank, if ranks
+    have any. ``page`` is the address of the run's page; None for no page.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Monitor(Listener):
             self._display.end(None)
 
     def ask(self, hub: HubServer) -> None:
-        """From now on have this hub look closer at ranks that do not move."""
+        """Let this hub examine ranks that do not move."""
         self._hub = hub
 
     @property
     def hang(self) -> HangVerdict | None:
-        """Why nothing moves; None if things do."""
+        """Why nothing moves; None if the run moves."""
         return self._watch.verdict
 
     def flush(self) -> None:
-        """Show what is new; to be called many times a second."""
+        """Show what is new; called many times a second."""
         for rank, stream, text in self._output.take():
             self._display.lines(rank, stream, text)
             if self._page is not None:
@@ -140,7 +140,7 @@ class Monitor(Listener):
                 self._guarded("the page of the run", self._page.show, self._picture, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
-        """The run has ended well: show its summary, and return what there is of it."""
+        """Show the summary of a successful run, and return the summary and the history."""
         self._next_look = 0.0  # what others waited for has ended with the run, if not before
         self.flush()
         now = time.monotonic()
@@ -200,7 +200,7 @@ class Monitor(Listener):
         self._summary = view.summary(now)
 
     def _guarded(self, observer: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Let somebody look who may fail: that ends their looking, and not the run."""
+        """Call an observer; if it fails, that ends the observer and not the run."""
         if observer in self._failed:
             return
         try:
@@ -214,8 +214,8 @@ def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Mon
     """The monitor of a run.
 
     Raises:
-        TypeError: the tracker is none.
-        ValueError: the variable that asks for a page says no address.
+        TypeError: the tracker is not a tracker.
+        ValueError: the variable for the page has no valid address.
     """
     name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"

@@ -27,12 +27,12 @@ _ANSWER = 3.0
 
 
 def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
-    """Call ``start(generation, loss)`` until it returns, at most ``max_restarts`` times more than once.
+    """Call ``start(generation, loss)`` until it returns, with at most ``max_restarts`` repetitions.
 
-    It is given how often it was called before, and the error that ended the last time.
+    It gets the number of earlier calls, and the error that ended the last one.
 
     Raises:
-        RunError: the error of the last start, which says how many restarts were made, if any.
+        RunError: the error of the last start; says how many restarts were made, if any.
     """
     loss: RunError | None = None
     for made in range(max_restarts + 1):
@@ -50,10 +50,10 @@ def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int)
 
 
 def reason_to_restart(error: RunError) -> str | None:
-    """Why the ranks may be started again after ``error``, in a line; None where the same would happen again.
+    """Why the ranks may be restarted after ``error``, in a line; None if the same would happen again.
 
-    An executor or a process that is gone may be there the next time. An exception, an exit code or a timeout is the
-    program's own.
+    A lost executor or process may be back the next time. An exception, an exit code or a timeout comes from the
+    program.
     """
     if isinstance(error, ExecutorLostError):
         return str(error).splitlines()[0]
@@ -63,7 +63,7 @@ def reason_to_restart(error: RunError) -> str | None:
 
 
 def _note(error: RunError, made: int, max_restarts: int) -> str:
-    """What the last error is to say about restarts."""
+    """The sentence about restarts in the last error."""
     if made:
         return f"This was after {made} restart{'s' if made > 1 else ''} (max_restarts={max_restarts})."
     if isinstance(error, ExecutorLostError):
@@ -75,7 +75,7 @@ def _note(error: RunError, made: int, max_restarts: int) -> str:
 
 
 def check_least(config: RunConfig, tasks: int) -> None:
-    """Make sure that ``min_num_proc`` is not above a number of ranks that only the cluster has told.
+    """Check that ``min_num_proc`` does not exceed a number of ranks that came from the cluster.
 
     Raises:
         ValueError: it is.
@@ -86,14 +86,13 @@ def check_least(config: RunConfig, tasks: int) -> None:
 
 
 def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, room: Room, loss: RunError) -> int:
-    """How many tasks of ranks there is room for after a loss, beside feeders.
+    """The number of rank tasks for which there is room after a loss, beside feeders.
 
-    As many as before as soon as possible, else what is there in the end. Waits up to ``start_timeout`` for executors to
-    come back, and for Spark to notice those that are gone: until then it would place ranks on a host that does not
-    answer.
+    It returns as soon as there is room for as many as before. Otherwise it waits up to ``start_timeout`` for executors
+    to come back, and for Spark to notice lost ones, because Spark would place ranks on a host that does not answer.
 
     Raises:
-        NotEnoughSlotsError: fewer than ``min_num_proc`` asks for; from ``loss``.
+        NotEnoughSlotsError: there is room for fewer ranks than ``min_num_proc``; from ``loss``.
     """
     deadline = time.monotonic() + config.start_timeout
     each, wanted = config.procs_per_task, room.tasks

@@ -1,4 +1,4 @@
-"""``RunResult``: what a run gives back: the values of its ranks, and how it went."""
+"""``RunResult``: the return values of a run's ranks, and how the run went."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW = 8
 
 
 class _Abbreviating(reprlib.Repr):
-    """Prints arrays and tensors that are not small as their shape and dtype, wherever they are; all else in full."""
+    """Prints arrays and tensors that are not small as their shape and dtype, and everything else in full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ _abbreviating = _Abbreviating()
 
 
 class RunResult(list[R]):
-    """The values that the ranks returned, in rank order: a list like any other, that also knows how the run went.
+    """The return values of the ranks, in rank order: a list that also records how the run went.
 
-    Large arrays and tensors in it are printed as their shape and dtype; ``result[0]`` is the value itself.
+    It prints large arrays and tensors as their shape and dtype; ``result[0]`` is the value itself.
 
     Attributes:
-        summary: Speed, where the time went, restarts; None where nothing was heard of the ranks.
-        history: What the ranks told, at least once a second: ``history.points(rank)``, ``history.to_pandas()``.
+        summary: Speed, where the time went, restarts; None if the driver received nothing from the ranks.
+        history: What the ranks reported, at least once a second: ``history.points(rank)``, ``history.to_pandas()``.
 
     Args:
         values: One for each rank.
         summary: See above.
-        history: See above; None for one without records.
+        history: See above; None for an empty one.
     """
 
     __module__ = "spark_hvd.runner"
@@ -76,13 +76,13 @@ class RunResult(list[R]):
         return _abbreviating.repr_list(self, _abbreviating.maxlevel)
 
     def plot_loss(self, metric: str = "loss") -> Figure:
-        """A metric over the steps: the mean of the ranks, and the band they are in; needs matplotlib.
+        """Draw a metric over the steps: the mean of the ranks and their range. Needs matplotlib.
 
         Args:
             metric: A name that was given to `hvd.progress`.
 
         Raises:
-            ValueError: nobody has reported it.
+            ValueError: no rank has reported it.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_loss
@@ -90,10 +90,10 @@ class RunResult(list[R]):
         return plot_loss(self.history, metric)
 
     def plot_throughput(self) -> Figure:
-        """Samples (or steps) a second of each rank, over the time; needs matplotlib.
+        """Draw samples (or steps) per second of each rank over time. Needs matplotlib.
 
         Raises:
-            ValueError: nobody has counted any.
+            ValueError: no rank has counted any.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_throughput
@@ -101,7 +101,7 @@ class RunResult(list[R]):
         return plot_throughput(self.history)
 
     def timeline(self) -> Figure:
-        """Draw a lane for each rank over time, filled by where its time went; needs matplotlib.
+        """Draw a lane for each rank over time that shows where its time went. Needs matplotlib.
 
         Raises:
             ValueError: there is nothing to draw.

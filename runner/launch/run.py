@@ -35,10 +35,10 @@ _LOOK_EVERY = 0.1
 
 
 class SlotShares:
-    """Runs of one program share the slots of its Spark application: one that finds too few free waits for others.
+    """Runs of one program share the slots of its Spark application: a run waits until enough of them are free.
 
-    Spark makes such a run wait too, but by then its ``start_timeout`` counts, and its processes are there already.
-    Who asks first is served first: no large run is passed over.
+    Spark would make it wait too, but only after its processes have started, and within its ``start_timeout``. Runs are
+    served in order, so large runs do not starve.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class SlotShares:
         self._free = Fraction(1)
         self._queue: list[object] = []
         self._threads: list[int] = []
-        """Of the runs that hold slots."""
+        """The threads of the runs that hold slots."""
         self._told = False
 
     @contextmanager
     def held(self, tasks: int, slots: int | None, more: Fraction = Fraction(0)) -> Iterator[None]:
-        """Hold slots for this run; waits until they are free.
+        """Wait until slots for this run are free, and hold them.
 
-        Kinds of tasks differ in cores and GPUs, so shares are compared; where ``slots`` is None there is no wait.
-        ``more`` is the share of its other tasks.
+        Tasks of different runs differ in cores and GPUs, so shares are compared. If ``slots`` is None, it does not
+        wait. ``more`` is the share of the run's other tasks.
 
         Raises:
             KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
@@ -130,26 +130,26 @@ def run(
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of the Spark cluster, all at the same time.
 
-    Each rank is a process of its own, a child of a task of one barrier stage. When fn starts, the ranks have already
-    met: ``import spark_hvd.torch as hvd`` works at once, and so does ``torch.distributed``, whose default process
-    group is initialised. Ranks on the same host are numbered next to each other.
+    Each rank is a separate process, a child of a task of one barrier stage. When fn starts, the ranks are connected:
+    ``import spark_hvd.torch as hvd`` works at once, and the default process group of ``torch.distributed`` is
+    initialised. Ranks on the same host have consecutive numbers.
 
-    fn, its arguments and its values are pickled by cloudpickle; functions and classes defined in a notebook or script
-    travel by value.
+    fn, its arguments and its return values are pickled by cloudpickle, so functions and classes defined in a notebook
+    or script work.
 
     Returns:
-        What fn returned on every rank, in rank order: a list, that also knows how the run went.
+        The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
         ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
             something missing on an executor).
-        StartTimeoutError: not all ranks came up in ``start_timeout``.
+        StartTimeoutError: not all ranks started within ``start_timeout``.
         RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
-        RunTimeoutError: ``timeout`` was over.
+        RunTimeoutError: ``timeout`` expired.
         ExecutorLostError: Spark lost an executor, and no restart was left.
-        HubError: the hub between ranks and driver has failed.
+        HubError: the hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -179,10 +179,10 @@ def run(
 
 
 def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
-    """How many tasks a run has, once there is room for all of them, and what each of them gets.
+    """The number of tasks of a run, once there is room for all of them, and the resources of each.
 
     Raises:
-        ClusterError: the application cannot give that; NotEnoughSlotsError where it is the number.
+        ClusterError: the application cannot provide them; NotEnoughSlotsError if there are too few slots.
     """
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)

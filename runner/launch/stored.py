@@ -1,7 +1,7 @@
-"""Rows for elastic ranks: written to Parquet before any rank starts, so that one that comes later reads the same.
+"""Rows for elastic ranks, written as Parquet before any rank starts, so that later ranks read the same.
 
-Ranks of a static run have a DataFrame's rows on the disks of their hosts; those of a host that is lost would be lost
-with it. So each row is computed once, by one job of Spark, and goes to where every rank, whenever it starts, finds it.
+Ranks of a static run have a DataFrame's rows on the disks of their hosts, and would lose them with a host. For elastic
+ranks, one Spark job computes each row once, and writes it where every rank finds it, whenever it starts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _GROUPS = 32
 def stored(
     given: Given, store: str | os.PathLike[str] | Store | None = None, session: SparkSession | None = None
 ) -> Iterator[Mapping[str, bytes]]:
-    """Sources of all data sets, for ranks to read; what was written for them is deleted afterwards.
+    """The sources of all data sets for the ranks; files written for them are deleted afterwards.
 
-    Without a store, they go to a temporary folder of this machine; without a session, the ranks are of this machine.
+    Without a store, files go to a temporary folder of this machine. Without a session, the ranks run on this machine.
 
     Raises:
-        ValueError: rows are to be written, and no place is known that all hosts see; or rows are to be windows.
+        ValueError: rows must be written, but no storage is known that all hosts can reach; or a data set is Windows.
         DataError: a data set has no rows.
         StoreError: rows cannot be written.
     """
@@ -59,8 +59,8 @@ def stored(
     for name in rows:
         if isinstance(given.frames.get(name, given.tables.get(name)), Windows):
             raise ValueError(
-                f"data[{name!r}] is Windows over series, whose rows are on disks of the ranks: those of an elastic run "
-                "come and go. Use run, with max_restarts= against losses"
+                f"data[{name!r}] is Windows over series, whose rows are on the ranks' disks, but ranks of an elastic "
+                "run come and go. Use run, with max_restarts= against losses"
             )
     with _place(rows[0], store, session) as (place, folder):
         sources = dict(given.sources)
@@ -103,13 +103,13 @@ def _place(
 
 
 def _owner() -> dict[str, Any]:
-    """This process, as others can look for it."""
+    """The identity of this process, by which others can find out whether it is alive."""
     process = psutil.Process()
     return {"where": _where(), "pid": process.pid, "born": process.create_time()}
 
 
 def _where() -> list[str]:
-    """Where process ids mean the same: one start of one machine, one container."""
+    """The scope of process IDs: one boot of one machine, one container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
@@ -118,7 +118,7 @@ def _where() -> list[str]:
 
 
 def _sweep(store: Store) -> None:
-    """Delete the rows of programs of this machine that were killed; of others, nothing tells whether they live."""
+    """Delete the rows of killed programs of this machine; for others, it is unknown whether they are alive."""
     for path in store.list(store.url):
         if posixpath.basename(path).startswith(_FOLDER) and _is_left(store, path):
             _log.warning("deleting %s, the rows of a run whose program was killed", path)

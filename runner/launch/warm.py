@@ -1,4 +1,4 @@
-"""``warm_up``: what the first run of a session would wait for is done before, at a time of the user's choice."""
+"""``warm_up``: prepares executors, so that the first run of a session starts fast."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What :func:`spark_hvd.warm_up` has done.
+    """The result of :func:`spark_hvd.warm_up`.
 
     Attributes:
-        executors: Whose processes have torch loaded now, or had it before.
-        hosts: On which these are.
-        ranks: That were started, and have ended.
+        executors: Number of executors that now have a process with torch loaded.
+        hosts: Number of their hosts.
+        ranks: Number of ranks that were started, and have ended.
         seconds: From the call to its return.
     """
 
@@ -51,25 +51,25 @@ def warm_up(
 ) -> WarmUp:
     """Let executors start Python and import torch now, so that the first run or fit of a session does not wait for it.
 
-    It runs a function that does nothing on ranks, as :func:`spark_hvd.run` would. The process with torch that each
-    executor then has is kept for ten minutes after the last run, and ends with the executor. Called again, it is
-    done in a fraction of a second. A notebook may call it in a thread while data are read.
+    It runs an empty function on ranks, as :func:`spark_hvd.run` would. Each executor then keeps a process with torch
+    for ten minutes after the last run; the process ends with the executor. A second call takes a fraction of a second.
+    A notebook may call it in a thread while it reads data.
 
     Args:
         spark: The session; None for the active one.
-        num_proc: Number of ranks. None for as many as the cluster has task slots, which reaches every executor; fewer
-            reach those on which Spark places them.
-        env: That of the runs to come, where it has SPARK_HVD_PRELOAD: modules to be imported besides torch.
-        start_timeout: Seconds for all of this: includes waiting for busy slots.
+        num_proc: Number of ranks. None for the number of task slots in the cluster, which reaches every executor;
+            fewer ranks reach only the executors on which Spark places them.
+        env: The ``env`` of later runs, if it has SPARK_HVD_PRELOAD, the modules to import besides torch.
+        start_timeout: Seconds for everything, including waiting for busy slots.
 
     Returns:
-        How many executors are warm.
+        The number of warm executors, hosts and ranks, and the time it took.
 
     Raises:
-        ValueError: ``env`` has a variable that libraries read when they are loaded, such as OMP_NUM_THREADS: runs with
-            one have a process of their own, that ends with them.
-        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: as :func:`spark_hvd.run` raises them; what
-            is missing on an executor, such as torch, is named.
+        ValueError: ``env`` has a variable that libraries read when they load, such as OMP_NUM_THREADS. Runs with such
+            a variable use their own process, which ends with them.
+        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: as raised by :func:`spark_hvd.run`. The
+            text names what is missing on an executor, such as torch.
     """
     if not outlives_runs(env or {}):
         raise ValueError(

@@ -11,7 +11,7 @@ from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 
 class RunError(Brief, RuntimeError):
-    """Base of everything that can go wrong with a run once its arguments are accepted."""
+    """Base of all errors of a run after its arguments were accepted."""
 
     __module__ = "spark_hvd.runner"
 
@@ -28,11 +28,11 @@ class ClusterError(RunError):
 
 
 class NotEnoughSlotsError(ClusterError):
-    """Fewer tasks can run at once than ranks were asked for."""
+    """Fewer tasks can run at the same time than ranks were requested."""
 
 
 class SetupError(ClusterError):
-    """An executor lacks something that ranks need: spark_hvd, torch, a module of the user's."""
+    """An executor lacks something that ranks need: spark_hvd, torch, or one of the user's modules."""
 
 
 class StartTimeoutError(RunError):
@@ -40,15 +40,15 @@ class StartTimeoutError(RunError):
 
 
 class ExecutorLostError(RunError):
-    """Spark lost an executor during the run. fn is not run again but by ``max_restarts``: it may have had effects."""
+    """Spark lost an executor during the run. fn may have had side effects, so only ``max_restarts`` runs it again."""
 
 
 class HubError(RunError):
-    """The hub, through which the driver and its tasks speak, has failed: on a malformed message, or by a defect."""
+    """The hub between the driver and its tasks failed, on a malformed message or by a defect."""
 
 
 def check_hub(failure: Exception | None) -> None:
-    """Raise what has ended a hub's work, if anything has.
+    """Raise the failure of a hub, if it has failed.
 
     Raises:
         HubError: with the hub's own text.
@@ -72,16 +72,16 @@ class _FailuresError(RunError):
 
 
 class RankFailedError(_FailuresError):
-    """A rank failed. ``__cause__`` is its own exception, where that could be pickled.
+    """A rank failed. ``__cause__`` is its own exception, if that could be pickled.
 
     Attributes:
-        failures: Every rank without a value, the first cause first, echoes of it and stopped ranks after it.
-        hang: Which ranks waited for which, with the stacks of all, if they did so to the end; else None.
+        failures: Every rank without a value: the cause first, then its echoes and stopped ranks.
+        hang: Which ranks waited for which, with the stacks of all, if they waited until the end; otherwise None.
     """
 
     @property
     def first(self) -> Failed:
-        """The failure that came first and is no echo of another."""
+        """The first failure that is not an echo of another."""
         return self.failures[0]
 
     @property
@@ -96,20 +96,20 @@ class RankFailedError(_FailuresError):
 
 
 class RunTimeoutError(_FailuresError):
-    """The run was still going when ``timeout`` was over; the message has the stacks of every rank that was running.
+    """The run did not end within ``timeout``; the message has the stacks of every rank that was running.
 
     Attributes:
         failures: Every rank without a value.
-        hang: As of :class:`RankFailedError`.
+        hang: As in :class:`RankFailedError`.
     """
 
 
 class ElasticError(_FailuresError):
-    """An elastic run could not go on. ``__cause__`` is the exception of the rank that failed last, if one did.
+    """An elastic run could not continue. ``__cause__`` is the exception of the rank that failed last, if one did.
 
     Attributes:
-        failures: Ranks that failed in the course of the run, the one that decided first.
-        hang: As of :class:`RankFailedError`.
+        failures: Ranks that failed during the run, the decisive one first.
+        hang: As in :class:`RankFailedError`.
     """
 
 
@@ -122,4 +122,4 @@ class ResetLimitError(ElasticError):
 
 
 class StateLostError(ElasticError):
-    """All ranks that had the state were lost, and it had been committed: starting anew would lose what was done."""
+    """All ranks that had a committed state were lost, so starting again would lose the work done."""

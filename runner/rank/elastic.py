@@ -1,7 +1,7 @@
-"""The process of an elastic rank: runs fn once, and goes with it from world to world, as its agent says.
+"""The process of an elastic rank: runs fn once, and moves with it from world to world, as its agent says.
 
-A second thread listens to the agent. It must be able to end collectives in which the training thread waits for a rank
-that is gone; so it is also the only one that reads.
+A second thread listens to the agent. It is the only one that reads, because it must be able to end collectives in which
+the training thread waits for a lost rank.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from spark_hvd.world.ports import listen
 
 
 def outlive_nccl(env: MutableMapping[str, str]) -> None:
-    """Have torch abort NCCL's communicators when a peer has gone, and not this process, unless the user says otherwise.
+    """Let torch abort NCCL's communicators when a peer is lost, instead of this process, unless the user decides.
 
-    By default its watchdog ends the process (SIGABRT), perhaps before the agent has told of the loss: the ranks that
-    are to go on would go with the one that is lost.
+    By default its watchdog ends the process (SIGABRT), perhaps before the agent has reported the loss. The surviving
+    ranks would then end with the lost one.
     """
     if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # the name that torch gave up
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
 
 
 class ElasticRank(ElasticLauncher):
-    """See the module's description; it is the launcher that ``hvd.elastic`` talks to."""
+    """An elastic rank; the launcher that ``hvd.elastic`` talks to."""
 
     def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
@@ -69,7 +69,7 @@ class ElasticRank(ElasticLauncher):
 
     @property
     def rank(self) -> int:
-        """This rank's number in its last generation; before the first, the one that it was started with."""
+        """This rank's number in its last generation; before the first, its initial number."""
         return self._me.rank
 
     def run(self, payload: bytes | memoryview) -> Any:
@@ -99,7 +99,7 @@ class ElasticRank(ElasticLauncher):
         leave.shutdown()
 
     def linger(self) -> None:
-        """Stay until the agent has taken the outcome."""
+        """Wait until the agent has taken the outcome."""
         self._listener.join()
 
     # ---- what hvd.elastic asks ------------------------------------------------------------------------------------

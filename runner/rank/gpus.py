@@ -1,8 +1,8 @@
-"""Which GPUs a rank uses, and whether the ranks' GPUs fit together: pure functions of what Spark and the ranks say.
+"""The GPUs of a rank, and checks of the GPUs of all ranks: pure functions of what Spark and the ranks report.
 
-Spark hands a task addresses: what its discovery script printed, for the usual script the numbers that nvidia-smi gives
-the host's GPUs, or UUIDs. An executor that has CUDA_VISIBLE_DEVICES may use those only. An address that is an entry of
-it means that entry; else it is a position in it, as for CUDA and for PySpark's TorchDistributor.
+Spark gives a task addresses from its discovery script: with the usual script nvidia-smi's numbers of the host's GPUs,
+or UUIDs. An executor with CUDA_VISIBLE_DEVICES may use only those. An address that is an entry of it means that entry;
+otherwise it is a position in it, as for CUDA and for PySpark's TorchDistributor.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from itertools import combinations
 
 
 class GpuError(ValueError):
-    """The GPUs that Spark assigned, or that a host has, do not fit what the run needs."""
+    """The GPUs that Spark assigned, or that a host has, do not match what the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What a rank is told of its GPUs.
+    """The order for a rank's GPUs.
 
     Attributes:
-        assigned: What CUDA_VISIBLE_DEVICES holds for this rank; None where the rank chooses by its local rank.
+        assigned: CUDA_VISIBLE_DEVICES of this rank; None if the rank chooses by its local rank.
         per_proc: The run's ``gpus_per_proc``.
-        may_share: Whether the application means several ranks to use one GPU.
+        may_share: Whether several ranks may use one GPU.
     """
 
     assigned: Sequence[str] | None = None
@@ -33,12 +33,12 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class RankGpus:
-    """What a rank tells the others of its GPUs.
+    """A rank's report of its GPUs to the others.
 
     Attributes:
         host: Its host.
         assigned: As in :class:`GpuShare`.
-        physical: What tells the board of its current device from others on that host; None: torch sees no GPU.
+        physical: Identity of its current device on that host; None if torch sees no GPU.
     """
 
     host: str
@@ -48,7 +48,7 @@ class RankGpus:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that suits the ranks' GPUs, and what rank 0 should warn of."""
+    """The backend for the ranks' GPUs, and a warning for rank 0 to log."""
 
     backend: str | None
     warning: str | None = None
@@ -61,18 +61,18 @@ def devices_of(
     visible: str | None,
     gpus_per_proc: int | None,
 ) -> tuple[str, ...] | None:
-    """The GPUs of one rank of a task, as CUDA_VISIBLE_DEVICES names them; its own is the first.
+    """The GPUs of one rank of a task, as CUDA_VISIBLE_DEVICES names them; its current device is the first.
 
     Args:
-        assigned: Addresses that Spark handed to the task; None where it hands out no GPUs.
-        procs_per_task: Ranks in the task, among which its GPUs are divided; the first rank gets the first ones.
-        local_index: Which of them this rank is, from 0.
-        visible: The executor's CUDA_VISIBLE_DEVICES; None where it is not set.
-        gpus_per_proc: GPUs of a rank, 0 for none; None for equal shares of what there is.
+        assigned: Addresses that Spark gave the task; None if Spark assigns no GPUs.
+        procs_per_task: Number of ranks in the task, which divide its GPUs; the first rank gets the first ones.
+        local_index: Number of this rank among them, from 0.
+        visible: The executor's CUDA_VISIBLE_DEVICES; None if it is not set.
+        gpus_per_proc: GPUs per rank, 0 for none; None for equal shares.
 
     Returns:
-        Names of GPUs, none if the rank is to see none. None where nothing was assigned: the rank then chooses by its
-        local rank among those that are visible.
+        Names of GPUs, empty if the rank must see none. None if nothing was assigned: the rank then chooses by its local
+        rank among the visible ones.
 
     Raises:
         GpuError: the executor may not use an assigned GPU, or too few were assigned.
@@ -94,7 +94,7 @@ def devices_of(
 
 
 def gpu_env(devices: Sequence[str] | None, executor: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank that has these GPUs. The executor's own choices stand."""
+    """Environment variables of a rank with these GPUs. Settings of the executor are kept."""
     ours = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # or TensorFlow takes all memory, and leaves none to torch and NCCL
     if devices and all(device.isdigit() for device in devices) and "CUDA_VISIBLE_DEVICES" not in executor:
         ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's, by which Spark counts; CUDA's own is the fastest first
@@ -126,9 +126,9 @@ def _same(entry: str, address: str) -> bool:
 
 
 def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
-    """The number of an assigned GPU among those that a process sees, whose CUDA_VISIBLE_DEVICES is the executor's.
+    """The number of an assigned GPU among those visible to a process with the executor's CUDA_VISIBLE_DEVICES.
 
-    ``visible`` is the executor's; ``uuids`` are as CUDA gives them, without "GPU-".
+    ``visible`` is that variable; ``uuids`` are CUDA's, without "GPU-".
 
     Raises:
         GpuError: the process does not see it.
@@ -151,12 +151,12 @@ def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
 
 
 def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) -> int | None:
-    """The number, among the GPUs that this process sees, of the one that a rank makes its current device.
+    """The number, among the visible GPUs, of the rank's current device.
 
-    ``there`` is how many GPUs it sees.
+    ``there`` is the number of visible GPUs.
 
     Returns:
-        None where there is none.
+        The number; None without GPUs.
 
     Raises:
         GpuError: this host has too few for ``gpus_per_proc``.
@@ -174,13 +174,13 @@ def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) ->
 
 
 def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bool) -> Choice:
-    """Compare the GPUs of all ranks; every rank comes to the same result.
+    """Compare the GPUs of all ranks, with the same result on every rank.
 
-    ``ranks`` are in rank order. ``backend`` is what the run was asked for; None: a choice. With ``may_share``, several
-    ranks are meant to use one GPU.
+    ``ranks`` are in rank order. ``backend`` is the run's option; None to choose one. With ``may_share``, several ranks
+    may use one GPU.
 
     Raises:
-        GpuError: Spark handed one GPU to two tasks that should have one each, or NCCL was asked for and cannot work.
+        GpuError: Spark gave one GPU to two tasks that need one each, or NCCL was requested and cannot work.
     """
     together: dict[tuple[str, str | None], list[int]] = {}
     for rank, info in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""What a rank's process is told to do: the header of its first frame."""
+"""The order for a rank's process, sent as the header of its first frame."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from spark_hvd.world.ports import PortRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """See the module's description.
+    """What a rank needs to know before it runs the user's function.
 
     Attributes:
-        me: The rank; of an elastic run, its first place.
-        ip: This host's address, by which other ranks reach it.
-        ports: Where ranks may listen; None for any port.
+        me: The rank; in an elastic run, its first place.
+        ip: This host's address, at which other ranks reach it.
+        ports: Ports on which ranks listen; None for any.
         backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
-        gpus: What the rank is told of its GPUs.
-        secret: The world's, from which the keys between ranks are derived.
-        generation: The world's; of an elastic run, its agent tells.
-        join_timeout: Seconds to join the others' world.
-        collective_timeout: Seconds after which a collective that peers do not join fails.
-        watched: Whether the driver hears how far the rank is.
-        slot: Of an elastic run: a number that no other agent of the host has. None for a static one.
-        seed: The run's, of random numbers; None for others in each run.
-        stream: Which of the seed's streams is this rank's; no other rank of the run has had it.
-        data: The sources of the run's data sets, pickled, by name.
+        gpus: The rank's GPUs.
+        secret: Secret of the world, from which the keys between ranks are derived.
+        generation: Number of the world; in an elastic run, the agent sends it later.
+        join_timeout: Seconds to join the world of the others.
+        collective_timeout: Seconds after which a collective fails if peers do not join it.
+        watched: Whether the rank sends records of its progress to the driver.
+        slot: In an elastic run, a number that is unique among the agents of the host; otherwise None.
+        seed: Seed of the run's random numbers; None for different ones in each run.
+        stream: Number of this rank's stream of the seed; no other rank of the run has had it.
+        data: Pickled sources of the run's data sets, by name.
     """
 
     me: RankInfo
@@ -48,13 +48,13 @@ class RankOrder:
     data: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data that JSON can carry: over the anonymous socket pair of this rank alone."""
+        """Plain data for JSON. It contains the secret, so it is sent only over the rank's own socket pair."""
         data = {name: source.hex() for name, source in self.data.items()}
         return {**asdict(self), "secret": self.secret.hex(), "data": data}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RankOrder:
-        """What :meth:`to_message` made."""
+        """The inverse of :meth:`to_message`."""
         made = {
             "me": RankInfo(**message["me"]),
             "ports": None if message["ports"] is None else PortRange(**message["ports"]),

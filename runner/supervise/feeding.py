@@ -1,4 +1,4 @@
-"""What runs in the Spark task of a feeder: it finds the address by which ranks reach it, and feeds them to the end."""
+"""The Spark task of a feeder: finds the address at which ranks can reach it, and feeds them until they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FeederSpec:
-    """What the driver tells every feeder of a run."""
+    """The driver's order for every feeder of a run."""
 
     config: CommonConfig = field(repr=False)
     feed: FeedAddress
@@ -28,7 +28,7 @@ class FeederSpec:
 
 
 def run_feeder(spec: FeederSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Feed ranks; there is nothing to yield."""
+    """Feed ranks; yields nothing."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

@@ -1,16 +1,16 @@
-"""The fork server: a process with torch imported, out of which ranks are forked in milliseconds.
+"""The fork server: a process with torch imported, from which ranks are forked in milliseconds.
 
-Importing torch takes seconds. A process that has done it once and stays can fork a rank at once, and a rank that
-crashes takes nobody along. There is one for each Spark executor, shared by its Python workers, which Spark replaces
-after a minute of rest; it ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children
-behind when it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
+Importing torch takes seconds. A process that has done it once can fork a rank at once, and a rank that crashes does not
+affect the others. Each Spark executor has one server, shared by its Python workers, which Spark replaces after an idle
+minute. The server ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children behind when
+it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
 
-Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER``: FD is a Unix socket that listens in
-FOLDER, or the only connection there will be. On a connection, each request arrives as a length with five file
-descriptors, then a JSON object. When a connection closes, the ranks that were asked for on it are killed with their
-process groups: so no rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or
-when nobody has been connected for LINGER seconds. SPARK_HVD_PRELOAD names modules to be imported besides torch, and
-SPARK_HVD_IMPORTS in the environment of a rank those that are imported before it is forked.
+Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER``. FD is a Unix socket that listens in
+FOLDER, or the only connection. On a connection, each request arrives as a length with five file descriptors, followed
+by a JSON object. When a connection closes, the ranks requested on it are killed with their process groups, so no rank
+outlives its supervisor, however that one died. The server ends with process ANCHOR, or when nobody has been connected
+for LINGER seconds. SPARK_HVD_PRELOAD names modules to import besides torch. SPARK_HVD_IMPORTS, in the environment of a
+rank, names modules to import before that rank is forked.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class _ServerLoop:
-    """The server's loop and what it must close in a forked child."""
+    """The server's loop, and the descriptors that a forked child must close."""
 
     listener: socket.socket
     anchor: psutil.Process
@@ -67,7 +67,7 @@ class _ServerLoop:
     ranks: dict[int, _Rank] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Serve until nobody can want this server any more."""
+        """Serve until nobody can need this server any more."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he will close the connection
         signal.set_wakeup_fd(self.wake[1])
@@ -150,7 +150,7 @@ class _ServerLoop:
                     os.killpg(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Report ranks that ended, and kill what they left in their process groups."""
+        """Report ranks that have ended, and kill the rest of their process groups."""
         while self.ranks:
             # WNOWAIT keeps the zombie, and so its process group's number, until the group has been killed.
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -171,7 +171,7 @@ def _listens(given: socket.socket) -> bool:
 
 
 def _preload() -> None:
-    """Import what every rank needs. A torch that cannot be loaded is each rank's to report, to its driver."""
+    """Import what every rank needs. If torch cannot be loaded, each rank reports that to its driver."""
     # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
     # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -208,14 +208,14 @@ def _import_each(names: str) -> None:
 
 
 def _import_ahead(names: str) -> None:
-    """Import what this rank and those after it will: once, where each of them would."""
+    """Import, once, the modules that this rank and later ones would import."""
     if not {*filter(None, names.split(","))} <= sys.modules.keys():
         _import_each(names)
         gc.freeze()
 
 
 def has_computed() -> bool:
-    """Whether TensorFlow has run an operation in this process: from then on there are threads with names of its own."""
+    """Whether TensorFlow has run an operation in this process, recognised by the names of its threads."""
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
             if file.read().startswith("tf_"):
@@ -224,7 +224,7 @@ def has_computed() -> bool:
 
 
 def has_started_cuda(files: str = "/proc/self/fd") -> bool:
-    """Whether CUDA has been started in this process: a device is then open, as nothing else needs it, NVML neither."""
+    """Whether CUDA has been started in this process, which opens a device; nothing else does, not even NVML."""
     for number in os.listdir(files):
         with contextlib.suppress(OSError):
             if os.readlink(f"{files}/{number}").startswith("/dev/nvidia-uvm"):
@@ -233,7 +233,7 @@ def has_started_cuda(files: str = "/proc/self/fd") -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next request; None where there is none, or something else, and the connection is of no use any more."""
+    """The next request; None if there is none or it is malformed, in which case the connection is no longer usable."""
     fds: list[int] = []
     try:
         prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, _FDS)

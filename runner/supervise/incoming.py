@@ -1,4 +1,4 @@
-"""The rows that Spark gives a task: a thread writes them to the local disk while the task's ranks start."""
+"""Writes the rows that Spark gives a task to the local disk, in a thread, while the task's ranks start."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from spark_hvd.scratch import Scratch, local_directory
 
 
 class Incoming:
-    """See the module's description. Close it: the thread reads what belongs to Spark.
+    """The rows of a task. It must be closed, because its thread reads memory of Spark.
 
     Args:
-        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; :func:`struct_of` each data set, or those of the one.
-            Spark has numbers for the names of the user's columns, "c0" for the first.
-        schemas: Of each data set the number of its column, and its schema for those of which no row comes.
+        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; then :func:`struct_of` each data set, or the columns
+            of a single one. The user's columns have numbers for names, "c0" for the first.
+        schemas: Number of each data set's column, and its schema in case it has no rows here.
 
     Attributes:
-        folders: Where the rows of each are going to be, by name.
+        folders: Folders of the rows, by name.
     """
 
     def __init__(self, batches: Iterator[Any], schemas: Mapping[str, tuple[int, bytes]]) -> None:
@@ -41,7 +41,7 @@ class Incoming:
         self._thread.start()
 
     def close(self) -> None:
-        """Delete the rows; what has not come is left to Spark."""
+        """Delete the rows; rows that have not arrived are left to Spark."""
         self._ends = True
         self._thread.join()
         self._scratch.close()

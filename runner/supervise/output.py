@@ -1,4 +1,4 @@
-"""What one rank prints, on its way from the pipes to the hub: nothing is lost when the hub is behind."""
+"""The output of a rank on its way from the pipes to the hub; nothing is lost if the hub is slow."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MAX_LINE = 64 << 10
 class LineCutter:
     """Turns pieces of bytes into whole lines of text.
 
-    Of what a progress bar draws over its own line, with carriage returns, one state a second becomes a line, and the
-    last one. Nested bars move the cursor besides, which has no meaning among the lines of other ranks.
+    A progress bar that redraws its line with carriage returns gives one line per second, and its last state. Cursor
+    movements of nested bars are removed, because they have no meaning among the lines of other ranks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,11 +60,11 @@ class LineCutter:
         return lines + self.due()
 
     def due(self) -> list[str]:
-        """What a progress bar shows by now, if it is time to tell that."""
+        """The current state of a progress bar, if it is due."""
         return self._tell() if self._clock() >= self._next else []
 
     def end(self) -> list[str]:
-        """Return what is left of an unfinished line."""
+        """Return the rest of an unfinished line."""
         rest, self._rest = self._rest, b""
         if _DRAWING.search(rest):
             self._draw(_state(rest))
@@ -85,7 +85,7 @@ class LineCutter:
 
 
 def _state(line: bytes) -> str:
-    """What is seen of a line in the end."""
+    """The visible end state of a line."""
     if not _DRAWING.search(line):
         return line.decode(errors="replace")
     parts = [text for part in line.split(b"\r") if (text := _CURSOR.sub(b"", part)).strip()]
@@ -99,7 +99,7 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     def add(self, lines: list[str]) -> None:
-        """Keep these lines, and forget the oldest where they become too many."""
+        """Keep these lines, and drop the oldest if there are too many."""
         self._lines.extend(line[:2000] for line in lines)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Tail:
 
 
 class RankOutput:
-    """See the module's description. Output goes to ``on_lines`` (stream, lines) if that is given, else to the hub.
+    """The output of one rank, sent to ``on_lines`` (stream, lines) if given, otherwise to the hub.
 
     ``fds`` has the reading ends of the rank's pipes, with "out" or "err" for each.
     """
@@ -123,11 +123,11 @@ class RankOutput:
 
     @property
     def waiting(self) -> bool:
-        """Whether the hub is behind. The pipes are then left to fill, and the rank waits in its print."""
+        """Whether the hub is slow. The pipes then fill up, and the rank waits in its print."""
         return bool(self._unsent)
 
     def read(self, fd: int) -> bool:
-        """Take what is in a pipe; False when it has ended, and is to be polled no more."""
+        """Read a pipe; False if it has ended, and must not be polled any more."""
         stream = self.fds[fd]
         data = os.read(fd, _READ_BYTES)
         if data:
@@ -137,7 +137,7 @@ class RankOutput:
         return False
 
     def flush(self) -> None:
-        """Send what the hub takes now."""
+        """Send as much as the hub takes now."""
         for stream, cutter in self._cutters.items():
             self._emit(stream, cutter.due())
         while self._unsent:
@@ -147,7 +147,7 @@ class RankOutput:
             del self._unsent[0]
 
     def end(self, grace: float) -> None:
-        """Send what is left, unfinished lines too. A slow hub gets ``grace`` seconds."""
+        """Send the rest, including unfinished lines. A slow hub gets ``grace`` seconds."""
         for stream, cutter in self._cutters.items():
             self._emit(stream, cutter.end())
         deadline = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""Starting rank processes: this side of the fork server."""
+"""Starts rank processes: the client side of the fork server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _READ_AT_LOAD = re.compile(
 
 @dataclass(slots=True)
 class RankProcess:
-    """A running rank, and this process' ends of its pipes."""
+    """A running rank, and this process's ends of its pipes."""
 
     pid: int
     control: socket.socket
@@ -60,18 +60,18 @@ class RankProcess:
             os.killpg(self.pid, signum)
 
     def ask_for_stacks(self) -> None:
-        """Have the rank, and nothing that it has started, write its stacks anew; it works on meanwhile."""
+        """Let the rank, but not its child processes, write its stacks again; it continues to work."""
         self.clear_stacks()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACKS_SIGNAL)
 
     def kill(self) -> int:
-        """End the rank at once, with everything that it has started, and return its exit code; once."""
+        """Kill the rank and its child processes, and return its exit code. Call it once."""
         self.signal_group(signal.SIGKILL)
         return self.exit_code()
 
     def exit_code(self) -> int:
-        """Wait for the end of the rank; its exit code, once."""
+        """Wait for the end of the rank, and return its exit code. Call it once."""
         if data := os.read(self.status_fd, 256):
             return int(json.loads(data)["exitcode"])
         # The fork server itself was killed, and the kernel has killed the rank along with it.
@@ -80,15 +80,15 @@ class RankProcess:
         return -signal.SIGKILL
 
     def clear_stacks(self) -> None:
-        """Forget what the fault handler has written."""
+        """Delete the stacks that the fault handler has written."""
         os.ftruncate(self.stacks_fd, 0)
         os.lseek(self.stacks_fd, 0, os.SEEK_SET)  # the rank writes through the same open file
 
     def await_stacks(self, timeout: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
-        """Ask for the stacks, and wait until they are complete: they come one thread after the other.
+        """Ask for the stacks, and wait until those of all threads are complete.
 
-        ``meanwhile`` is called again and again, with seconds to wait. After ``timeout`` seconds, what has come by then
-        is returned.
+        ``meanwhile`` is called repeatedly, with seconds to wait. After ``timeout`` seconds, incomplete stacks are
+        returned.
         """
         self.ask_for_stacks()
         text, grown = "", time.monotonic()
@@ -100,11 +100,11 @@ class RankProcess:
         return text
 
     def stacks(self) -> str:
-        """What the rank's fault handler has written: the Python stacks of its threads."""
+        """The Python stacks of its threads, as written by the rank's fault handler."""
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Close our ends; the process is gone by now."""
+        """Close our ends; the process has ended."""
         self.control.close()
         for fd in (self.stdout_fd, self.stderr_fd, self.stacks_fd, self.status_fd):
             os.close(fd)
@@ -112,7 +112,7 @@ class RankProcess:
 
 
 class ForkServerError(RuntimeError):
-    """The fork server has ended, or never came up; the next run starts another."""
+    """The fork server has ended, or did not start; the next run starts another."""
 
 
 class ForkServer:
@@ -180,7 +180,7 @@ class ForkServer:
 
 
 def readable(fds: Sequence[int], timeout: float) -> set[int]:
-    """Those that can be read, or have ended, once there is one, or after so many seconds. Of any number."""
+    """Wait until one of any number of descriptors is readable or has ended, or for so many seconds; return those."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -206,12 +206,12 @@ def _read_line(fd: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python as some process is started with it, which decides what torch is in there.
+    """A Python interpreter as started for some process, which determines its torch.
 
     Attributes:
         executable: The program.
         environ: Its whole environment.
-        path: Where it looks for modules, before its own folders or with them.
+        path: Folders in which it looks for modules, before or including its own.
     """
 
     executable: str
@@ -225,16 +225,16 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
-    """The warm fork server for a run's changes to the environment; started when there is none.
+    """The warm fork server for a run's changes to the environment; started if there is none.
 
-    It starts with those that libraries read when they are loaded. Every rank gets its complete environment besides, so
-    that all other changes reach it too, whichever server forks it.
+    The server starts with the changes that libraries read when they load. Every rank also gets its complete
+    environment, so that all other changes reach it from any server.
 
     Args:
-        env: Changes to this process' environment. A server that has started with some ends when its last user has; one
-            without, or with modules to import alone, waits ten minutes for another run.
-        anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
-            processes that name the same anchor, environment and Python.
+        env: Changes to this process's environment. A server started with changes ends with its last user. One without,
+            or only with modules to import, waits ten minutes for another run.
+        anchor: The process with which the server ends: the Spark executor, or this one. Processes with the same anchor,
+            environment and Python share a server.
     """
     check_system()
     env = _read_at_load(env)
@@ -253,13 +253,13 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
 
 
 def fork_server_of(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> ForkServer | None:
-    """The fork server that processes of another Python will ask for; started when there is none.
+    """The fork server that processes of another Python will ask for; started if there is none.
 
-    It imports torch while these processes come up, and stays at least until the connection is closed. ``env`` are
-    changes that they will ask for, see :func:`fork_server`; ``anchor`` is what they will name.
+    It imports torch while these processes start, and stays at least until the connection is closed. ``env`` and
+    ``anchor`` are the arguments that they will pass to :func:`fork_server`.
 
     Returns:
-        None where servers cannot be shared on this machine.
+        The server; None if servers cannot be shared on this machine.
     """
     check_system()
     try:
@@ -279,10 +279,10 @@ def _read_at_load(env: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def check_system() -> None:
-    """Make sure that ranks can run on this machine; a driver can elsewhere.
+    """Check that ranks can run on this machine. A driver runs on any system.
 
     Raises:
-        ForkServerError: it has another system than Linux.
+        ForkServerError: this machine does not run Linux.
     """
     if platform.system() != "Linux":
         raise ForkServerError(
@@ -324,7 +324,7 @@ def _connect_to_shared(python: Interpreter, env: Mapping[str, str | None], ancho
 
 
 def _name(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> str:
-    """One for each server that could serve us. Only this user sees it, so it may be made from values of variables."""
+    """The name of the server for these settings. Only this user can see it, so it may contain values of variables."""
     born = psutil.Process(anchor).create_time()
     # What decides which torch a server has imported, besides the changes that the run asks for.
     which = [python.executable, python.environ.get("PYTHONPATH")]

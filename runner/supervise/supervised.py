@@ -1,4 +1,4 @@
-"""One rank's process as its supervisor has it, in static and elastic runs: frames, output, a closer look, its end."""
+"""A rank's process under its supervisor, in static and elastic runs: frames, output, examination, end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STACKS_SECONDS = 0.3
 
 
 class Probe:
-    """An examination under way; it blocks nobody. Call :meth:`turn` when it is :attr:`due`, until it has a result."""
+    """An examination under way; it does not block. Call :meth:`turn` when it is :attr:`due`, until it has a result."""
 
     def __init__(self, process: RankProcess) -> None:
         self._process = process
@@ -46,7 +46,7 @@ class Probe:
         """Do the next part of the examination.
 
         Returns:
-            What was found, once it is complete.
+            The result once it is complete, otherwise None.
         """
         if now < self.due:
             return None
@@ -61,7 +61,7 @@ class Probe:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process and of all that it has started."""
+    """Processor time of a process and its child processes."""
     total = 0.0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -92,7 +92,7 @@ _BEHIND_SECONDS = 0.02  # between two tries where the hub is behind with the out
 class RankJob:
     """A rank for a supervisor to run.
 
-    ``start_timeout`` is also for joining the others' world; ``timeout``, the run's, is for messages.
+    ``start_timeout`` also limits joining the others' world; the run's ``timeout`` is only for messages.
     """
 
     order: RankOrder
@@ -104,17 +104,17 @@ class RankJob:
 
     @property
     def me(self) -> RankInfo:
-        """The rank that this process is to be."""
+        """The rank of this process."""
         return self.order.me
 
 
 class SupervisedRank:
-    """See the module's description.
+    """A rank's process under its supervisor.
 
-    ``on_frame`` takes what the rank says, besides how far it is, and may end the rank; ``poller`` is the supervisor's.
+    ``on_frame`` takes the rank's frames, except its records, and may end the rank. ``poller`` is the supervisor's.
 
     Raises:
-        ForkServerError: there is no process.
+        ForkServerError: the process could not be started.
     """
 
     def __init__(
@@ -139,18 +139,18 @@ class SupervisedRank:
         self.send(job.order.to_message(), job.payload)
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Tell the rank something. Of one that has died, its status says so."""
+        """Send the rank a frame. For a dead rank this does nothing; its exit status is reported elsewhere."""
         with contextlib.suppress(OSError):
             send_frame(self.process.control, message, payload)
 
     def wait(self, seconds: float) -> float:
-        """How long to poll: at most ``seconds``."""
+        """Seconds to poll, at most ``seconds``."""
         if self.output.waiting:
             return _BEHIND_SECONDS
         return seconds if self._probe is None else max(min(seconds, self._probe.due - time.monotonic()), 0.0)
 
     def take(self, events: Mapping[Any, int]) -> None:
-        """Take what the poller has found, and what is left of a process that has ended."""
+        """Handle the poller's events, and the rest of a process that has ended."""
         self.output.flush()
         if self.process.control.fileno() in events:
             self._read_frame()
@@ -163,42 +163,42 @@ class SupervisedRank:
             self._read_status()
 
     def drain(self) -> None:
-        """Take what an ended rank has left in its socket and pipes."""
+        """Read the rest of an ended rank's socket and pipes."""
         while not self.ended and not self._frames.closed and _readable(self.process.control.fileno()):
             self._read_frame()
         if not self.ended:
             self._drain_output()
 
     def examine(self) -> None:
-        """Have a closer look, and tell the hub what was found."""
+        """Begin an examination, whose result goes to the hub."""
         self._probe = self._probe or Probe(self.process)
 
     def look(self, now: float) -> None:
-        """Go on with a closer look."""
+        """Continue the examination."""
         if self._probe is not None and (found := self._probe.turn(now)) is not None:
             self._probe = None
             self._link.send("examined", **found.to_message())
 
     def await_stacks(self, seconds: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
-        """Where the rank's threads stand; see :meth:`RankProcess.await_stacks`."""
+        """The stacks of the rank's threads; see :meth:`RankProcess.await_stacks`."""
         return trim_stacks(self.process.await_stacks(seconds, meanwhile))
 
     def failed(self, place: RankInfo, kind: FailureKind, error: str, trace: str = "", **more: Any) -> Failed:
-        """The failure of this rank, with the last that it has printed so far."""
+        """The failure of this rank, with its last output so far."""
         return Failed(place.rank, place.host, kind, error, trace, str(self.output.tail), ended_at=time.time(), **more)
 
     def let_exit(self, meanwhile: Callable[[float], object] | None = None) -> None:
         """Let a rank whose fn has returned run its exit handlers.
 
-        ``meanwhile`` is called again and again, with seconds to wait for anything; None takes what this rank says.
+        ``meanwhile`` is called repeatedly, with seconds to wait for events; None handles this rank's events only.
         """
         self.process.control.shutdown(2)  # it lingers until this
         self._await_exit(_EXIT_GRACE, meanwhile)
 
     def end(self, term_grace: float, output_grace: float) -> None:
-        """End the process with all that it has started, and take its last output; once.
+        """End the process and its child processes, and take its last output. Call it once.
 
-        Between SIGTERM and SIGKILL are ``term_grace`` seconds; a slow hub gets ``output_grace`` seconds to take the
+        SIGKILL follows SIGTERM after ``term_grace`` seconds. A slow hub gets ``output_grace`` seconds to take the
         output.
         """
         if self.ended:

@@ -1,4 +1,4 @@
-"""The supervisor: starts one rank's process, watches it, and turns however it ends into an outcome."""
+"""The supervisor: starts one rank's process, watches it, and turns its end into an outcome."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def supervise(
 ) -> Packed:
     """Run one rank to its end.
 
-    Hello has been said on ``link``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    The hello message has been sent on ``link``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
 
     Returns:
-        The outcome, always: no failure of the rank raises here. When it returns, the rank's process is gone with
-        everything in its process group.
+        The outcome. No failure of the rank raises an exception here. When it returns, the rank's process group has
+        ended.
     """
     try:
         watch = _Supervision(job, link, server, on_lines)
@@ -52,14 +52,14 @@ def supervise(
 
 
 def not_started(me: RankInfo, link: Link, error: str) -> Packed:
-    """The outcome of a rank that cannot be started; the hub is told."""
+    """The outcome of a rank that cannot be started, which is also reported to the hub."""
     link.send("ended", ok=False, echo=False)
     link.send("gone")
     return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
 class _Supervision:
-    """One rank being watched."""
+    """The supervision of one rank."""
 
     def __init__(
         self, job: RankJob, link: Link, server: ForkServer, on_lines: Callable[[str, list[str]], None] | None
@@ -84,7 +84,7 @@ class _Supervision:
         self._deadline: float | None = self._mpi_deadline  # to be ready; then, to be in the world
 
     def run(self) -> Packed:
-        """Watch until the rank has its outcome and all ranks have theirs."""
+        """Watch until this rank and all others have their outcomes."""
         job = self._job
         if job.mpi is not None:
             # Here, because few runs need what brings up MPI, and every task would load it.
@@ -105,7 +105,7 @@ class _Supervision:
         return self._finish()
 
     def _next_moment(self) -> float:
-        """Seconds until something is to be done though nothing comes."""
+        """Seconds until the next action that needs no event."""
         moments = [moment for moment in (self._deadline, self._suspect.due) if moment is not None]
         return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
 
@@ -119,7 +119,7 @@ class _Supervision:
             self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
 
     def _step(self, timeout: float) -> None:
-        """Handle what comes within ``timeout`` seconds."""
+        """Handle the events of up to ``timeout`` seconds."""
         mpi = self._watch_mpi()
         events = dict(self._poller.poll(int(self._rank.wait(timeout) * 1000)))
         if self._link.socket in events:
@@ -133,7 +133,7 @@ class _Supervision:
             self._tell_ready()
 
     def _watch_mpi(self) -> dict[int, Callable[[], None]]:
-        """Poll the files of MPI that there are now; what to call for each."""
+        """Poll the current files of MPI; returns the handler of each."""
         handlers = {} if self._mpi is None else dict(self._mpi.handlers)
         for fd in self._mpi_fds - handlers.keys():
             self._poller.unregister(fd)
@@ -181,7 +181,7 @@ class _Supervision:
             self._link.send("ended", ok=False, echo=frame["echo"])
 
     def _tell_ready(self) -> None:
-        """Tell the hub, once, when the rank and MPI are."""
+        """Tell the hub once when both the rank and MPI are ready."""
         if self._ready is not None and (self._mpi is None or self._mpi.variables is not None):
             self._link.send("ready", **self._ready)
             self._ready = None
@@ -216,7 +216,7 @@ class _Supervision:
         return self._rank.await_stacks(_STACKS_WAIT, self._step)
 
     def _judge_exit(self) -> None:
-        """The process has gone without an outcome."""
+        """Judge a process that has ended without an outcome."""
         self._rank.drain()  # its last output, and an outcome in the socket, come first
         if self._outcome is not None or self._failure is not None:
             return
@@ -240,12 +240,12 @@ class _Supervision:
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
-        """The rank has no outcome to wait for: all are told."""
+        """Fail the rank, which will have no outcome, and tell all others."""
         self._fail(kind, error, trace, echo)
         self._link.send("ended", ok=False, echo=echo)
 
     def _finish(self) -> Packed:
-        """Let the process go, take its last output, and pack the outcome."""
+        """Let the process exit, take its last output, and pack the outcome."""
         if self._outcome is not None:
             self._rank.let_exit(self._step)
         self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
@@ -260,7 +260,7 @@ class _Supervision:
         return Packed.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))
 
     def end(self) -> None:
-        """End the rank, and then what MPI's process manager has here, which a rank would leave behind."""
+        """End the rank, and then the processes of MPI's process manager here, which a rank would leave behind."""
         self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
         if self._mpi is not None:
             self._mpi.close(0 if self._outcome is not None else 1)

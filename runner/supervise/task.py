@@ -1,4 +1,4 @@
-"""What runs in each Spark task of a run: finds its ranks, meets the others, supervises the ranks' processes."""
+"""Each Spark task of a run: finds its ranks, meets the other tasks, and supervises the ranks' processes."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ takes 40 ms in each worker, and all workers of a run do it at once."""
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """What the driver tells every task of a run.
+    """The driver's order for every task of a run.
 
     Attributes:
-        config: What the run was asked for.
+        config: The options of the run.
         run_id: Unique name of the run.
-        hub: The hub of the program that runs this; None where it cannot listen.
-        spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
-        may_share_gpus: Whether several ranks are meant to use one GPU.
+        hub: The driver's hub; None if it cannot listen.
+        spool: Directory for large values, if all tasks run on the driver's machine.
+        may_share_gpus: Whether several ranks may use one GPU.
         generation: How often the ranks of this run were started before.
-        secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
-        mpi_token: Names the sockets over which MPI is brought up.
-        sources: Of data sets that ranks read themselves, pickled, by name.
-        schemas: Of those whose rows come to the tasks, see :class:`~spark_hvd.runner.spark.input.InputRows`.
-        folders: Of those whose rows are on this host's disk.
-        maps: What rows of data sets go through, by name.
-        feed: Where they do; None: in the ranks.
+        secret: Secret of the world, from which the keys between ranks are derived. It is sent only in Spark's closure.
+        mpi_token: Name of the sockets over which MPI starts.
+        sources: Pickled sources of data sets that ranks read themselves, by name.
+        schemas: Schemas of data sets whose rows come to the tasks, see
+            :class:`~spark_hvd.runner.spark.input.InputRows`.
+        folders: Folders of data sets whose rows are on this host's disk.
+        maps: The functions of mapped data sets, by name.
+        feed: Address of the feeders; None if the functions run in the ranks.
     """
 
     config: CommonConfig = field(repr=False)
@@ -80,7 +81,7 @@ class TaskSpec:
 
     @property
     def mpi(self) -> str | None:
-        """Which one, "mpich" or "openmpi"; None where the backend is another."""
+        """The MPI library, "mpich" or "openmpi"; None for other backends."""
         asked = self.config
         return (asked.mpi or "mpich") if isinstance(asked, RunConfig) and asked.backend == "mpi" else None
 
@@ -103,13 +104,13 @@ class TaskSpec:
         stream: int | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> RankJob:
-        """What the supervisor of one rank is to run.
+        """The job for the supervisor of one rank.
 
-        ``address`` is that by which other ranks reach this host. ``gpus`` are those that Spark assigned; None: it
-        assigns none. ``mpi`` tells how MPI comes up; None: it is not the backend. ``join_timeout`` is how many seconds
-        to join the others' world; None: ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream``, of random
-        numbers, is by default the rank's number; ``part`` tells which of how many parts of the rows are the rank's;
-        ``watched`` says that the driver hears how far it is.
+        ``address`` is this host's address for other ranks. ``gpus`` are the GPUs that Spark assigned; None if it
+        assigns none. ``mpi`` says how MPI starts; None for other backends. ``join_timeout`` is the number of seconds to
+        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream`` of random
+        numbers is by default the rank's number. ``part`` says which of how many parts of the rows the rank gets.
+        ``watched`` says whether the rank sends records to the driver.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
@@ -171,7 +172,7 @@ def run_task(
 
 
 def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
-    """Outcomes as Spark takes them: record batches of the result schema."""
+    """Outcomes as record batches of the result schema, for Spark."""
     import pyarrow
 
     for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spool) for each in packed):
@@ -216,10 +217,10 @@ def run_ranks(
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run those ranks of a world that belong to this task; all ranks have met.
+    """Run those ranks of a world that belong to this task, after all ranks have met.
 
-    Hello has been said on ``links``, which are in the order of ``mine``. ``gpus`` are those that Spark assigned to this
-    task; None: it assigns none. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    The hello message has been sent on ``links``, which are in the order of ``mine``. ``gpus`` are the GPUs that Spark
+    assigned to this task; None if it assigns none. Output goes to ``on_lines`` (stream, lines); None: to the hub.
     """
     towards = None if spec.hub is None else spec.hub.host
     alone = mine[0].local_size == mine[0].size
@@ -251,9 +252,10 @@ def run_ranks(
 
 
 def executor_pid() -> int:
-    """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none.
+    """The process ID of the executor's JVM, the parent of Spark's daemon, which is this worker's parent.
 
-    A daemon that was killed has left its workers without parents: then it is the executor that works in our directory.
+    Without an executor, it is this process. If the daemon was killed, its workers have lost their parent; then it is
+    the executor that works in our directory.
     """
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
     return (java or _executors_here() or [os.getpid()])[0]
@@ -277,7 +279,7 @@ def _executors_here() -> list[int]:
 def _meet_at_rank_0(
     spec: TaskSpec, mine: Sequence[RankInfo], layout: WorldLayout, context: BarrierTaskContext, closing: ExitStack
 ) -> list[Link]:
-    """Meet in a hub inside rank 0's task, whose address and keys travel by Spark's barrier messages."""
+    """Meet in a hub inside rank 0's task, whose address and keys are sent by Spark's barrier messages."""
     address = b""
     if mine[0].rank == 0:
         from spark_hvd.runner.channel.hub import Hub
@@ -299,7 +301,7 @@ def _meet_at_rank_0(
 
 
 def _close_hub(hub: Hub) -> None:
-    """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    """Wait until every rank has left or is lost, because the driver cannot see that a task has gone silent."""
     from spark_hvd.runner.outcome.errors import check_hub
 
     hub.wait_gone(SILENT_AFTER + 2 * BEAT)
@@ -311,7 +313,7 @@ def _close_hub(hub: Hub) -> None:
 
 
 def _print_here(stream: str, lines: list[str]) -> None:
-    """Leave a rank's output in the log of the Spark executor."""
+    """Print a rank's output to the log of the Spark executor."""
     target = sys.stdout if stream == "out" else sys.stderr
     target.write("".join(f"{line}\n" for line in lines))
     target.flush()
@@ -324,10 +326,10 @@ def host_of(address: str) -> str:
 
 
 def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str] | None) -> dict[str, str]:
-    """The environment of a rank: this process', the variables that native libraries expect, then the user's.
+    """The environment of a rank: that of this process, variables for native libraries, then the user's.
 
-    They are torchrun's variables, so that Lightning, Accelerate and plain ``env://`` initialisation feel at home.
-    MASTER_ADDR and MASTER_PORT follow when rank 0 listens.
+    It includes torchrun's variables, for Lightning, Accelerate and plain ``env://`` initialisation. MASTER_ADDR and
+    MASTER_PORT follow when rank 0 listens.
     """
     ours: dict[str, str | None] = {
         "RANK": str(me.rank),

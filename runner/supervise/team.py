@@ -1,4 +1,4 @@
-"""The ranks of one Spark task, or of this machine: they meet the others, and are supervised at the same time."""
+"""The ranks of one Spark task, or of this machine: meet the others, and are supervised together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CONNECT_WAIT = 8.0
 
 
 class LostError(RuntimeError):
-    """This rank was stopped because others, or the hub, were not heard of any more."""
+    """This rank was stopped because other ranks or the hub went silent."""
 
 
 class RefusedError(RuntimeError):
-    """The hub will not have this task run fn."""
+    """The hub has refused that this task runs fn."""
 
 
 def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
-    """Say hello to the hub for each rank of this task, and wait until every rank of the run has.
+    """Send hello to the hub for each rank of this task, and wait until every rank of the run has done so.
 
     Returns:
-        False when the ranks have to meet elsewhere because some of them cannot reach this hub; the links are closed.
+        False if the ranks must meet elsewhere because some of them cannot reach this hub; the links are then closed.
 
     Raises:
         RefusedError: the task was started a second time, or the run has been stopped.
@@ -75,12 +75,12 @@ def supervise_all(
     server: ForkServer,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
+    """Run ranks to their end, at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
     ``links`` are in the order of ``jobs``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
 
     Returns:
-        Their outcomes, in the same order.
+        The outcomes, in the same order.
     """
     if len(jobs) == 1:
         return [supervise(jobs[0], links[0], server, on_lines)]

@@ -34,21 +34,21 @@ class _Pruned(StopRun, optuna.TrialPruned):
 
 
 class TrialTracker(Tracker):
-    """The tracker of a run that is, or is part of, an Optuna trial; works with ``study.optimize`` too.
+    """The tracker of a run within an Optuna trial; works with ``study.optimize`` too.
 
-    After each epoch it gives rank 0's value of ``monitor`` to ``trial.report``, with the number of the epoch, from 1,
-    as its step. Where ``trial.should_prune()`` then says so, the run stops its ranks and raises
-    ``optuna.TrialPruned``. An epoch is known by ``hvd.progress(..., epoch=...)``, or is one of an estimator.
+    After each epoch it passes rank 0's value of ``monitor`` to ``trial.report``, with the number of the epoch, from 1,
+    as its step. If ``trial.should_prune()`` is then true, the run stops its ranks and raises ``optuna.TrialPruned``.
+    Epochs are those of ``hvd.progress(..., epoch=...)`` or of an estimator.
 
     Args:
-        trial: Of the objective.
-        monitor: A name given to ``report`` of ``hvd.progress``, with the stage before it where that is not "train"
+        trial: The trial of the objective.
+        monitor: A name given to ``report`` of ``hvd.progress``, prefixed with the stage if that is not "train"
             ("validation/loss"); or a key of an estimator's history ("val_loss").
-        tracker: A further one that is told of the run, such as ``MlflowTracker()``.
+        tracker: Another tracker to call, such as ``MlflowTracker()``.
 
     Raises:
-        ValueError: the study has several objectives, which Optuna does not prune by.
-        TypeError: ``tracker`` is none.
+        ValueError: the study has several objectives, for which Optuna does not prune.
+        TypeError: ``tracker`` is not a tracker.
     """
 
     __module__ = "spark_hvd.tuning"
@@ -110,7 +110,7 @@ _CANCEL_EVERY = 0.5
 
 
 class TrialFailedError(RuntimeError):
-    """An objective has failed; says with what, in a line. The error itself is its cause."""
+    """An objective failed. The message is the first line of the error, which is its cause."""
 
     __module__ = "spark_hvd.tuning"
 
@@ -125,29 +125,29 @@ def optimize(
     spark: SparkSession | None = None,
     **options: Any,
 ) -> None:
-    """Run trials of an Optuna study, each a run or a fit on its share of the cluster; as ``study.optimize``.
+    """Run trials of an Optuna study, several side by side, each on its share of the cluster; like ``study.optimize``.
 
-    ``objective(trial)`` is called in this program, and calls ``spark_hvd.run`` or the ``fit`` of an estimator as usual;
-    each trial may take another ``num_proc``. Where there are too few slots for all, trials wait for each other. A
-    :class:`TrialTracker` in the run's ``reporting``, or as the estimator's ``tracker``, prunes from inside.
+    ``objective(trial)`` is called in this program, and calls ``spark_hvd.run`` or the ``fit`` of an estimator as usual.
+    Each trial may use another ``num_proc``. If there are too few slots for all, trials wait for each other. To prune
+    trials, pass a :class:`TrialTracker` in the run's ``reporting``, or as the estimator's ``tracker``.
 
-    Where a run of MLflow is active, each trial is a nested run of it, active in the objective, with the trial's
-    parameters, value and state.
+    If an MLflow run is active, each trial becomes a nested run, active in the objective, with the trial's parameters,
+    value and state.
 
     Args:
-        study: Of Optuna.
-        objective: Gives the value (or values) of a trial. Called by threads of their own, which have this thread's
+        study: The Optuna study.
+        objective: Function from a trial to its value (or values). Called in separate threads, which have this thread's
             local properties of Spark.
-        n_trials: How many; None: until ``timeout``.
-        parallel: How many at once.
-        catch: Errors of the objective that do not end the study. Such a trial has the state FAIL, and the first
+        n_trials: Number of trials; None: until ``timeout``.
+        parallel: Number of simultaneous trials.
+        catch: Exceptions of the objective that do not end the study. Such a trial has the state FAIL, and the first
             line of the error as its user attribute "error".
         spark: The session; None for the active one, if there is one.
-        options: Further ones of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
+        options: Other options of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        TrialFailedError: every trial has failed.
+        TrialFailedError: every trial failed.
         KeyboardInterrupt: after the ranks of every trial have been stopped; these trials have the state FAIL.
     """
     if not isinstance(parallel, int) or parallel < 1:

@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on, as plain values, and who is told of it.
+"""The state of a run as plain values, and the trackers that record it.
 
 May import config and spark_hvd.world. Doors: view, tracking.
 """

@@ -17,23 +17,23 @@ _WORTH = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run has taken of its cluster, and where the time went that other numbers of ranks would change.
+    """What a run used of its cluster, and the parts of its time that other numbers of ranks would change.
 
-    The model of :meth:`seconds_with`: the same rows, so a rank's share of the computing and of the waiting for data
-    shrinks as ranks become more; communication takes a ring's 2 (n - 1) / n times what its bytes take; all else (the
-    start, the end, what is outside of `hvd.progress` loops) stays. It knows nothing of communication that is hidden
-    behind a backward pass, nor of the network between hosts that the run did not have.
+    The model of :meth:`seconds_with`: the rows stay the same, so with more ranks, each rank's time for computing and
+    waiting for data shrinks. Communication takes 2 (n - 1) / n times the time of its bytes, as in a ring. Everything
+    else (the start, the end, time outside of `hvd.progress` loops) stays. The model ignores communication hidden behind
+    backward, and networks between hosts that the run did not use.
 
     Attributes:
         seconds: From the start to the end.
-        ranks: In the last world.
-        rank_seconds: Seconds times ranks, added up over all worlds.
+        ranks: Number of ranks in the last world.
+        rank_seconds: Seconds times ranks, summed over all worlds.
         gpu_seconds: The same for GPUs; 0 without any.
-        divided: Of `seconds`, computing and waiting for data, on the rank for which the others waited; None where
-            nothing is known of steps, or ranks came and went.
-        communication: Of `seconds`, waiting for communication on that rank; None where none was seen: one rank has
-            none, and torch's own (DDP, Lightning) is not counted.
-        price_per_hour: Of one rank, its GPUs included; None where it was not told.
+        divided: The part of `seconds` spent computing and waiting for data, on the rank that the others waited for;
+            None if steps are unknown, or ranks joined or left.
+        communication: The part of `seconds` spent waiting for communication on that rank. None if none was seen: a
+            single rank has none, and torch's own (DDP, Lightning) is not counted.
+        price_per_hour: Price of one rank, including its GPUs; None if not given.
     """
 
     seconds: float
@@ -46,21 +46,21 @@ class Cost:
 
     @property
     def price(self) -> float | None:
-        """What the run has cost; None where the price of an hour was not told."""
+        """The price of the run; None if no price per hour was given."""
         return self._price_of(self.rank_seconds)
 
     def seconds_with(self, ranks: float, *, same_steps: bool = True) -> float:
-        """How long the run would have taken with another number of ranks.
+        """Estimate the seconds that the run would have taken with another number of ranks.
 
-        Where `communication` is None this is too little for more ranks, and too much for fewer.
+        If `communication` is None, the estimate is too low for more ranks, and too high for fewer.
 
         Args:
-            ranks: At least 1; ``math.inf`` for the time that no number of ranks gets below.
-            same_steps: Whether the batch of all ranks together stays as it is, and so the number of steps. False: each
-                rank keeps its batch, so that twice the ranks make half the steps.
+            ranks: At least 1; ``math.inf`` for the lower bound over all numbers of ranks.
+            same_steps: Keep the global batch, and so the number of steps. False: each rank keeps its batch, so twice
+                the ranks make half the steps.
 
         Raises:
-            ValueError: `ranks` is below 1, or nothing is known of steps.
+            ValueError: `ranks` is below 1, or `divided` is unknown.
         """
         if not ranks >= 1:
             raise ValueError(f"ranks={ranks!r}: expected a number of ranks, at least 1")
@@ -76,13 +76,13 @@ class Cost:
         return fixed + part * self.divided + (again if same_steps else part * again)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, `price` included."""
+        """The cost as plain data, including `price`."""
         return {**asdict(self), "price": self.price}
 
     def text(self, data: float | None = None, communication: float | None = None) -> str:
-        """All of it in one line.
+        """The cost in one line.
 
-        ``data`` and ``communication`` are the shares of the ranks' time that waited for these, where they are known.
+        ``data`` and ``communication`` are the shares of the ranks' time spent waiting for these, if known.
         """
         spent = f"{words.number(self.rank_seconds)} rank-seconds"
         spent += f" and {words.number(self.gpu_seconds)} GPU-seconds" if self.gpu_seconds else ""
@@ -115,5 +115,5 @@ class Cost:
 
 
 def _ring(ranks: float) -> float:
-    """How many times its bytes each rank sends in a ring all-reduce."""
+    """The bytes that each rank sends in a ring all-reduce, divided by the bytes of the tensor."""
     return 2.0 * (1.0 - 1.0 / ranks)

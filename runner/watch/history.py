@@ -1,4 +1,4 @@
-"""``RunHistory``: how a run went, from what its ranks told; kept small however long it takes."""
+"""``RunHistory``: the records of a run's ranks, in bounded memory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Point:
 
     Attributes:
         seconds: Since the first record of the run.
-        generation: Of the world that the rank was in; -1 before the first.
-        stage: "train", or what the loop was called; "" without `hvd.progress`.
-        epoch: From 0; None if it was not told.
-        step: In the epoch.
-        total_steps: Steps since the run began, those included that had to be done again.
-        rates: Since the point before; None for the first of a process, and of a generation.
+        generation: Number of the rank's world; -1 before the first.
+        stage: Name of the loop, such as "train"; "" without `hvd.progress`.
+        epoch: From 0; None if unknown.
+        step: Step of the epoch.
+        total_steps: Steps since the run began, including repeated ones.
+        rates: Rates since the previous point; None for the first point of a process or a generation.
         memory_bytes: Resident memory.
         gpu_memory_bytes: None without a GPU.
-        gpu_utilization: From 0 to 1; None where it cannot be told.
+        gpu_utilization: From 0 to 1; None if unknown.
         metrics: The last values given to `hvd.progress`.
     """
 
@@ -57,12 +57,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A world that the run had: the first, or one after ranks were lost, had joined or were started again.
+    """A world of the run: the first, or one after ranks were lost, joined or were restarted.
 
     Attributes:
-        number: As the ranks know it.
-        size: Ranks in it.
-        seconds: When it was first heard of, since the first record of the run.
+        number: Its number, as returned by `hvd.generation()`.
+        size: Number of ranks.
+        seconds: Time of its first record, since the first record of the run.
     """
 
     number: int
@@ -71,9 +71,9 @@ class Generation:
 
 
 class RunHistory:
-    """See the module's description. Whenever a rank has too many points, every other one goes.
+    """The records of a run. If a rank has too many points, every other one is dropped.
 
-    What grows is kept as it is and differences are taken when somebody asks, so thinning loses moments and no sums.
+    Counters are stored as they are and rates are computed on request, so dropping points loses moments but no sums.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class RunHistory:
         self._generations: list[Generation] = []
 
     def take(self, vitals: Vitals, now: float) -> None:
-        """Note a record; ``now`` is ``time.monotonic()`` of this process, not of the rank."""
+        """Store a record; ``now`` is ``time.monotonic()`` of this process, not of the rank."""
         self._began = now if self._began is None else self._began
         seconds = now - self._began
         if vitals.generation >= 0:
@@ -106,7 +106,7 @@ class RunHistory:
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank that was ever heard of."""
+        """Every rank with a record."""
         return sorted(self._tracks)
 
     @property
@@ -125,20 +125,20 @@ class RunHistory:
         return max((track.columns["seconds"][-1] for track in self._tracks.values()), default=0.0)
 
     def points(self, rank: int) -> list[Point]:
-        """What is known of a rank, in order.
+        """The points of a rank, in order.
 
         Raises:
-            KeyError: nothing was heard of it.
+            KeyError: there are none.
         """
         if rank not in self._tracks:
             raise KeyError(f"rank {rank}: the history has ranks {self.ranks}")
         return list(self._tracks[rank].points(list(self._stages)))
 
     def curves(self, rank: int, most: int) -> Iterator[tuple[str, str, list[float], list[float]]]:
-        """Lines of one rank to draw, from about ``most`` of its points: each metric, and its speed last.
+        """Curves of one rank, from about ``most`` of its points: each metric, and its speed last.
 
         Yields:
-            What it is of, "samples/s" or "steps/s" for the speed; the name of the loop; steps; the values by then.
+            Name of the metric, or "samples/s" or "steps/s" for the speed; the name of the loop; steps; values.
         """
         track, stages = self._tracks[rank], list(self._stages)
         columns = track.columns
@@ -167,7 +167,7 @@ class RunHistory:
             yield "samples/s" if counted == "samples" else "steps/s", "", x, y
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a rank and point, indexed by rank and seconds; a column for each metric."""
+        """A DataFrame with a row for each point, indexed by rank and seconds, and a column for each metric."""
         import pandas as pd
 
         rows = [_row(rank, point) for rank in self.ranks for point in self.points(rank)]

@@ -1,4 +1,4 @@
-"""``MlflowTracker``: a run becomes one of MLflow's, logged from the driver, so that executors need no credentials."""
+"""``MlflowTracker``: logs a run to MLflow from the driver, so that executors need no credentials."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Value = tuple[str, float, int, int]
 
 
 class Outbox:
-    """Sends values to MLflow's server in a thread of its own, so that nothing else waits for the server."""
+    """Sends values to MLflow's server in its own thread, so that nothing else waits for the server."""
 
     def __init__(self, run_id: str) -> None:
         from mlflow import MlflowClient, get_tracking_uri
@@ -54,7 +54,7 @@ class Outbox:
         params: dict[str, str] | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        """Queue values to be sent; the oldest are dropped when too many wait."""
+        """Queue values for sending; if too many wait, the oldest are dropped."""
         with self._lock:
             self._values += values or []
             del self._values[:-_MOST_WAITING]
@@ -62,9 +62,9 @@ class Outbox:
             self._tags |= tags or {}
 
     def close(self, status: str | None, timeout: float) -> None:
-        """Send the rest, and wait until it is taken or refused, ``timeout`` seconds at most.
+        """Send the rest, and wait at most ``timeout`` seconds until it is accepted or refused.
 
-        Without a status, the run's end is not ours.
+        Without a status, the MLflow run is not ended.
         """
         self._status = status
         self._closing.set()
@@ -136,16 +136,18 @@ _PATIENCE = 15.0
 class MlflowTracker(Tracker):
     """Logs to the tracking server that is set in this program (``mlflow.set_tracking_uri``).
 
-    Into the active run of MLflow if there is one, which stays active, else into a new one that ends with ours:
-    parameters; the metrics that rank 0 gives to ``hvd.progress``; for each rank, every ten seconds,
-    ``system/rank_3/samples_per_second`` and the like; the summary; how the run ended. docs/tracking.md has all names.
+    It logs into the active MLflow run, which stays active, or into a new one that ends with this run. It logs
+    parameters; the metrics that rank 0 gives to ``hvd.progress``; every ten seconds
+    ``system/rank_3/samples_per_second`` and similar metrics for each rank; the summary; and how the run ended.
+    docs/tracking.md lists all names.
 
-    A thread of its own talks to the server: a slow one makes no training slower, and one that fails is a warning.
+    A separate thread talks to the server, so a slow server does not slow down training. If the server fails, a warning
+    is logged.
 
     Args:
-        experiment: Name of the experiment for a new run; made if it does not exist. None for the one that is set.
-        run_name: Of a new run; None for one that MLflow makes up.
-        nested: Make a new run below the active one, instead of using that.
+        experiment: Name of the experiment for a new run, created if it does not exist. None for the current one.
+        run_name: Name of a new run; None for a name chosen by MLflow.
+        nested: Create a new run below the active one instead of using the active one.
     """
 
     __module__ = "spark_hvd.runner"
@@ -176,7 +178,7 @@ class MlflowTracker(Tracker):
         """See base class.
 
         Raises:
-            mlflow.exceptions.MlflowException: the server does not answer, or refuses; nothing was started.
+            mlflow.exceptions.MlflowException: the server does not answer, or refuses. No rank was started.
         """
         import mlflow
 

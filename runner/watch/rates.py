@@ -1,4 +1,4 @@
-"""How fast one process goes, where its time goes, and how long the run will still take."""
+"""The speed of a process, the shares of its time, and the time that the run has left."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _JUDGED = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a rank did in some time. Its three shares, from 0 to 1, are those of every display, plot and tracker.
+    """What a rank did in some time. All displays, plots and trackers use these three shares, from 0 to 1.
 
     Attributes:
-        seconds: How long that was, on the rank's clock.
+        seconds: Length of that time, on the rank's clock.
         steps: Steps of `hvd.progress`, or of the optimizer.
-        samples: 0 where samples are not counted.
-        data: The part of the time in which it waited for its data.
-        communication: The part in which it waited for communication.
-        compute: The rest of the time inside of `hvd.progress` loops; what is missing to 1 was spent outside of them.
-        cpu: Cores that it kept busy.
+        samples: Number of samples; 0 if they are not counted.
+        data: Share of the time waiting for data.
+        communication: Share of the time waiting for communication.
+        compute: The remaining share inside of `hvd.progress` loops. What is missing to 1 was spent outside of them.
+        cpu: Cores in use.
     """
 
     seconds: float
@@ -54,27 +54,27 @@ class Rates:
 
     @property
     def samples_per_second(self) -> float:
-        """0 where samples are not counted."""
+        """0 if samples are not counted."""
         return self.samples / self.seconds
 
     @property
     def steps_per_second(self) -> float:
-        """0 where steps are not counted."""
+        """0 if steps are not counted."""
         return self.steps / self.seconds
 
 
 def goes_on(before: Vitals, after: Vitals) -> bool:
-    """Whether both records are of one process in one world; -1 is what it tells before its first world."""
+    """Whether both records are from one process in one world; before its first world, the generation is -1."""
     return before.process == after.process and before.generation in (after.generation, -1)
 
 
 def grown(before: Vitals, after: Vitals) -> dict[str, float]:
-    """By how much each of `GROWING` has grown between two records of one process."""
+    """The growth of each of `GROWING` between two records of one process."""
     return {name: float(getattr(after, name) - getattr(before, name)) for name in GROWING}
 
 
 def rates(differences: Mapping[str, float]) -> Rates | None:
-    """What a rank did while its counters grew by `differences`; None where no time has passed."""
+    """The rates for counters that grew by `differences`; None if no time has passed."""
     seconds = differences["clock"]
     if seconds <= 0:
         return None
@@ -93,9 +93,9 @@ def rates(differences: Mapping[str, float]) -> Rates | None:
 
 
 def shares(done: Rates | None, last: Vitals) -> dict[str, float | None]:
-    """Data, communication and compute by name; None for what is not known.
+    """The shares data, communication and compute by name; None for unknown ones.
 
-    Without a loop that is watched for its data, waiting for them would count as work.
+    Without a loop whose data are watched, waiting for data would count as work.
     """
     return {
         "data": done.data if done is not None and last.data_seconds else None,
@@ -107,8 +107,8 @@ def shares(done: Rates | None, last: Vitals) -> dict[str, float | None]:
 class Recent:
     """The last records of one process in one world.
 
-    A record tells how many steps were done by then. Those with more steps than the one before are the marks
-    between which rates are taken, so that they do not jump where a step takes several seconds.
+    Rates are taken between records that have more steps than the one before, so they do not jump if a step takes
+    several seconds.
     """
 
     def __init__(self, record: Vitals) -> None:
@@ -132,7 +132,7 @@ class Recent:
         _drop(self._marks, record.clock - max(WINDOW, _STEPS * self._gap()))
 
     def done(self) -> Rates | None:
-        """The last seconds, from step to step if steps are told and go on; until now if they are overdue."""
+        """The last seconds: from step to step if there are steps, but until now if one is overdue."""
         if not self.paced:
             return rates(grown(self._records[0], self.last))
         late = self.last.clock - self._marks[-1].clock > 2 * self._gap() + 1
@@ -144,15 +144,15 @@ class Recent:
         return None if done is None else done.cpu
 
     def _gap(self) -> float:
-        """Seconds between two marks, as a rule."""
+        """The usual number of seconds between two steps."""
         gaps = [later.clock - earlier.clock for earlier, later in itertools.pairwise(self._marks)]
         return statistics.median(gaps) if gaps else 0.0
 
 
 def slowest_of(told: Mapping[int, Rates | None], counted: bool) -> Slowest | None:
-    """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.watch.view.RunView`.
+    """The rank that the others wait for, if it stands out; see :class:`spark_hvd.runner.watch.view.RunView`.
 
-    Where steps are not ``counted``, ranks are compared by their shares of the time.
+    If steps are not ``counted``, ranks are compared by their shares of the time.
     """
     each = {
         rank: done
@@ -171,7 +171,7 @@ def slowest_of(told: Mapping[int, Rates | None], counted: bool) -> Slowest | Non
 
 
 def _drop(records: deque[Vitals], before: float) -> None:
-    """Leave out what is too old, but keep one that is old enough to span the window."""
+    """Drop old records, but keep one that is old enough to span the window."""
     while len(records) > 1 and records[1].clock <= before:
         records.popleft()
 
@@ -183,10 +183,9 @@ _WINDOW = 60.0
 
 
 class Pace:
-    """Fed with the records of one rank: ranks that train together are equally far.
+    """Estimates the remaining time from the records of one rank, because ranks that train together are equally far.
 
-    Loops of another name than the first one's (a validation after each epoch) do not count as work to be done, but
-    the time they take does.
+    Only loops with the first one's name count as work. Others, such as a validation after each epoch, only take time.
     """
 
     def __init__(self) -> None:
@@ -197,11 +196,11 @@ class Pace:
         self._loop: tuple[int | None, int | None] = (None, None)
 
     def forget(self) -> None:
-        """The ranks have changed: what comes may be faster or slower."""
+        """Forget the speed, because the ranks have changed."""
         self._marks.clear()
 
     def take(self, record: Vitals, now: float) -> None:
-        """Note how far the rank is."""
+        """Take a record of the rank."""
         if not record.stage or (self._stage and record.stage != self._stage):
             return
         self._stage = record.stage
@@ -219,7 +218,7 @@ class Pace:
             self._marks.popleft()
 
     def remaining(self, now: float) -> Remaining | None:
-        """What is left; None if it cannot be told (yet)."""
+        """The remaining time; None if it is unknown."""
         if not self._marks:
             return None
         (since, before), (until, done) = self._marks[0], self._marks[-1]
@@ -230,7 +229,7 @@ class Pace:
 
 
 def _position(record: Vitals) -> tuple[int, int, bool]:
-    """Steps done, of how many (0: not known), and whether that is all there will be."""
+    """Steps done, the total (0: unknown), and whether the total covers the whole run."""
     if not record.steps:
         return 0, 0, False
     if record.epoch is not None and record.epochs:

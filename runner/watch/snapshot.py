@@ -1,4 +1,4 @@
-"""What there is to see of a run at one moment, as plain values: all displays draw from it."""
+"""A snapshot of a run as plain values, from which all displays draw."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 LONG = 3.0
-"""Seconds after which it is worth a word that a rank waits, or is not heard of."""
+"""Seconds after which displays mention that a rank waits or is silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank. What is not known is None.
+    """One rank. Unknown values are None.
 
     Attributes:
-        rank: In the newest world.
-        silent: Seconds since it was last heard of, if that is long ago; None where all is well.
-        started: Whether it was heard of at all in this world.
+        rank: Number in the newest world.
+        silent: Seconds since its last record, if that is long ago; otherwise None.
+        started: Whether it has sent a record in this world.
         ended: Whether fn has ended on it.
-        host: Where it runs.
-        pid: The number of its process there.
-        stage: Name of the loop: "train"; "" without `hvd.progress`.
-        epoch: From 0.
-        epochs: How many there are to be.
+        host: Its host.
+        pid: The ID of its process.
+        stage: Name of the loop, such as "train"; "" without `hvd.progress`.
+        epoch: Number of the epoch, from 0.
+        epochs: Total number of epochs.
         step: Steps done in this epoch; without `hvd.progress`, those of the optimizer.
-        steps: How many it has.
+        steps: Number of steps in this epoch.
         steps_per_second: Over the last seconds, as are all rates and shares.
         samples_per_second: Of this rank.
         data: Share of the time waiting for data, from 0 to 1.
         communication: Share of the time waiting for communication.
         compute: The rest of the time in `hvd.progress` loops.
         cpu: Cores in use.
-        memory_bytes: Resident.
-        gpu_memory_bytes: Reserved by torch.
+        memory_bytes: Resident memory.
+        gpu_memory_bytes: GPU memory reserved by torch.
         gpu_utilization: From 0 to 1.
         metrics: By name, the loss first.
-        waits: For what it has been waiting for some time, in words; "" if it is not.
-        skew: See :class:`Slowest`, on the rank that is that; None on all others.
+        waits: What it has been waiting for, in words; "" if it is not waiting.
+        skew: See :class:`Slowest`; None except on the slowest rank.
     """
 
     rank: int
@@ -66,22 +66,22 @@ class RankRow:
 
     @property
     def remarkable(self) -> bool:
-        """Whether it has to be shown even where there is no room for all."""
+        """Whether to show it even if there is no room for all ranks."""
         return self.skew is not None or self.silent is not None
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is heard of it."""
+        """Whether it is silent, or has not started."""
         return self.silent is not None or not self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """The rank for which the others wait.
+    """The rank that the others wait for.
 
     Attributes:
         rank: Its number.
-        skew: Its own time a step (all but waiting for communication), in units of the median rank's.
+        skew: Its own time per step, without waiting for communication, divided by the median rank's.
     """
 
     rank: int
@@ -90,11 +90,12 @@ class Slowest:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """How long it will take.
+    """The remaining time.
 
     Attributes:
         seconds: Until the end.
-        whole: Of everything; else of this epoch, or loop, since it is not known how many come after it.
+        whole: Whether that is the end of the run; otherwise that of this epoch or loop, since it is unknown how many
+            follow.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""What a run was, in a few lines: how much, how fast, where the time went, and what went wrong on the way."""
+"""The summary of a run: how much, how fast, where the time went, and what went wrong."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LONG = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of the ranks' time, from 0 to 1.
+    """A share of the ranks' time, from 0 to 1.
 
     Attributes:
-        mean: Over all ranks.
-        most: Of the rank that spent most.
-        rank: Which one that is.
+        mean: Mean over all ranks.
+        most: Share of the rank with the largest one.
+        rank: That rank.
     """
 
     mean: float
@@ -36,28 +36,28 @@ class Share:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run. Prints as a short block of text, and shows as a table in a notebook. What is not known is None.
+    """The summary of a run. Prints as a short block of text, and as a table in a notebook. Unknown values are None.
 
-    Shares are of the time between the first and the last step of each rank, so that neither imports nor the first
-    step, in which much is made ready, count; without `hvd.progress`, of all of its time.
+    Shares cover the time of each rank between its first and last step, which excludes imports and the slow first step.
+    Without `hvd.progress`, they cover all of its time.
 
     Attributes:
         title: What ran.
         seconds: From the start to the end.
-        ranks: In the last world.
-        steps: Of one rank, those that had to be done again included; 0 without `hvd.progress`.
-        samples: Of all ranks.
-        samples_per_second: Over all of `seconds`.
+        ranks: Number of ranks in the last world.
+        steps: Steps of one rank, including repeated ones; without `hvd.progress`, those of its optimizer.
+        samples: Samples of all ranks.
+        samples_per_second: Samples divided by `seconds`.
         steady_samples_per_second: The same between the first and the last step.
         data: Share of the time waiting for data.
-        communication: Share of the time waiting for communication: of `spark_hvd`'s own collectives and optimizers.
-            None where it is less than half a percent, as with DDP, whose collectives are torch's.
-        compute: Share of the time that is left inside of `hvd.progress` loops.
-        restarts: How often all ranks were started again.
-        changes: How often ranks came or went while others stayed.
-        metrics: Rank 0's last ones, by name.
-        slowest: The rank for which the others waited, if it is worth a word.
-        cost: What it took of its cluster, and what it would have taken with other numbers of ranks.
+        communication: Share of the time waiting for communication by `spark_hvd`'s own collectives and optimizers. None
+            if it is less than half a percent, as with DDP, whose collectives are torch's.
+        compute: The remaining share inside of `hvd.progress` loops.
+        restarts: How often all ranks were restarted.
+        changes: How often ranks joined or left while others stayed.
+        metrics: Rank 0's last metrics, by name.
+        slowest: The rank that the others waited for, if it stands out.
+        cost: What the run used of its cluster, with estimates for other numbers of ranks.
     """
 
     title: str
@@ -78,24 +78,24 @@ class Summary:
 
     @property
     def efficiency(self) -> float | None:
-        """Share of the ranks' time that was not spent waiting, for data or for communication: from 0 to 1."""
+        """Share of the ranks' time that was not spent waiting for data or communication, from 0 to 1."""
         if self.compute is None:
             return None
         return 1 - sum(share.mean for share in (self.data, self.communication) if share is not None)
 
     @property
     def worth_showing(self) -> bool:
-        """Whether there is more to say than that it ran."""
+        """Whether the summary says more than that the run took place."""
         priced = self.cost is not None and self.cost.price is not None
         return priced or self.steps > 0 or self.seconds >= _LONG or self.restarts + self.changes > 0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, `efficiency` included."""
+        """The summary as plain data, including `efficiency`."""
         cost = None if self.cost is None else self.cost.as_dict()
         return {**asdict(self), "efficiency": self.efficiency, "cost": cost}
 
     def facts(self) -> list[tuple[str, str]]:
-        """What there is to say, as pairs of a heading and a text."""
+        """The lines of the summary, as pairs of a heading and a text."""
         pairs = [("time", self._time())]
         if self.samples_per_second is not None:
             pairs.append(("samples", self._samples()))

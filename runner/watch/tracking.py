@@ -1,4 +1,4 @@
-"""``Tracker``: keeps a record of runs elsewhere, in MLflow say; the driver tells it, and ranks know nothing of it."""
+"""``Tracker``: records runs elsewhere, such as in MLflow; only the driver calls it."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ Facts = Mapping[str, str | int | float]
 
 
 class StopRun(Exception):  # noqa: N818 - no error: a tracker wants it, as a trial that is not worth its time
-    """Raised by a tracker's ``take``, also one of a class below this: the run ends its ranks, and raises it."""
+    """Raise this, or a subclass, in a tracker's ``take``: the run then stops its ranks and raises it."""
 
     __module__ = "spark_hvd.runner"
 
 
 class Tracker(Protocol):
-    """Takes note of one run after the other. Always called by the thread that called ``run``."""
+    """Records runs, one after the other. Always called by the thread that called ``run``."""
 
     __module__: str = "spark_hvd.runner"
 
     def start(self, facts: Facts) -> None:
-        """A run begins; no rank has been started yet. An exception ends it here.
+        """Called when a run begins, before any rank is started. An exception ends the run.
 
         Args:
-            facts: What was asked for, and versions, by name.
+            facts: The run's options, and versions, by name.
         """
 
     def take(self, vitals: Vitals) -> None:
-        """A rank has told how it is: once a second for each rank, more often at first. Must not wait for anything.
+        """Called with each record of a rank: once a second for each rank, more often at first. Must not block.
 
         Args:
-            vitals: What it told.
+            vitals: The record.
 
         Raises:
             StopRun: to end the run.
         """
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
-        """The run is over. Called whenever ``start`` has returned.
+        """Called when the run is over, if ``start`` has returned.
 
         Args:
-            error: What ended it, as ``run`` raises it; None if it went well.
-            summary: How it went; None where nothing was heard of the ranks.
+            error: The exception that ``run`` raises; None if it succeeded.
+            summary: How the run went; None if the driver received nothing from the ranks.
         """
 
 
 class Tracking:
-    """A tracker that cannot disturb a run once it has begun, but may end it; or none.
+    """A guard around a tracker, or none: its errors cannot disturb a run that has begun, but it may end the run.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not a tracker.
     """
 
     def __init__(self, tracker: Tracker | None) -> None:
@@ -110,12 +110,12 @@ class Tracking:
 
 
 def without_password(text: str) -> str:
-    """The text without the name and the password that addresses in it have in front of a host."""
+    """The text without user names and passwords in its URLs."""
     return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 def facts_of(config: CommonConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
-    """What a tracker is told at the start; of ``more``, what is None is left out."""
+    """The facts for a tracker's start; entries of ``more`` that are None are left out."""
     found: dict[str, str | int | float | None] = {
         "function": name,
         "num_proc": config.num_proc,

@@ -1,4 +1,4 @@
-"""The state of a run as its driver knows it: made from what the ranks tell, and looked at by the displays."""
+"""The driver's view of a run, made from the ranks' records and read by the displays."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spark_hvd.world.vitals import Vitals
 
 
 class RankRecord:
-    """What one process of a rank has told its driver, over all worlds that it was in; and its row in the table.
+    """The records of one process of a rank, over all its worlds, and its row in the table.
 
     Attributes:
-        start: Its first record with a step; as long as there is none, the first of all.
-        end: The last one by which it had done another step; as long as there is none, the last of all.
+        start: Its first record with a step; before that, its first record.
+        end: The last record with a new step; before the first step, the last record.
         recent: The last seconds, in the newest world.
-        heard: When the last one came.
-        ended: Whether there is no more to come.
+        heard: Time of the last record.
+        ended: Whether no more records will come.
     """
 
     def __init__(self, record: Vitals, now: float) -> None:
@@ -39,7 +39,7 @@ class RankRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By name, the loss first. A loop that begins has none yet: those of the one before are better than nothing."""
+        """By name, the loss first. A new loop has no metrics yet, and shows those of the previous one."""
         named = self._metrics.items()
         return dict(sorted(named, key=lambda item: (item[0] != "loss", "loss" not in item[0].lower())))
 
@@ -50,7 +50,7 @@ class RankRecord:
 
     @property
     def whole(self) -> Rates | None:
-        """From its first step to its last; all there is to know of one that told of no steps."""
+        """The rates from its first step to its last; without steps, over all its records."""
         return rates(grown(self.start, self.end))
 
     def take(self, record: Vitals, now: float) -> None:
@@ -65,13 +65,13 @@ class RankRecord:
         self.heard = now
 
     def enter(self, record: Vitals, now: float) -> None:
-        """Note the first one that it sent in another world."""
+        """Take the first record that it sent in another world."""
         self.ended = False
         self.take(record, now)
         self.recent = Recent(record)
 
     def row(self, rank: int, now: float, slowest: Slowest | None) -> RankRow:
-        """What there is to see of it now."""
+        """Its row in the table."""
         last, done = self.last, self.recent.done()
         pace = done if self.recent.paced else None
         silent = now - self.heard
@@ -109,19 +109,18 @@ def _waits(record: Vitals) -> str:
 
 
 class RunView:
-    """Takes the ranks' records; gives a snapshot of now, and a summary at the end. Does no I/O and reads no clock.
+    """Takes the ranks' records; makes snapshots, and a summary at the end. Does no I/O and reads no clock.
 
-    **The slowest rank.** Ranks that train together make the same steps a second, since they wait for each other. The
-    one for which the others wait is the one that itself waits least. So ranks are compared by their own time a step:
-    all of it but waiting for communication. The skew is that of the slowest in units of the median rank's. It is worth
-    a word from 1.1, and only if the others wait for at least 5 % of a step because of it, and after 4 seconds and
-    3 steps of each.
+    **The slowest rank.** Ranks that train together make the same number of steps per second, because they wait for each
+    other. The rank that the others wait for waits least. Ranks are therefore compared by their own time per step,
+    without waiting for communication. The skew is the slowest rank's time divided by the median rank's. It is shown
+    from 1.1 on, if the others wait for at least 5 % of a step because of it, and after 4 seconds and 3 steps of each.
 
-    **Worlds.** Ranks of a newer generation replace those of the one before. What a process did counts once, whatever
-    its rank is called later.
+    **Worlds.** Ranks of a newer generation replace earlier ones. The work of a process counts once, even if its rank
+    changes.
 
-    ``now`` is on the monotonic clock. ``price_per_hour`` is that of one rank; None: it is not known. ``gpus_per_rank``
-    is None for one, where ranks tell of any.
+    ``now`` is on the monotonic clock. ``price_per_hour`` is that of one rank, None if unknown. ``gpus_per_rank`` is
+    None for one GPU per rank, if ranks report any.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class RunView:
         self._verdict: str | None = None
 
     def take(self, record: Vitals, now: float) -> None:
-        """Note what a rank has told. One of an older world than the newest is left out."""
+        """Take a record of a rank. Records of older worlds are ignored."""
         if record.generation < self._generation:
             return
         if record.generation > self._generation:
@@ -163,12 +162,12 @@ class RunView:
             self._pace.take(record, now)
 
     def ended(self, rank: int) -> None:
-        """The program of a rank has ended: nothing more is to be expected of it."""
+        """Note that the program of a rank has ended, so it will send no more records."""
         if (process := self._ranks.get(rank)) is not None:
             process.ended = True
 
     def mark(self, verdict: str | None) -> None:
-        """Show why nothing moves; None: it moves again."""
+        """Show why nothing moves; None if it moves again."""
         self._verdict = verdict
 
     def snapshot(self, now: float) -> RunSnapshot:
@@ -202,7 +201,7 @@ class RunView:
         )
 
     def summary(self, now: float) -> Summary:
-        """What the run was, at its end or so far."""
+        """The summary of the run, at its end or so far."""
         told = [(process, whole) for process in self._all if (whole := process.whole) is not None]
         samples = sum(process.last.samples for process in self._all)
         seconds = now - self._started
@@ -244,7 +243,7 @@ class RunView:
         self._verdict = None
 
     def _arrived(self, record: Vitals, now: float) -> RankRecord:
-        """The process that tells of itself in this world for the first time: known from the one before, or new."""
+        """The process of a first record in this world: known from an earlier world, or new."""
         if (process := self._before.pop(record.process, None)) is not None:
             if self._survivors:
                 self._survivors[-1] += 1
@@ -257,7 +256,7 @@ class RunView:
         return process
 
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
-        """What the run took."""
+        """The cost of the run."""
         seconds = now - self._started
         rank_seconds = self._rank_seconds + self._size * (now - self._sized)
         gpus = self._gpus_per_rank
@@ -277,7 +276,7 @@ class RunView:
         return max((process.steps for process in self._ranks.values()), default=0)
 
     def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
-        """The ranks to compare; none as long as one is missing."""
+        """The ranks to compare; none while one is missing."""
         complete = len(self._ranks) == self._size and all(
             not process.ended and now - process.heard <= LONG for process in self._ranks.values()
         )
@@ -285,7 +284,7 @@ class RunView:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """None if one of them is not known: half of a sum would mislead."""
+    """The sum; None if a value is unknown, because a partial sum would mislead."""
     every = list(values)
     known = [value for value in every if value is not None]
     return sum(known) if known and len(known) == len(every) else None

@@ -1,4 +1,4 @@
-"""Numbers in words, the same in the terminal, the notebook and the log."""
+"""Texts of numbers, the same in the terminal, the notebook and the log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slowest(slow: Slowest) -> str:
 
 
 def again(restarts: int, changes: int) -> str:
-    """What was not as it should be; "" if all was."""
+    """Restarts and changes in words; "" if there were none."""
     parts = [count(restarts, "restart")] if restarts else []
     parts += [count(changes, "change") + " of membership"] if changes else []
     return ", ".join(parts)
@@ -83,7 +83,7 @@ def step(row: RankRow) -> str:
 
 
 def note(row: RankRow) -> str:
-    """What is to be said of this rank in particular; "" if nothing is."""
+    """The note at the end of a rank's row; "" if there is none."""
     if row.ended:
         return "ended"
     if row.silent is not None:

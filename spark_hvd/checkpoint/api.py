@@ -25,11 +25,11 @@ __all__ = ["Checkpoint", "SaveHandle", "latest", "load", "load_sharded", "save",
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Attributes:
         step: The number under which it was saved.
-        state: What was saved; tensors are on the CPU.
+        state: The saved state; tensors are on the CPU.
     """
 
     __module__ = "spark_hvd.checkpoint"
@@ -46,32 +46,33 @@ def save(
     keep: int | None = 2,
     wait: bool = True,
 ) -> SaveHandle:
-    """Write a checkpoint, on rank 0; on other ranks nothing happens, so that all ranks may call it or rank 0 alone.
+    """Write a checkpoint on rank 0. Other ranks do nothing, so either all ranks or rank 0 alone may call it.
 
-    The file has its name only when it is complete: whoever is killed meanwhile leaves the former ones whole, and in a
-    local folder a file that the next save there deletes.
+    The file gets its name only when it is complete. A process killed meanwhile leaves earlier checkpoints intact, and
+    in a local folder an unfinished file that the next save there deletes.
 
-    With ``wait=False`` rank 0 copies the state and goes on; a thread writes the copy. All ranks must call it then.
-    One save is under way at a time: the next one waits for it first, as do :func:`load` and the end of the program. If
-    it failed, that is raised there, on all ranks; by the next save before it saves, so that it may be called again.
+    With ``wait=False``, all ranks must call it. Rank 0 copies the state and continues, and a thread writes the copy.
+    One save is under way at a time: the next one waits for it, as do :func:`load` and the end of the program. If it
+    failed, they raise its error on all ranks. The next save raises it before saving anything, so it may be called
+    again.
 
     Args:
-        where: A folder that rank 0 reaches wherever it is started: a path on shared storage, a URL such as
-            "s3://bucket/run-7", or a Store, for its options. One run uses it at a time.
-        state: Tensors, numbers, text, and dicts and lists of them: ``state_dict()`` of what is trained. Loading it runs
-            no code.
-        step: Its number, from 0: steps, batches or epochs done.
-        keep: How many checkpoints to keep, this one included; older ones are deleted, once this one is whole. None for
-            all. With 1 there is none to fall back on.
-        wait: Whether to return only when it is written. If not, rank 0 needs memory for a second copy of the state.
+        where: A folder that rank 0 can reach from any host: a path on shared storage, a URL such as
+            "s3://bucket/run-7", or a Store with options. Only one run at a time may use it.
+        state: Tensors, numbers, text, and dicts and lists of them, such as a ``state_dict()``. Loading it runs no code.
+        step: The checkpoint's number, from 0, such as the number of steps, batches or epochs done.
+        keep: How many checkpoints to keep, including this one. Older ones are deleted once this one is complete. None
+            keeps all. With 1, there is no older one to fall back on.
+        wait: Whether to return only when the file is written. If not, rank 0 needs memory for a second copy of the
+            state.
 
     Returns:
-        What tells when it is written, and waits for that; done with ``wait=True``.
+        A handle that tells when the checkpoint is written, and waits for it; with ``wait=True`` it is done.
 
     Raises:
         TypeError, ValueError: ``state`` has something else in it, such as one rank's rows of a ShardedEmbedding, or an
             argument is wrong.
-        StoreError: it cannot be written, or, with ``wait=False``, the one before could not be.
+        StoreError: it cannot be written, or, with ``wait=False``, the previous one could not be written.
         CollectiveError: with ``wait=False``, a peer or the network failed.
     """
     check_step(step, keep)
@@ -99,22 +100,21 @@ def save(
 
 
 def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
-    """Read the newest checkpoint that :func:`save` has written, on all ranks alike.
+    """Read the newest checkpoint written by :func:`save`, the same on all ranks.
 
-    To be called by all ranks: rank 0 reads, and the others get it from there. Without a world, as on a driver, it just
-    reads. A damaged one is left out with a warning, and the one before is read.
+    Collective: rank 0 reads it and sends it to the others. Without a world, as on a driver, it only reads. A damaged
+    checkpoint is skipped with a warning, and the previous one is read.
 
     Args:
         where: As in :func:`save`.
-        step: Read this one and no other.
+        step: Read only this checkpoint.
 
     Returns:
-        The checkpoint; None where there is none yet.
+        The checkpoint, or None if there is none yet.
 
     Raises:
-        StoreError: the store cannot be read, or what was saved in the background could not be written. Raised on every
-            rank.
-        CheckpointError: all are damaged, or the one asked for is damaged or missing, or a newer spark_hvd wrote it.
+        StoreError: the store cannot be read, or a save in the background failed. Raised on every rank.
+        CheckpointError: all are damaged; or `step` is damaged or missing; or a newer spark_hvd wrote it.
     """
     check_step(step)
     settle()
@@ -130,12 +130,13 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
 
 
 def latest(where: Store | str | os.PathLike[str]) -> int | None:
-    """The number of the newest checkpoint, sharded ones included; None where there is none.
+    """The number of the newest checkpoint, including sharded ones; None if there is none.
 
-    Every rank looks by itself, a rank that writes when that is done. Whether it can be read only :func:`load` says.
+    Every rank looks by itself; a rank that is still writing finishes first. Only :func:`load` finds out whether the
+    checkpoint can be read.
 
     Raises:
-        StoreError: the store cannot be read, or, on rank 0, what was saved in the background could not be written.
+        StoreError: the store cannot be read, or, on rank 0, a save in the background failed.
     """
     background.finish()
     store = store_of(where)
@@ -152,27 +153,27 @@ def save_sharded(
     keep: int | None = 2,
     wait: bool = True,
 ) -> SaveHandle:
-    """Write a checkpoint of which each rank writes its part: for FSDP2 and DTensor. To be called by all ranks.
+    """Write a checkpoint for FSDP2 and DTensor, of which each rank writes its part. Collective.
 
-    ``torch.distributed.checkpoint`` writes the parts; a manifest, written last, makes them a checkpoint.
+    ``torch.distributed.checkpoint`` writes the parts. A manifest, written last, completes the checkpoint.
 
     Args:
-        where: A folder that every rank reaches; see :func:`save`.
+        where: A folder that every rank can reach; see :func:`save`.
         model: The module, sharded or not.
         optimizers: An optimizer of its parameters, or several.
-        state: What is the same on all ranks besides: tensors and plain data, as in :func:`save`.
-        step: Its number, from 0.
+        state: Other state, the same on all ranks: tensors and plain data, as in :func:`save`.
+        step: The checkpoint's number, from 0.
         keep: How many sharded checkpoints to keep; None for all.
-        wait: Whether to return only when it is written; see :func:`save`. If not, each rank needs memory for a second
-            copy of its part.
+        wait: Whether to return only when the files are written; see :func:`save`. If not, each rank needs memory for a
+            second copy of its part.
 
     Returns:
-        What tells when it is written, and waits for that; done with ``wait=True``.
+        A handle that tells when the checkpoint is written, and waits for it; with ``wait=True`` it is done.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        StoreError: it cannot be written, or, with ``wait=False``, what was saved before could not be. Raised on every
-            rank.
+        StoreError: it cannot be written, or, with ``wait=False``, the previous one could not be written. Raised on
+            every rank.
         CollectiveError: a peer or the network failed.
     """
     check_step(step, keep)
@@ -183,25 +184,25 @@ def save_sharded(
 def load_sharded(
     where: Store | str | os.PathLike[str], model: Any, optimizers: Any = (), *, step: int | None = None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint of :func:`save_sharded` into a model and its optimizers. To be called by all ranks.
+    """Load the newest checkpoint of :func:`save_sharded` into a model and its optimizers. Collective.
 
-    The number of ranks, and how the model is sharded, may differ from those at saving. A checkpoint whose files are
-    missing or cut is left out with a warning.
+    The number of ranks and the sharding of the model may differ from those at saving. A checkpoint whose files are
+    missing or truncated is skipped with a warning.
 
     ``torch.distributed.checkpoint`` unpickles part of it: only load what you trust.
 
     Args:
         where: As in :func:`save_sharded`.
-        model: Gets the weights, in place.
-        optimizers: Get their state, in place; the same as at saving.
-        step: Read this one and no other.
+        model: The module to load the weights into, in place.
+        optimizers: The optimizers to load, in place; the same as at saving.
+        step: Read only this checkpoint.
 
     Returns:
-        Its number and ``state``; None where there is none yet.
+        Its number and ``state``, or None if there is no checkpoint yet.
 
     Raises:
         StoreError: the store cannot be read.
-        CheckpointError: none can be used, or it does not fit the model.
+        CheckpointError: no checkpoint can be used, or it does not match the model.
     """
     check_step(step)
     settle()

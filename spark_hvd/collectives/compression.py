@@ -18,25 +18,25 @@ class GradientCompressor(Protocol):
 
 
 class Compressor:
-    """Base class of compressors; anything with these two methods serves as well, a class or an object."""
+    """Base class of compressors. Any class or object with these two methods works as well."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Make what travels out of a tensor of any dtype.
+        """Compress a tensor of any dtype.
 
         Returns:
-            The tensor to reduce, and whatever :meth:`decompress` needs to know.
+            The tensor to reduce, and a context for :meth:`decompress`.
         """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Undo :meth:`compress` on the reduced tensor, given what it returned second."""
+        """Undo :meth:`compress` on the reduced tensor, given the context that it returned."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 
 class NamedHandle(Generic[T]):
-    """A collective in flight, as the ``_async`` functions return it."""
+    """A collective in flight, as returned by the ``_async`` functions."""
 
     __slots__ = (
         "_baton",
@@ -98,7 +98,7 @@ class NamedHandle(Generic[T]):
         return f"{self.request.kind} {self.name!r}"
 
     def poll(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once; on a GPU: without the device having to catch up."""
+        """Whether :meth:`wait` would return or raise at once; on a GPU, also whether the device has finished."""
         if not self._done:
             self._owner.meet(self, 0)
             self._owner.flush()
@@ -111,13 +111,13 @@ class NamedHandle(Generic[T]):
         For tensors on a GPU the current stream waits, not the host.
 
         Args:
-            timeout: Seconds; None: no limit but the stall timeout and that of the process group.
+            timeout: Seconds; None: no limit besides the stall timeout and that of the process group.
 
         Raises:
-            MismatchError: The ranks' calls do not fit together. Raised on every rank; the world goes on.
+            MismatchError: The ranks' calls do not match. Raised on every rank; the world stays usable.
             StalledError: Some ranks did not call it within the stall timeout.
             CollectiveError: A peer or the network failed.
-            TimeoutError: `timeout` is over; the collective is still under way, and may be waited for again.
+            TimeoutError: `timeout` has expired. The collective continues, and you may wait for it again.
         """
         if not self._done:
             begun = time.monotonic()

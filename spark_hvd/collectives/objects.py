@@ -47,23 +47,23 @@ def broadcast_object(
 ) -> T:
     """Give every rank the object of one rank.
 
-    A pickle of up to 1 KiB goes by the coordinator. A larger one travels over the process group's own connections, from
-    rank to rank, and is loaded by the others if it is the one that the root has sent. Its size is not limited but by
-    memory. The numbers of large numpy arrays are not part of it, and are no more checked than those of tensors in
-    :func:`spark_hvd.torch.broadcast`.
+    A pickle of up to 1 KiB goes through the coordinator. A larger one goes over the process group's own connections,
+    and the other ranks load it only if it is the one that the root has sent. Only memory limits its size. The numbers
+    of large numpy arrays are sent apart from the pickle. Like tensors in :func:`spark_hvd.torch.broadcast`, they are
+    not verified.
 
     Args:
-        obj: Anything cloudpickle can pickle; ignored on ranks other than `root_rank`.
-        root_rank: Whose object it is; counts in the world.
-        name: Ranks match calls by name. None: such calls match by their order.
-        process_set: Whose ranks get it.
+        obj: Anything that cloudpickle can pickle; ignored on ranks other than `root_rank`.
+        root_rank: The rank, in the world, that has the object.
+        name: Ranks match calls by name. Calls without a name match by their order.
+        process_set: The ranks that get the object.
 
     Returns:
         On `root_rank` the object itself, elsewhere a copy.
 
     Raises:
-        ValueError: `root_rank` is no rank, or the object there cannot be pickled.
-        CollectiveError: A peer or the network failed, or what came is not what the root has sent.
+        ValueError: There is no rank `root_rank`, or its object cannot be pickled.
+        CollectiveError: A peer or the network failed, or the received pickle is not the one that the root has sent.
     """
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
@@ -87,19 +87,19 @@ def broadcast_object(
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Give every rank the objects of all ranks.
 
-    The pickles travel as in :func:`broadcast_object`.
+    The pickles are sent as in :func:`broadcast_object`.
 
     Args:
-        obj: Anything cloudpickle can pickle.
-        name: Ranks match calls by name. None: such calls match by their order.
-        process_set: Whose ranks take part.
+        obj: Anything that cloudpickle can pickle.
+        name: Ranks match calls by name. Calls without a name match by their order.
+        process_set: The ranks that take part.
 
     Returns:
         Copies of the objects, in rank order.
 
     Raises:
         ValueError: A rank's object cannot be pickled. Raised on every rank.
-        CollectiveError: A peer or the network failed, or what came is not what a rank has sent.
+        CollectiveError: A peer or the network failed, or a received pickle is not the one that its rank has sent.
     """
     queue = queue_of(process_set)
     payload, seal, failure = _pickled(obj)

@@ -53,14 +53,14 @@ def _world() -> World | None:
 class ProcessSet:
     """Some ranks of the world, for the `process_set` argument of collectives and optimizers.
 
-    It can be used once it is registered, by ``init(process_sets=[...])`` or :func:`add_process_set` on every rank of
-    the world. It ends with the world it was registered in.
+    Register it before use, by ``init(process_sets=[...])`` or :func:`add_process_set` on every rank of the world. It
+    ends with the world in which it was registered.
 
     Args:
-        ranks_or_comm: The ranks, in the world; any order.
+        ranks_or_comm: Ranks of the world, in any order.
 
     Raises:
-        ValueError: Not a collection of different whole numbers.
+        ValueError: The ranks are not distinct whole numbers.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The same number on all ranks; None while it is not registered."""
+        """Its number, the same on all ranks; None while it is not registered."""
         return self._id
 
     @property
@@ -87,14 +87,14 @@ class ProcessSet:
         return None if self._id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """My place in it; None if I am not in it or it is not registered."""
+        """This rank's position in it; None if this rank is not in it, or it is not registered."""
         ranks, world = self.ranks, _world()
         if self.process_set_id is None or ranks is None or world is None:
             return None
         return ranks.index(world.me.rank) if world.me.rank in ranks else None
 
     def included(self) -> bool | None:
-        """Whether I am in it; None while it is not registered."""
+        """Whether this rank is in it; None while it is not registered."""
         return None if self.process_set_id is None else self.rank() is not None
 
     def registered_as(self, number: int | None) -> None:

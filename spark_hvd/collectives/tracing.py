@@ -1,4 +1,4 @@
-"""This process' timeline, while one is recorded: what the queues tell it, and how its events get to rank 0's clock."""
+"""This process's timeline: takes events from the queues, and converts their times to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_hvd")
 
 _PINGS = 8
-"""Questions for rank 0's time; the answer that came back the quickest tells the most."""
+"""Number of requests for rank 0's time; the fastest answer is the most accurate."""
 _AUTO_ROWS = 16
-"""Rows for calls without a name, whose made-up names would be a row each."""
+"""Rows for calls without a name, whose generated names would otherwise take a row each."""
 
 
 class Tracing:
@@ -52,7 +52,7 @@ class Tracing:
         self._called[handle.name] = time.monotonic_ns()
 
     def ready(self, rank: int, names: Sequence[str]) -> None:
-        """The coordinator has heard that a rank is ready."""
+        """Record that a rank is ready, as the coordinator has been told."""
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is not None:
             for name in names:
@@ -61,7 +61,7 @@ class Tracing:
     def ran(
         self, handles: Sequence[NamedHandle[Any]], queued_ns: int, started_ns: int, packed_ns: int, staged: bool
     ) -> None:
-        """A batch was decided on, started, packed, and has ended now; `staged` says it went through shared memory."""
+        """Record a batch that has just ended, with the times in between; `staged`: it went through shared memory."""
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is None:
             return
@@ -78,11 +78,11 @@ class Tracing:
                 if handle.request.shapes:
                     backend = mpi_backend.carrier(handle.request.on_gpu)
                     recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
-        except Exception as error:  # those who wait for the batch are told after this
+        except Exception as error:  # must not keep the batch from being completed
             self._give_up(error)
 
     def finished(self, handle: NamedHandle[Any], started_ns: int) -> None:
-        """The one who waited for a batch has unpacked it."""
+        """Record that the waiting thread has unpacked a batch."""
         if self.recorder is not None:
             self.recorder.span(_row(handle.name), MEMCPY_OUT_FUSION_BUFFER, started_ns, time.monotonic_ns())
 
@@ -94,10 +94,10 @@ class Tracing:
     # ---- on and off -----------------------------------------------------------------------------------------------
 
     def start(self, send: Callable[[int, list[Event]], None], mark_cycles: bool, *, on_rank0: bool) -> None:
-        """Record from now on.
+        """Start to record.
 
-        ``send`` takes nanoseconds to add to all times, the same in every call, and events. With ``mark_cycles``, it is
-        marked when the engine wakes up; with ``on_rank0``, this rank's clock is the one that counts.
+        ``send`` takes nanoseconds to add to all times, the same in every call, and events. ``mark_cycles`` records
+        when the engine wakes up; ``on_rank0`` makes this rank's clock the reference.
         """
         self._called.clear()
         self._answers.clear()
@@ -107,16 +107,16 @@ class Tracing:
         self.recorder = Recorder(self._ship, mark_cycles)
 
     def stop(self) -> None:
-        """Record no more, and send what there is."""
+        """Stop recording, and send the remaining events."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             self._settle()
             recorder.flush()
 
     def answered(self, asked_ns: int, rank0_ns: int) -> bool:
-        """Rank 0 has told its time; returns whether to ask again."""
+        """Take rank 0's time, which was asked for; returns whether to ask again."""
         now = time.monotonic_ns()
-        # As in NTP: the answer was given half-way, give or take half of the round trip.
+        # As in NTP: assume that the answer was given half-way; the error is at most half of the round trip.
         self._answers.append((now - asked_ns, rank0_ns - (asked_ns + now) // 2))
         if len(self._answers) == _PINGS:
             self._settle()
@@ -126,13 +126,13 @@ class Tracing:
         if self._settled:
             try:
                 self._send(min(self._answers)[1] if self._answers else 0, events)
-            except Exception as error:  # whoever records has something else to do: a collective, the engine's turn
+            except Exception as error:  # the caller is in the middle of a collective or of the engine's turn
                 self._give_up(error)
         else:  # the offset may still change, and spans that nest must not come apart
             self._held += events
 
     def _give_up(self, error: Exception) -> None:
-        """What observes a run must not end it."""
+        """Stop recording after an error: observing a run must not end it."""
         self.recorder = None
         if not self._failed:
             self._failed = True

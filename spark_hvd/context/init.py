@@ -56,28 +56,27 @@ def init(
     process_sets: Sequence[ProcessSet] | str | None = None,
     **settings: Any,
 ) -> None:
-    """Join the world that the launcher made; does nothing if that has happened already and nothing is asked for.
+    """Join the world that the launcher made. Does nothing in a joined world, if no arguments are given.
 
-    In order: the world this process was in before :func:`shutdown`; a default process group that the user initialised
-    with torch.distributed, which is used and never destroyed; the world that torchrun's variables describe; over MPI,
-    the one that mpiexec started; a world of one. torch's default process group is left initialised, for DDP, FSDP2 and
-    other users of torch.distributed.
+    The first of these that exists is joined: the world this process was in before :func:`shutdown`; a default process
+    group that the user initialised with torch.distributed, which is used and never destroyed; the world that torchrun's
+    variables describe; over MPI, the world that mpiexec started; a world of one. torch's default process group is left
+    initialised, for DDP, FSDP2 and other users of torch.distributed.
 
     Args:
-        comm: Ranks of the launcher's world that make a world of their own, in which they are renumbered from 0 in
-            ascending order; each of them must pass the same list. Or a communicator of mpi4py: the world is then made
-            by MPI out of its ranks, with their numbers there; each of them must pass it. None: all ranks.
+        comm: Ranks of the launcher's world that form their own world, in which they are renumbered from 0 in ascending
+            order; each of them must pass the same list. Or a communicator of mpi4py, which each of its ranks must pass:
+            MPI then makes the world from these ranks, with their numbers. None: all ranks.
         process_sets: Process sets to register, the same on every rank, see
-            :func:`spark_hvd.torch.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
-        **settings: Values that tune named collectives, see :class:`spark_hvd.world.config.Config`. Rank 0's count for
-            all. They can be given in a world that was joined already, too. They come before the
-            environment's, HOROVOD_*.
+            :func:`spark_hvd.torch.add_process_set`. Horovod's "dynamic" is accepted, but not needed.
+        **settings: Values that tune named collectives, see :class:`spark_hvd.world.config.Config`. Rank 0's apply to
+            all ranks. They may also be given in a joined world. They override the environment variables HOROVOD_*.
 
     Raises:
-        ValueError: A setting is wrong, `comm` is no list of ranks with this one in it, a process set cannot be made,
-            or the launcher's environment variables are incomplete.
-        ImportError: An MPI process manager started this process, but there is no mpi4py.
-        TypeError: There is no such setting.
+        ValueError: A setting is wrong, `comm` is not a list of ranks that includes this one, a process set cannot be
+            made, or the launcher's environment variables are incomplete.
+        ImportError: An MPI process manager started this process, but mpi4py is not installed.
+        TypeError: A setting does not exist.
         MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
     """
@@ -341,9 +340,9 @@ def _numbered(path: str, generation: int) -> str:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what all ranks do from now on, as a Chrome trace; see docs/timeline.md.
+    """Start to record the collectives of all ranks as a Chrome trace; see docs/timeline.md.
 
-    To be called on rank 0 at least; on other ranks it does nothing.
+    Call it on rank 0; on other ranks it does nothing.
 
     Args:
         file_path: The file to write, on rank 0's host.
@@ -351,7 +350,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: A timeline is being recorded already.
+        ValueError: A timeline is already being recorded.
         OSError: The file cannot be written.
     """
     here = current()
@@ -360,7 +359,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Stop recording, gather the events of all ranks, and complete the file; does nothing if none is recorded.
+    """Stop recording, gather the events of all ranks, and complete the file; does nothing if nothing is recorded.
 
     Raises:
         NotInitializedError: Before init().

@@ -35,13 +35,13 @@ def finish() -> None:
 
 
 def shutdown() -> None:
-    """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
+    """Leave the world; does nothing outside one. init() may follow, if every rank calls it.
 
-    Collectives in flight fail, here and on the other ranks. A default process group that the user
-    initialised stays. Called when the interpreter exits. Checkpoints that are being written are finished first.
+    Collectives in flight fail, here and on the other ranks. A default process group that the user initialised stays.
+    Called automatically when the interpreter exits. Checkpoints that are being written are finished first.
 
     Raises:
-        StoreError: One could not be written. The world is left all the same.
+        StoreError: A checkpoint could not be written. The world is left nevertheless.
     """
     _shutdown()
 

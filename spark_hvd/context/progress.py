@@ -24,10 +24,10 @@ Metric = float | int | torch.Tensor | Callable[[], Any]
 
 
 class Progress(Generic[T]):
-    """Made by :func:`progress`; iterate over it, or call :meth:`step` once a step.
+    """Returned by :func:`progress`; iterate over it, or call :meth:`step` after each step.
 
     Attributes:
-        done: Steps done.
+        done: Number of steps done.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Progress(Generic[T]):
         return self._totals.steps
 
     def __iter__(self) -> Iterator[T]:
-        """The items, one a step; a step ends when the next item is asked for."""
+        """The items, one for each step; a step ends when the next item is requested."""
         if self._items is None:
             raise TypeError(
                 "hvd.progress was given a number of steps, so there is nothing to go through: call .step() once a "
@@ -90,7 +90,7 @@ class Progress(Generic[T]):
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Time spent in here is time spent waiting for data; for loops that fetch their batches themselves."""
+        """A context whose time counts as waiting for data, for loops that fetch their batches themselves."""
         self._fetching = before = time.monotonic()
         try:
             yield
@@ -100,10 +100,10 @@ class Progress(Generic[T]):
                 self._totals.data += time.monotonic() - before
 
     def step(self, samples: int | None = None, **metrics: Metric) -> None:
-        """A step is done.
+        """Count a step as done.
 
         Args:
-            samples: How many it has used; None for what was given at the start.
+            samples: Number of samples of the step; None for `batch_size`.
             metrics: As for :meth:`report`.
         """
         if self._items is not None:
@@ -117,11 +117,11 @@ class Progress(Generic[T]):
             self.close()
 
     def report(self, /, **metrics: Metric) -> None:
-        """Take the latest values of metrics.
+        """Report the latest values of metrics.
 
         Args:
-            metrics: Numbers, tensors of one element, or functions without arguments that give one. Tensors are not
-                copied, and not read here: on a GPU that would make the step wait.
+            metrics: Numbers, tensors of one element, or functions without arguments that return one. Tensors are
+                neither copied nor read here, so that a step does not wait for a GPU.
 
         Raises:
             ValueError: A tensor has several elements.
@@ -145,7 +145,7 @@ class Progress(Generic[T]):
                 activity.at_step()
 
     def close(self) -> _Totals:
-        """End the loop; its last values stay. Happens by itself at the end of an iteration."""
+        """End the loop; its last values stay. The end of an iteration calls this."""
         if self._started is not None:
             self._totals.seconds += time.monotonic() - self._started
             self._started = None
@@ -193,28 +193,28 @@ def progress(
     stage: str = "train",
     **metrics: Metric,
 ) -> Progress[T]:
-    """Show the driver how far this rank is.
+    """Report the progress of this rank to the driver.
 
-    Go through it: ``for batch in hvd.progress(loader, epoch=epoch, epochs=10):``, and call ``report(loss=loss)`` on it
-    where there is something new to tell. Or count steps yourself: ``bar = hvd.progress(1000)``, then
-    ``bar.step(loss=loss, samples=len(batch))`` after each. Of nested loops the innermost counts.
+    Iterate over it, as in ``for batch in hvd.progress(loader, epoch=epoch, epochs=10):``, and call its
+    ``report(loss=loss)`` for new values. Or count steps yourself: ``bar = hvd.progress(1000)``, then
+    ``bar.step(loss=loss, samples=len(batch))`` after each step. Of nested loops, the innermost one counts.
 
     Args:
-        work: What to go through, such as a DataLoader, or the number of steps; None where that is not known.
-        total: Number of steps, where `work` has no length.
-        initial: Steps of the total that were done before, where a run goes on in the middle.
+        work: An iterable, such as a DataLoader, or the number of steps; None if that is not known.
+        total: Number of steps, if `work` has no length.
+        initial: Number of these steps done before, if a run resumes within them.
         epoch: Number of this epoch, from 0.
-        epochs: How many there are to be.
+        epochs: Total number of epochs.
         batch_size: Samples of each step on this rank. None: the length of the first tensor or array in a batch.
-        stage: What to call this: "train", "validation".
-        metrics: First values, as for :meth:`Progress.report`; a function is called whenever a value is wanted.
+        stage: Name of this loop, such as "train" or "validation".
+        metrics: First values, as for :meth:`Progress.report`; a function is called whenever its value is needed.
 
     Returns:
-        The loop. Where nobody watches, as under torchrun, it only counts.
+        The loop. If nobody watches, as under torchrun, it only counts.
 
     Raises:
         ValueError: A number is negative.
-        TypeError: `work` is neither a number nor something to go through.
+        TypeError: `work` is neither a number nor an iterable.
     """
     items: Iterable[T] | None = None
     if isinstance(work, int):

@@ -15,7 +15,7 @@ from spark_hvd.world.errors import MismatchError
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; every rank of the world must, with the same ranks and in the same order.
+    """Register a process set. Every rank of the world must register the same sets in the same order.
 
     Args:
         process_set: The set, or its ranks.
@@ -25,7 +25,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: A rank is not in the world, or there is a set of these ranks already.
+        ValueError: A rank is not in the world, or a set of these ranks already exists.
         MismatchError: Ranks add different sets. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
@@ -69,10 +69,12 @@ def register_all(process_sets: Sequence[ProcessSet] | str) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give up a process set; every rank of the world must, in the same order. Collectives in flight in it fail.
+    """Remove a process set. Every rank of the world must remove the same sets in the same order.
+
+    Collectives in flight in the set fail.
 
     Returns:
-        False for the global process set and for one that is not registered: nothing happens then.
+        False, without any effect, for the global process set and for one that is not registered; otherwise True.
 
     Raises:
         NotInitializedError: Before init().

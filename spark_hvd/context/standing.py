@@ -216,7 +216,7 @@ def generation() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a world, or waits for its first or next one as an elastic rank."""
+    """Whether this process is in a world or, as an elastic rank, waits for its first or next one."""
     return standing.context is not None or standing.pending is not None
 
 

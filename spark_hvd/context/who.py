@@ -34,7 +34,7 @@ __all__ = [
 
 
 def rank() -> int:
-    """My rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
+    """This process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
     return place().rank
 
 
@@ -44,22 +44,22 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """My position among the ranks of my host; commonly the number of my GPU."""
+    """This rank's position among the ranks of its host; commonly the number of its GPU."""
     return place().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on my host."""
+    """Number of ranks on this rank's host."""
     return place().local_size
 
 
 def cross_rank() -> int:
-    """The position of my host among the hosts that have a rank with my local rank."""
+    """The position of this rank's host among the hosts that have a rank with the same local rank."""
     return place().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank with my local rank."""
+    """Number of hosts that have a rank with the same local rank as this one."""
     return place().cross_size
 
 
@@ -71,15 +71,15 @@ def is_homogeneous() -> bool:
 
 
 def generation() -> int:
-    """How often ranks have met anew: the membership of an elastic job has changed, or a job was started again.
+    """How often the membership of an elastic job has changed, or how often a job was restarted.
 
-    Counts from 0, where nothing of the kind has happened, and is the same number on all ranks of a world.
+    Starts at 0. The same on all ranks of a world.
     """
     return standing.generation()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads of a rank may be in MPI at the same time. Where not, ours take turns.
+    """Whether several threads of a rank may call MPI at the same time. If not, ours take turns.
 
     Raises:
         NotInitializedError: Before init().
@@ -99,12 +99,12 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed; it brings no MPI library itself, but the extra `mpi` does."""
+    """Whether mpi4py is installed. It contains no MPI library; the extra `mpi` installs one."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether tensors on the CPU travel over Gloo; before init(), whether they could."""
+    """Whether CPU tensors are sent over Gloo; before init(), whether they could be."""
     return gloo_built() and not mpi_enabled()
 
 
@@ -114,7 +114,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of NCCL that this torch comes with, as Horovod writes it (2.21.5 is 22105); 0 without NCCL."""
+    """The version of NCCL in this torch, as Horovod writes it (2.21.5 is 22105); 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available() and cuda_built()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]

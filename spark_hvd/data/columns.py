@@ -1,4 +1,4 @@
-"""What the columns of a batch become: arrays or tensors where there are numbers, lists of Python's values elsewhere.
+"""Converts the columns of a batch: numbers to arrays or tensors, other values to lists of Python objects.
 
 ======================  ===============================================  ==============================
 Spark's type            numpy                                            PyTorch
@@ -15,8 +15,8 @@ struct                  a dict by field                                  the sam
 map                     a list of dicts                                  the same
 ======================  ===============================================  ==============================
 
-A null is NaN where values are floating point or decimal, NaT in numpy's dates, None in lists and objects; in integers,
-booleans, dates for PyTorch and arrays it is an error. Arrays of different lengths are one too, unless :func:`padded` or
+A null becomes NaN in floating-point and decimal columns, NaT in numpy's dates, None in lists and objects. It is an
+error in integers, booleans, dates for PyTorch, and arrays. So are arrays of different lengths, unless :func:`padded` or
 :func:`ragged` collates the batch.
 """
 
@@ -51,10 +51,10 @@ _VECTOR = {"type", "size", "indices", "values"}
 
 
 def numpy_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Values]:
-    """A batch as numpy arrays, which may share its memory and then cannot be written.
+    """A batch as numpy arrays. Arrays that share its memory are read-only.
 
     Raises:
-        DataError: nulls, arrays of different lengths, a stack of what are no numbers; the column is named.
+        DataError: nulls, arrays of different lengths, a stack of columns that are not numbers; the column is named.
     """
     stacks = stacks_of(batch, features)
     stacked = {name for names in stacks.values() for name in names}
@@ -69,13 +69,13 @@ def _values(batch: pa.RecordBatch | PackedRows, name: str) -> Values:
 
 
 def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Any]:
-    """A batch as tensors with memory of their own.
+    """A batch as tensors that own their memory.
 
     Args:
-        batch: Of any types.
-        features: Columns of numbers, arrays and vectors that are put side by side in one tensor (rows, numbers), of the
+        batch: Columns of any types.
+        features: Columns of numbers, arrays and vectors to stack side by side into one tensor (rows, numbers), of the
             dtype that holds them all: a list of names for a tensor called "features", or a dict from the names of
-            tensors to such lists. They are not in the batch by themselves then.
+            tensors to such lists. The columns are then not in the batch by themselves.
 
     Raises:
         DataError: as :func:`numpy_batch`.
@@ -87,14 +87,14 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
     """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
 
     Args:
-        value: Behind the end of shorter arrays.
-        to: Length of all; longer ones are cut. None for that of the longest in the batch.
-        features: As of :func:`torch_batch`.
+        value: The value after the end of shorter arrays.
+        to: Length of all arrays; longer ones are cut. None for the length of the longest in the batch.
+        features: As in :func:`torch_batch`.
 
     Returns:
-        A function of a record batch. For a column "x" of arrays it gives "x" and "x_lengths", int64 (rows,), where
-        ``to`` has not cut. Arrays hold numbers, (rows, longest), or arrays of one shape, such as boxes of five numbers,
-        (rows, longest, 5). Other columns are as of :func:`torch_batch`.
+        A function of a record batch. For a column "x" of arrays, it returns "x" and "x_lengths", int64 (rows,), the
+        lengths after cutting. Arrays may hold numbers, which gives (rows, longest), or arrays of one shape, such as
+        boxes of five numbers, which gives (rows, longest, 5). Other columns are as in :func:`torch_batch`.
     """
 
     def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
 
 
 def ragged(features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: all values one after the other, and where each row begins.
+    """A ``collate_fn`` for arrays of different lengths: all values concatenated, and the offset of each row.
 
     Returns:
-        A function of a record batch. For a column "x" of arrays it gives "x", (values, ...), and "x_offsets", int64
-        (rows + 1,), as ``torch.nn.EmbeddingBag`` and nested tensors take them. Arrays hold numbers, or arrays of one
-        shape. Other columns are as of :func:`torch_batch`.
+        A function of a record batch. For a column "x" of arrays, it returns "x", (values, ...), and "x_offsets", int64
+        (rows + 1,), for ``torch.nn.EmbeddingBag`` and nested tensors. Arrays may hold numbers, or arrays of one shape.
+        Other columns are as in :func:`torch_batch`.
     """
 
     def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:

@@ -38,12 +38,12 @@ def source_of(name: str) -> Any:
 
 
 def get_dataset_shard(name: str = "train") -> DatasetShard:
-    """This rank's part of the data set that ``run`` was given as ``data={name: ...}``. To be called by all ranks.
+    """This rank's part of a data set that was passed to ``run`` as ``data={name: ...}``. Collective.
 
     Returns once the rows of a DataFrame have arrived.
 
     Raises:
-        DataError: there is no data set of this name, or its rows do not come.
+        DataError: there is no data set of this name, or its rows do not arrive.
     """
     source = source_of(name)
     from spark_hvd.data.shard import DatasetShard, source_here  # only now: pyarrow takes a rank without data 0.1 s

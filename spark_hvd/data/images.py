@@ -39,31 +39,31 @@ Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
 class ImageDecoder:
-    """Makes a tensor of images that are PNG, JPEG or of another of ``formats``, or of Spark's image type.
+    """Decodes images to a tensor: PNG, JPEG or another of ``formats``, or Spark's image type.
 
-    Calling it is what ``spark_hvd.predict(collate=)`` takes; for ``torch_batches(collate_fn=)`` see :meth:`collate`.
+    Pass it to ``spark_hvd.predict(collate=)``. For ``torch_batches(collate_fn=)`` see :meth:`collate`.
 
         decoder = spark_hvd.data.ImageDecoder(224)
         spark_hvd.predict(df, net, columns="content", collate=decoder, outputs={"scores": "array<float>"})
 
-    Threads decode, as Pillow lets others run meanwhile. Images are turned upright as their EXIF data say, cut to the
-    proportions of ``size`` around their middle, and scaled. Of a large JPEG no more is decoded than that needs.
+    Several threads decode. Images are rotated by their EXIF orientation, cropped to the proportions of ``size`` around
+    their centre, and scaled. A large JPEG is decoded only at the resolution needed.
 
     Args:
         size: Height and width in pixels; one number for both.
-        channels: 3 for red, green and blue, 1 for grey, 4 for colours and opacity. Images of other kinds are converted.
-        mean: Taken off pixels between 0 and 1: a number, or one for each channel. By default those of ImageNet.
-        std: What they are divided by then.
-        crop: False to stretch images to the size, so that nothing is cut off.
-        undecodable: "stop" for a DataError where an image cannot be decoded, or "skip" to go on without it: a training
-            batch has fewer rows, and a prediction is made of NaN.
-        threads: That decode; None for as many as torch computes with in that process.
-        formats: Names of the formats that are opened, as Pillow has them; those that this Pillow lacks are left out.
-            Formats that other programs decode, EPS above all, cannot be among them.
-        max_pixels: An image that says it has more is undecodable: a small file can become gigabytes.
+        channels: 3 for RGB, 1 for grey, 4 for RGBA. Other images are converted.
+        mean: Subtracted from pixels between 0 and 1: a number, or one for each channel; by default ImageNet's.
+        std: Divisor after that: a number, or one for each channel; by default ImageNet's.
+        crop: False to stretch images to the size instead of cropping.
+        undecodable: "stop" raises a DataError if an image cannot be decoded. "skip" leaves it out of a training batch,
+            and makes its prediction from NaN.
+        threads: Number of decoding threads; None for torch's number of threads in that process.
+        formats: Pillow's names of the formats to open. Formats that this Pillow lacks are left out. Formats that other
+            programs decode, above all EPS, are not allowed.
+        max_pixels: An image that declares more is undecodable, because a small file can expand to gigabytes.
 
     Attributes:
-        skipped: Images that could not be decoded so far, in this process.
+        skipped: Number of images that could not be decoded so far, in this process.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -119,13 +119,13 @@ class ImageDecoder:
         return f"ImageDecoder({self.size}, channels={self.channels}, undecodable={self.undecodable!r})"
 
     def __call__(self, images: Sequence[Any]) -> torch.Tensor:
-        """A tensor of all images.
+        """Decode images to one tensor.
 
         Args:
             images: Bytes, or mappings with the fields of Spark's image type.
 
         Returns:
-            float32 (rows, channels, height, width); NaN for an image that was skipped.
+            float32 (rows, channels, height, width); NaN for skipped images.
 
         Raises:
             DataError: an image cannot be decoded, and ``undecodable="stop"``.
@@ -136,17 +136,17 @@ class ImageDecoder:
         return tensor
 
     def collate(self, column: str, *, augment: Augment | None = None, seed: int = 0) -> Collate:
-        """A ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as ever.
+        """A ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as usual.
 
         Args:
-            column: Its name.
-            augment: Changes images at random, such as :class:`ImageAugmentation`.
-            seed: Of the draws, which follow from it and from the images of a batch: the same whatever ranks and threads
-                there are, and others in each epoch where batches are shuffled.
+            column: Name of the column.
+            augment: Random changes of images, such as :class:`ImageAugmentation`.
+            seed: Seed of these changes. They follow from it and from the images of a batch, so they do not depend on
+                the number of ranks and threads, and differ in each epoch if batches are shuffled.
 
         Returns:
-            A function of a record batch that gives a dict of tensors. Rows of images that were skipped are not in
-            it: it may have no rows at all.
+            A function from a record batch to a dict of tensors. Rows of skipped images are left out, so the batch may
+            have no rows.
         """
 
         def collated(batch: pa.RecordBatch) -> dict[str, Any]:
@@ -230,12 +230,11 @@ class ImageDecoder:
 
 
 class ImageAugmentation:
-    """Shifts images by some pixels, and mirrors half of them, at random; to be called on tensors.
+    """Shifts images by some pixels and mirrors half of them, at random. Call it on tensors.
 
     Args:
-        crop_padding: Pixels by which an image is padded on each side, with its own edges, before a piece of its size
-            is cut out.
-        flip: Mirror every second image, left to right.
+        crop_padding: Pixels of padding on each side, with the image's own edges, before a random crop of its size.
+        flip: Mirror images left to right, each with a probability of one half.
 
     Raises:
         ValueError: ``crop_padding`` is below 0.
@@ -249,7 +248,7 @@ class ImageAugmentation:
         self.crop_padding, self.flip = crop_padding, flip
 
     def __call__(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Images of the same shape (rows, channels, height, width); all draws come from ``generator``."""
+        """Return changed images of the same shape, (rows, channels, height, width); ``generator`` draws the changes."""
         rows, _, height, width = images.shape
         shifts = torch.randint(
             -self.crop_padding, self.crop_padding + 1, (2, rows, 1), generator=generator, device="cpu"

@@ -30,23 +30,23 @@ VERSION = 2
 
 
 class ShardLoader(Generic[T_co]):
-    """This rank's batches. Each ``iter()`` gives the next epoch; all ranks get the same number of batches.
+    """This rank's batches. Each ``iter()`` begins the next epoch; all ranks get the same number of batches.
 
-    Leaving an epoch early is allowed; the next ``iter()`` then begins the next epoch. An iterator begins its epoch with
-    the first batch: one that is made and not used, as Lightning makes them, leaves none out. Several threads may share
-    an iterator: each batch goes to one of them.
+    You may leave an epoch early; the next ``iter()`` then begins the next epoch. An iterator begins its epoch with the
+    first batch, so iterators that are made and not used, as by Lightning, skip no epoch. Several threads may share an
+    iterator: each batch goes to one of them.
 
-    In the state of an elastic training, the next ``iter()`` after ranks have changed gives the rest of the epoch. Where
-    the last batch had been given but the loop had not ended, the rest is empty: the loop ends this epoch then.
+    If the loader is part of an elastic state, the next ``iter()`` after a change of ranks gives the rest of the epoch.
+    The rest is empty if the last batch was given but the loop had not ended, so that the loop can end the epoch.
 
     Args:
-        name: Of the data set, in messages.
-        source: Where its rows are.
-        sharding: How they are shared.
-        asked: What is read.
+        name: Name of the data set, for messages.
+        source: Location of its rows.
+        sharding: How the rows are divided.
+        asked: What to read.
         form: Makes the form that rows are read into.
-        collate: Makes what is given out of a batch of that form; None: the batch itself.
-        row_weights: Adds the weights of a batch's rows to it: given the batch, its rows, and the weight of each; see
+        collate: Makes the result from a batch of that form; None for the batch itself.
+        row_weights: Adds row weights to a batch, given the batch, its number of rows, and the weight of each; see
             :class:`~spark_hvd.data.readers.feed.Feed`.
     """
 
@@ -79,24 +79,24 @@ class ShardLoader(Generic[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is read; of the first one, if none is yet."""
+        """The number of the current epoch; before the first batch, that of the first epoch."""
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` begins this epoch, from 0. Not needed where every epoch is read in turn."""
+        """Let the next ``iter()`` begin this epoch, from 0. Not needed if epochs are read in turn."""
         if epoch < 0:
             raise ValueError(f"epoch={epoch}: expected at least 0")
         self._next, self._now = Position(epoch), None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on all ranks."""
+        """Number of batches of a whole epoch, the same on all ranks."""
         return len(self._sharding.batches(Position(self._next.epoch), *self._rank_and_size()))
 
     def __iter__(self) -> Iterator[T_co]:
-        """The batches of an epoch; from where the loaded state was, the first time.
+        """The batches of an epoch; the first time after a state was loaded, the rest of its epoch.
 
         Raises:
-            DataError: values that do not fit, a file that vanished or changed, fewer rows than ranks.
+            DataError: values do not fit, a file vanished or changed, or there are fewer rows than ranks.
         """
         rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
@@ -114,17 +114,17 @@ class ShardLoader(Generic[T_co]):
         return feed, start.epoch, feed.left if feed.position.epoch == start.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands in the data, as JSON-ready values: the same on all ranks, for any number of them.
+        """The position in the data as JSON-ready values, the same on all ranks and valid for any number of ranks.
 
-        It counts the batches that were given. Take it on all ranks after the same number of them.
+        It counts the batches that were taken. Call it on all ranks after the same number of batches.
         """
         return {"version": VERSION, "position": self._position.to_json(), **self._order()}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """What :meth:`state_dict` gives, but for a loop that is entered again from outside, as an elastic function is.
+        """As :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
 
-        After the last batch and before its loop has ended, the epoch is not over: all its rows are taken. A loop that
-        is entered again finds no batch then, and goes on as the first one would have.
+        After the last batch, the epoch is not over until its loop ends. A loop that is entered again then finds no
+        batch, and continues as the first one would have.
         """
         loop, state = None if self._loop is None else self._loop(), self.state_dict()
         if loop is not None and self._now is not None and loop.at_end:
@@ -132,10 +132,10 @@ class ShardLoader(Generic[T_co]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, with as many ranks as there are now: each row of the epoch comes once.
+        """Continue from a :meth:`state_dict`, with the current number of ranks. Each row of the epoch comes once.
 
         Raises:
-            DataError: the order of the rows is another one now.
+            DataError: the order of the rows has changed.
         """
         now = {"version": VERSION, **self._order()}
         differ = [f"{key}={state.get(key)!r}, now {value!r}" for key, value in now.items() if state.get(key) != value]
@@ -147,7 +147,7 @@ class ShardLoader(Generic[T_co]):
         self._next, self._now = Position.from_json(state["position"]), None
 
     def close(self) -> None:
-        """Stop threads, give memory back. Also done when nobody holds the loader any more."""
+        """Stop threads and free memory. Also done when the loader is garbage-collected."""
         reader, self._reader, self._now = self._reader, None, None
         if reader is not None:
             reader.close()
@@ -222,9 +222,9 @@ def too_few(name: str, rows: int, size: int) -> str:
 class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
     """Whole batches, for ``for`` loops, Lightning, and ``DataLoader(loader, batch_size=None)``.
 
-    In worker processes of a DataLoader each takes every n-th batch, and reads all; ``num_workers=0`` is quicker unless
-    ``collate_fn`` is slow, because the loader reads ahead by threads of its own. Workers end with their epoch, and this
-    process does not learn what they gave: call ``set_epoch`` before each epoch, or all have the order of the first.
+    Each worker process of a DataLoader reads all batches and takes every n-th. ``num_workers=0`` is faster unless
+    ``collate_fn`` is slow, because the loader's own threads read ahead. Workers end with their epoch, and this process
+    does not learn how far they came: call ``set_epoch`` before each epoch, or all have the order of the first.
     """
 
     __module__ = "spark_hvd.data"
@@ -265,7 +265,7 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
         """See base class.
 
         Raises:
-            RuntimeError: worker processes of a DataLoader give batches, and do not know what the others gave.
+            RuntimeError: worker processes of a DataLoader give the batches, and do not know how far the others are.
         """
         if get_worker_info() is not None or (self._given is not None and self._given.find(b"\1") >= 0):
             raise RuntimeError(

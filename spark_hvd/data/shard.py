@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class DatasetShard:
-    """This rank's part of a data set. Each row of it goes to one rank in an epoch; all ranks make as many steps.
+    """This rank's part of a data set. In an epoch, each row goes to one rank, and all ranks make equally many steps.
 
     Args:
         name: Its name in ``data=``.
-        source: Where its rows are.
+        source: Location of its rows.
     """
 
     __module__ = "spark_hvd.data"
@@ -56,15 +56,15 @@ class DatasetShard:
 
     @property
     def rows(self) -> int:
-        """Number of rows, those of all ranks together."""
+        """Number of rows of all ranks together."""
         return self._source.rows
 
     def steps(self, batch_size: int, drop_last: bool = False) -> int:
-        """Batches of an epoch, the same on all ranks.
+        """Number of batches in an epoch, the same on all ranks.
 
         Args:
             batch_size: Rows in a batch of one rank.
-            drop_last: Leave out the batch at the end that is not full.
+            drop_last: Leave out the last batch if it is not full.
 
         Raises:
             DataError: ``batch_size`` is less than 1.
@@ -86,31 +86,31 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> TorchLoader[Any]:
-        """Batches for PyTorch: dicts of tensors, or what ``collate_fn`` makes of a ``pyarrow.RecordBatch``.
+        """Batches for PyTorch: dicts of tensors, or the results of ``collate_fn``.
 
-        The loader is a ``torch.utils.data.IterableDataset`` of whole batches: iterate over it, hand it to Lightning, or
-        to ``DataLoader(loader, batch_size=None)``.
+        The loader is a ``torch.utils.data.IterableDataset`` of whole batches. Iterate over it, or pass it to Lightning
+        or to ``DataLoader(loader, batch_size=None)``.
 
         Args:
             batch_size: Rows in a batch of one rank.
-            shuffle: Another order in each epoch, drawn from ``seed`` and the epoch's number; the number of ranks does
-                not change it. Otherwise files of up to 64 MiB come in their order, larger ones from several places at
-                once, each in its order. Up to 4 ranks that read files take the same global batches where ranks times
-                ``batch_size`` is the same.
-            seed: Of the order; the same on all ranks.
+            shuffle: Use another order in each epoch, drawn from ``seed`` and the epoch's number, regardless of the
+                number of ranks. Otherwise files of up to 64 MiB are read in their order, larger ones from several
+                places at once, each in its order. Up to 4 ranks that read files take the same global batches if ranks
+                times ``batch_size`` is the same.
+            seed: Seed of the order; the same on all ranks.
             columns: Names of the columns to read; None for all.
             features: Columns of numbers to stack into one tensor (rows, columns): their names, for a tensor called
                 "features", or a dict from the names of tensors to those of columns.
-            collate_fn: Makes the batch; gets a ``pyarrow.RecordBatch`` of the columns.
-            drop_last: Leave out the batch at the end that is not full.
-            row_weights: Name of a tensor to add to each batch, (rows,) of float32. With a row's loss multiplied by it,
-                the mean over ranks of the means over their rows is that over the rows of all ranks, however they
-                differ in rows. All are 1 where ranks have as many.
-            window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
+            collate_fn: Function from a ``pyarrow.RecordBatch`` of the columns to the batch.
+            drop_last: Leave out the last batch if it is not full.
+            row_weights: Name of a float32 tensor (rows,) to add to each batch. If each row's loss is multiplied by it,
+                the mean over ranks of their means equals the mean over all rows, even if ranks have different numbers
+                of rows. If they have the same, all weights are 1.
+            window_rows: Rows that are shuffled together; None for those in 64 MiB, or in 8 MiB for a DataFrame.
             workers: Threads that read ahead.
 
         Raises:
-            DataError: a column is not there, a number is out of range, or ``row_weights`` does not fit.
+            DataError: a column does not exist, a number is out of range, or ``row_weights`` does not fit.
         """
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
@@ -134,7 +134,7 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
-        """Batches for every other framework: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
+        """Batches for other frameworks: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         self._check_row_weights(row_weights, asked, features)
@@ -153,7 +153,7 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> ShardLoader[pa.RecordBatch]:
-        """Batches as they are read, of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
+        """Batches of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         return ShardLoader(self.name, self._source, sharding, asked, TableForm)

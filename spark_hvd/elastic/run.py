@@ -62,13 +62,13 @@ def register_world_hook(hook: WorldHook) -> None:
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate the function that trains, ``func(state, ...)``, so that it survives changes of the membership.
+    """Decorate a training function, ``func(state, ...)``, so that it survives changes of the membership.
 
-    In an elastic job the function is called anew in every generation of ranks, with a state that is the same on all of
-    them: the last commit's if a rank was lost, the present one if ranks were taken in or left in order. It must
-    therefore go on from where the state says. Elsewhere it is called once.
+    In an elastic job the function is called again in every generation of ranks, with a state that is the same on all of
+    them: that of the last commit if a rank was lost, the current one if ranks joined or left in order. The function
+    must therefore continue from the state. In other jobs it is called once.
 
-    The function's first argument is a state, such as ``hvd.elastic.TorchState``. Collectives belong inside.
+    The function's first argument is a state, such as ``hvd.elastic.TorchState``. Call collectives only inside it.
 
     Returns:
         A function that takes the same arguments and returns what `func` returns.

@@ -18,15 +18,15 @@ _UPDATED = "the members of the world are to change"
 
 
 class State:
-    """What a function decorated with ``hvd.elastic.run`` gets; the base of all kinds of state.
+    """The first argument of a function decorated with ``hvd.elastic.run``; the base of all kinds of state.
 
     Args:
         bcast_object: Accepted for Horovod's sake; not needed.
         get_rank: Accepted for Horovod's sake; not needed.
 
     Attributes:
-        commits: How many times the state was saved in the whole run, counted from 0; -1 before. Equal on all ranks
-            after :meth:`sync`. A state that is made with a value called so has that one there.
+        commits: How many times the state was saved in the whole run, from 0; -1 before the first. Equal on all ranks
+            after :meth:`sync`. A state that is made with a value of this name has that value instead.
     """
 
     commits: int
@@ -49,30 +49,30 @@ class State:
             self._number = number
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have functions called, in this order, after the members of the world have changed and before :meth:`sync`.
+        """Register functions to call, in this order, after the members of the world have changed, before :meth:`sync`.
 
-        What they change in the state counts only if done on the rank that others get the state of; it is the lowest one
-        as a rule, so each rank is to do the same.
+        Their changes to the state last only if made on the rank whose state the others get. That is usually the lowest
+        one, so make the same changes on each rank.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The members of the world have changed: the new one is joined. Calls :meth:`reset`, then the callbacks."""
+        """Adapt to a new world after it has been joined: call :meth:`reset`, then the callbacks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def reset(self) -> None:
-        """Adapt what depends on rank and size, before the callbacks; here, nothing."""
+        """Adapt what depends on rank and size, before the callbacks; does nothing in this class."""
 
     def commit(self) -> None:
-        """Save the state, and go on with other members if they are to change; collective.
+        """Save the state, and let pending changes of members take effect. Collective.
 
-        Every rank must call it as often, and at the same points. After a failure training goes on from the last commit,
-        so what was done since then is done again.
+        Every rank must call it equally often, at the same points. After a failure, training continues from the last
+        commit, so work done since then is repeated.
 
         Raises:
-            HostsUpdatedInterrupt: The members change; on all ranks. To be left to ``hvd.elastic.run``.
+            HostsUpdatedInterrupt: The members change. Raised on all ranks; leave it to ``hvd.elastic.run``.
             MismatchError: Ranks committed different progress. Raised on every rank.
             CollectiveError: A peer or the network failed.
         """
@@ -85,9 +85,9 @@ class State:
             self._interrupt()
 
     def check_host_updates(self) -> None:
-        """Go on with other members if they are to change; collective, one tiny all-reduce.
+        """Let pending changes of members take effect. Collective, with one small all-reduce.
 
-        The state is saved only where they do. Costs nothing where ranks are not elastic, or where there is one.
+        The state is saved only if members change. Costs nothing if ranks are not elastic, or if there is one rank.
 
         Raises:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
@@ -129,7 +129,7 @@ class State:
         return {"state.commits": self._count}
 
     def save(self) -> None:
-        """Keep a copy of the state, in this process. An implementation counts it in `commits`."""
+        """Keep a copy of the state in this process. Implementations count it in `commits`."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -137,7 +137,7 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state of all ranks equal, and save it; collective."""
+        """Make the state of all ranks equal, and save it. Collective."""
         raise NotImplementedError
 
 
@@ -147,11 +147,11 @@ class ObjectState(State):
     Args:
         bcast_object: Accepted for Horovod's sake; not needed.
         get_rank: Accepted for Horovod's sake; not needed.
-        **kwargs: Values by name. They become attributes, which may be assigned to; other attributes are not state.
-            Values are deep-copied, and pickled in :meth:`sync`; tensors in dicts, lists and tuples are not pickled but
-            sent as they are. After a restore or a sync an attribute may be another object than before.
+        **kwargs: Values by name. They become attributes, which you may assign to; other attributes are not state.
+            Values are deep-copied, and pickled in :meth:`sync`; tensors in dicts, lists and tuples are sent without
+            pickling. After a restore or a sync, an attribute may be another object than before.
 
-    A copy or a pickle has commits and callbacks of its own.
+    A copy or a pickle has its own commits and callbacks.
     """
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
@@ -173,8 +173,8 @@ class ObjectState(State):
         """Keep a copy of the state, in memory that is allocated once, or twice.
 
         Raises:
-            TypeError: There is something that cannot be copied, such as a sparse tensor or a lock.
-            RuntimeError: A copy that the save before made in the background failed.
+            TypeError: A value cannot be copied, such as a sparse tensor or a lock.
+            RuntimeError: The background copy of the previous save failed.
         """
         self._take(self._count + 1, self._stable())
 
@@ -182,8 +182,7 @@ class ObjectState(State):
         """Go back to the last copy: values, and `commits`. Does nothing before the first.
 
         Raises:
-            RuntimeError: The copy failed that the last save made in the background; a second call restores the one
-                before.
+            RuntimeError: The background copy of the last save failed; a second call restores the one before.
         """
         commit = self._snapshots.last()
         if commit is None:
@@ -195,16 +194,16 @@ class ObjectState(State):
         self._renew()
 
     def sync(self) -> None:
-        """Make the state of all ranks that of the rank with the most commits, the lowest of these; collective.
+        """Give all ranks the state of the rank with the most commits (the lowest of these), and save it. Collective.
 
-        Equal to the bit, `commits` included; then saved. Tensors are sent in batches of bounded size, and plain objects
-        as one pickle. The random number generators of torch, numpy and Python are no part of it.
+        The states are then equal to the bit, including `commits`. Tensors are sent in batches of bounded size, plain
+        objects as one pickle. The random number generators of torch, numpy and Python are not part of the state.
 
         Raises:
             NotInitializedError: Outside a world.
-            MismatchError: Ranks have made their state of different things, or one cannot load the others'. Raised on
-                every rank; nothing has changed.
-            ValueError: There is something that cannot be sent. Raised on every rank; nothing has changed.
+            MismatchError: States of ranks have different entries, or one cannot load the others'. Raised on every rank;
+                nothing has changed.
+            ValueError: A value cannot be sent. Raised on every rank; nothing has changed.
             CollectiveError: A peer or the network failed; :meth:`restore` undoes what has changed.
         """
         communicator = current().communicator

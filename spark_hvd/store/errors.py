@@ -13,13 +13,13 @@ from typing import Any, BinaryIO
 
 
 class StoreError(RuntimeError):
-    """A store cannot be reached, read, written, or holds something else than expected."""
+    """A store cannot be reached, read or written, or holds something unexpected."""
 
     __module__ = "spark_hvd.store"
 
 
 class CheckpointError(StoreError):
-    """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""
+    """A checkpoint or saved model is damaged, belongs to another model, or was written by a newer spark_hvd."""
 
     __module__ = "spark_hvd.store"
 

@@ -31,17 +31,17 @@ from spark_hvd.store.paths import (
 
 @dataclass(frozen=True)
 class Store:
-    """Where the data, checkpoints and logs of a fit lie. Make one with :meth:`create`.
+    """The place for data, checkpoints and logs of a fit. Make one with :meth:`create`.
 
-    Pickles as URL and options only, and opens its connections anew in each process. Paths that methods take and
-    return are complete: "/data/x/y" or "s3://bucket/prefix/y".
+    It pickles as URL and options only, and opens new connections in each process. Methods take and return complete
+    paths: "/data/x/y" or "s3://bucket/prefix/y".
 
-    A file that :meth:`writing` or :meth:`write_bytes` writes has its name only when it is complete; until then, and
-    after a failure, the name has its old content or none. On HDFS, which does not rename onto a file, replacing one
-    leaves the name without content for a moment.
+    A file written by :meth:`writing` or :meth:`write_bytes` gets its name only when it is complete. Until then, and
+    after a failure, the name has its old content or none. On HDFS, which cannot rename onto an existing file, the name
+    briefly has no content while a file is replaced.
 
     Attributes:
-        url: The root of the store, complete, with no slash at the end; a plain absolute path on local file systems.
+        url: The complete root of the store, without a slash at the end; an absolute path on local file systems.
         storage_options: Options of the fsspec file system (``endpoint_url``, ``key``, ``secret``, ``anon`` ...).
             They hold secrets, so the repr leaves them out.
         runs_path: Directory of the runs; None for ``<url>/runs``.
@@ -72,7 +72,7 @@ class Store:
         Args:
             prefix_path: A path, or a URL that fsspec knows: ``file://``, ``s3://`` (also as s3a, s3n), ``gs://``,
                 ``abfs://``, ``hdfs://``, ``dbfs:/``, ``memory://``. Paths are made absolute and must be on a file
-                system that all hosts share. ``dbfs:/x`` is ``/dbfs/x`` where Databricks mounts that.
+                system that all hosts share. ``dbfs:/x`` becomes ``/dbfs/x`` if Databricks mounts it.
             runs_path: Directory of the runs (checkpoints, logs) if not ``<prefix_path>/runs``.
             train_path: Directory of the training data if not one below ``<prefix_path>/intermediate_data``.
             val_path: Directory of the validation data, likewise.
@@ -81,7 +81,7 @@ class Store:
         Raises:
             TypeError: an argument is of a wrong type.
             ValueError: a path is empty, has no bucket, or is on another file system than ``prefix_path``.
-            StoreError: the protocol is not known, or its package is not installed.
+            StoreError: the protocol is unknown, or its package is not installed.
         """
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise TypeError(f"storage_options={storage_options!r}: expected a mapping of option names to values")
@@ -98,10 +98,10 @@ class Store:
 
     @property
     def filesystem(self) -> Any:
-        """The ``fsspec.AbstractFileSystem``. One per process and options: fsspec caches it and drops it after a fork.
+        """The ``fsspec.AbstractFileSystem``. One per process and options: fsspec caches it, and drops it after a fork.
 
         Raises:
-            StoreError: it cannot be made of ``storage_options``.
+            StoreError: it cannot be made from ``storage_options``.
         """
         with explaining("open", self.url):
             # other processes write to the store too: cached listings would hide that
@@ -110,12 +110,12 @@ class Store:
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
     def inner_path(self, path: str) -> str:
-        """``path`` as the file systems want it: without the protocol."""
+        """``path`` without the protocol, as file systems take it."""
         return path if self.is_local else str(self.filesystem._strip_protocol(path))
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes see what is in it; False for ``memory://``."""
+        """Whether other processes see its files; False for ``memory://``."""
         return protocol_of(self.url) != "memory"
 
     @property
@@ -158,10 +158,10 @@ class Store:
     # -- reading
 
     def open(self, path: str, mode: str = "rb") -> IO[Any]:
-        """Open a file as fsspec does. To write a file that others read use :meth:`writing`.
+        """Open a file as fsspec does. To write a file that others read, use :meth:`writing`.
 
         Raises:
-            StoreError: it cannot be opened. What the file raises later is the file system's own.
+            StoreError: it cannot be opened. Later errors of the file are those of the file system.
         """
         with explaining(f"open ({mode})", path):
             if self.is_local and "r" not in mode:
@@ -178,15 +178,15 @@ class Store:
             return bytes(self.filesystem.cat_file(self.inner_path(path)))
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a directory.
+        """Whether a file or directory exists.
 
         Raises:
-            StoreError: that cannot be told, because the store is out of reach or forbids it.
+            StoreError: the store cannot be reached, or denies access.
         """
         return self._info(path) is not None
 
     def size(self, path: str) -> int:
-        """Bytes of a file.
+        """Size of a file in bytes.
 
         Raises:
             StoreError: it does not exist or is a directory.
@@ -200,11 +200,11 @@ class Store:
         return int(info["size"])
 
     def list(self, path: str, *, unfinished: bool = False) -> builtins.list[str]:
-        """Paths of the files and directories right in a directory, sorted; none where it does not exist.
+        """Sorted paths of the files and directories directly in a directory; none if it does not exist.
 
         Args:
             path: The directory.
-            unfinished: List files that are being written, too, and those whose writer was killed.
+            unfinished: Also list files that are being written, and those whose writer was killed.
 
         Raises:
             StoreError: it cannot be listed.
@@ -221,7 +221,7 @@ class Store:
         return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
     def version(self, path: str) -> str | None:
-        """A text that is another one when the file has been written again; None where there is no file.
+        """A text that changes whenever the file is written again; None if there is no file.
 
         Raises:
             StoreError: the store cannot be asked.
@@ -255,13 +255,13 @@ class Store:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """A binary file, on a local disk, that becomes ``path`` at the end of the block; directories are made.
+        """A binary file, on a local disk, that becomes ``path`` at the end of the block; directories are created.
 
-        Where the block raises, ``path`` stays what it was and nothing is left. On remote stores the file is written
-        to the temporary directory of this host and uploaded at the end, so that needs room for it.
+        If the block raises, ``path`` is unchanged and nothing is left behind. For remote stores, the file is written to
+        this host's temporary directory, which needs room for it, and uploaded at the end.
 
         Raises:
-            StoreError: it cannot be written, or not uploaded; also in place of what the block made of that.
+            StoreError: it cannot be written or uploaded. Replaces any other exception that the block makes of that.
         """
         if self.is_local:
             directory, name = posixpath.split(path)
@@ -288,7 +288,7 @@ class Store:
             file.write(data)
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a directory with all that is in it. No error where there is none.
+        """Delete a file, or a directory with its contents. No error if it does not exist.
 
         Raises:
             ValueError: the path is not in this store.
@@ -301,10 +301,10 @@ class Store:
             self.filesystem.rm(self.inner_path(path), recursive=True)
 
     def check_writable(self) -> None:
-        """Write, read and delete a tiny file, so that a fit fails before it starts and not after an epoch.
+        """Write, read and delete a tiny file, so that a fit fails before it starts instead of after an epoch.
 
         Raises:
-            StoreError: one of that failed, or other bytes came back.
+            StoreError: one of these failed, or other bytes came back.
         """
         for root in dict.fromkeys((self.url, self.runs_path or self.url)):
             path, data = join(root, f"writable-{uuid.uuid4().hex}"), uuid.uuid4().bytes

@@ -28,16 +28,16 @@ from spark_hvd.world.errors import HostsUpdatedInterrupt
 class TorchState(ObjectState):
     """The state of a PyTorch training: models, optimizers, samplers, schedulers, and plain objects.
 
-    A commit costs the time of a copy of what is no optimizer's; parameters and state of the optimizers in it are copied
-    in the background until the next `step`. It takes memory for two copies of all tensors, on the host.
+    A commit copies what belongs to no optimizer at once. Parameters and state of its optimizers are copied in the
+    background, until the next `step`. The copies take host memory for two copies of all tensors.
 
     Args:
         model: A torch.nn.Module.
-        optimizer: A torch.optim.Optimizer; a DistributedOptimizer as a rule.
-        **kwargs: More of these, ElasticSampler, or anything with `state_dict` and `load_state_dict`; they keep their
-            identity, and what they are made of is state. Whatever else is a plain object, see
-            :class:`spark_hvd.elastic.state.ObjectState`. All become attributes, which may be assigned to: a restore
-            then puts the one back that was there at the commit.
+        optimizer: A torch.optim.Optimizer, usually a DistributedOptimizer.
+        **kwargs: More of these, an ElasticSampler, or anything with `state_dict` and `load_state_dict`: these objects
+            stay, and their contents are restored. Anything else is a plain object, see
+            :class:`spark_hvd.elastic.state.ObjectState`. All become attributes. If you assign to one, a restore puts
+            the object of the commit back.
     """
 
     _handlers: dict[str, StateHandler]

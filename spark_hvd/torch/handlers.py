@@ -15,16 +15,16 @@ from spark_hvd.transport.torch_private import with_versions
 
 
 class StateHandler:
-    """Saves, restores and sends one value; the base of users' own handlers, as in Horovod.
+    """Saves, restores and synchronizes one value; the base of users' own handlers, as in Horovod.
 
-    One that derives from this class itself implements all of `save`, `restore` and `sync`.
+    A direct subclass implements `save`, `restore` and `sync`.
 
     Args:
-        value: What it handles.
+        value: The value to handle.
 
     Attributes:
-        value: The same.
-        root_rank: Set before `sync` is called: the rank whose state counts.
+        value: The value.
+        root_rank: The rank whose state all ranks get; set before `sync` is called.
     """
 
     __module__: str = "spark_hvd.torch.elastic"
@@ -43,7 +43,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value that of `root_rank` on all ranks; collective."""
+        """Give all ranks the value of `root_rank`. Collective."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -54,8 +54,8 @@ class StateHandler:
 class StateDictHandler(StateHandler):
     """Handles anything with `state_dict` and `load_state_dict`, such as a learning rate scheduler or a GradScaler.
 
-    The TorchState saves, restores and sends what :meth:`state` gives, together with everything else. To be derived from
-    for things with other names for these two.
+    The TorchState saves, restores and sends the result of :meth:`state`. Derive from this class for objects whose
+    methods have other names.
     """
 
     __module__ = "spark_hvd.torch.elastic"
@@ -67,11 +67,11 @@ class StateDictHandler(StateHandler):
     """Whether the value may be half used, as an iterator is: then each sync has it load its state on every rank."""
 
     def state(self) -> Any:
-        """What is to be saved and sent. Its tensors may be the value's own: dicts, lists and tuples of tensors."""
+        """The state to save and send: dicts, lists and tuples of tensors, which may be the value's own."""
         return self.value.state_dict()
 
     def load(self, state: Any) -> None:
-        """Take over what :meth:`state` was, in this process or in another; its tensors may be kept."""
+        """Load a result of :meth:`state`, of this process or another; its tensors may be kept."""
         self.value.load_state_dict(state)
 
     def misfit(self, skeleton: Any) -> str | None:
@@ -115,9 +115,9 @@ class ModelStateHandler(StateDictHandler):
 
 
 class OptimizerStateHandler(StateDictHandler):
-    """Handles a torch.optim.Optimizer, a DistributedOptimizer included. Gradients are no part of the state.
+    """Handles a torch.optim.Optimizer, including a DistributedOptimizer. Gradients are not part of the state.
 
-    A restore or a sync sets them to None: a gradient from before it must not be added to the next.
+    A restore or a sync sets them to None, so that no gradient from before is added to the next.
     """
 
     __module__ = "spark_hvd.torch.elastic"
@@ -213,12 +213,12 @@ _PLAIN = {bool, int, float, str, bytes, type(None), tuple, list, dict}
 
 
 def get_handler_registry() -> Registry:
-    """Which class of handler is for instances of which class; the first that fits counts. The list may be changed."""
+    """The list of (class, handler class) pairs; the first match is used. You may change the list."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replace the list. States that exist keep the handlers they have."""
+    """Replace the list. Existing states keep their handlers."""
     global _registry
     _registry = registry
 

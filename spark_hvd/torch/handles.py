@@ -49,7 +49,7 @@ def poll(handle: NamedHandle[Any]) -> bool:
     """Whether :func:`synchronize` would return or raise at once.
 
     Raises:
-        TypeError: `handle` is none.
+        TypeError: `handle` is not a handle.
         ValueError: In Horovod's dialect: an int that is no handle of this world, or has been waited for.
     """
     found = _found(handle)
@@ -61,10 +61,10 @@ def poll(handle: NamedHandle[Any]) -> bool:
 def synchronize(handle: NamedHandle[T]) -> T:
     """Wait for an asynchronous collective and return its result; see NamedHandle.wait.
 
-    In Horovod's dialect a handle is an int and is waited for once: the second time the result is None.
+    In Horovod's dialect a handle is an int and can be waited for once: the second time the result is None.
 
     Raises:
-        TypeError: `handle` is none.
+        TypeError: `handle` is not a handle.
     """
     return handle.wait() if type(handle) is NamedHandle else cast(T, _wait(handle, None))
 

@@ -52,16 +52,16 @@ def allgather(
     """Concatenate all ranks' tensors along the first dimension, in rank order.
 
     Args:
-        tensor: Any dtype. The first dimension may differ by rank, the others not. A 0-dim tensor counts as one row.
-        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        tensor: Any dtype. Only the first dimension may differ by rank. A 0-dim tensor counts as one row.
+        name: Ranks match calls by name, in any order. Calls without a name match by their order on a process set.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become one: Sum (default), or Average as in Horovod.
+        grad_op: How gradients are reduced: Sum (default), or Average as in Horovod.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: The process set is not this rank's.
-        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
-        DuplicateNameError: A call of this rank by that name has not ended.
+        ValueError: This rank is not in the process set.
+        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world stays usable.
+        DuplicateNameError: A call of this rank under this name has not ended.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
@@ -73,7 +73,7 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
-    """Start an :func:`allgather`; the handle's wait() returns the new tensor. No gradient flows through it."""
+    """Start an :func:`allgather`; the handle's wait() returns the new tensor. Not differentiable."""
     require_tensor(tensor)
     return start_allgather([tensor], name, process_set, single_result)
 
@@ -85,7 +85,7 @@ def grouped_allgather(
     *,
     grad_op: ReduceOp | None = None,
 ) -> Tensors:
-    """Apply :func:`allgather` to several tensors, as one unit."""
+    """Apply :func:`allgather` to several tensors together."""
     require_tensors(tensors)
     return apply(Allgather, tensors, Call(name, process_set, gradients_by(grad_op))) if tensors else []
 
@@ -107,18 +107,18 @@ def broadcast(
     *,
     grad_op: ReduceOp | None = None,
 ) -> torch.Tensor:
-    """Return a new tensor with the elements of the root's.
+    """Return a new tensor with the elements of the root's tensor.
 
     Args:
         tensor: Any dtype; the same shape and dtype on every rank. Only the root's elements count.
-        root_rank: Whose elements; a rank of the world, also with a process set.
-        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        root_rank: The root, as a rank of the world, also with a process set.
+        name: Ranks match calls by name, in any order. Calls without a name match by their order on a process set.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become the root's: Sum (default), or Average as in Horovod.
+        grad_op: How gradients are reduced to the root's: Sum (default), or Average as in Horovod.
 
     Raises:
-        ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
-        MismatchError: dtypes, shapes or roots differ. Raised on every rank; the world goes on.
+        ValueError: `root_rank` or this rank is not in the process set.
+        MismatchError: dtypes, shapes or roots differ. Raised on every rank; the world stays usable.
         DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
     require_tensor(tensor)
@@ -129,7 +129,7 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
-    """Start a :func:`broadcast`; the handle's wait() returns the new tensor. No gradient flows through it."""
+    """Start a :func:`broadcast`; the handle's wait() returns the new tensor. Not differentiable."""
     require_tensor(tensor)
     return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=False)
 
@@ -146,7 +146,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
-    """Start to overwrite a tensor with the root's; it is not to be touched before the handle's wait()."""
+    """Start to overwrite a tensor with the root's; do not use it before the handle's wait()."""
     require_tensor(tensor)
     return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True)
 
@@ -157,19 +157,19 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send a share of my rows to each rank.
+    """Send a share of this rank's rows to each rank.
 
     Args:
-        tensor: Any dtype, at least 1-dim. The first dimension may differ by rank, the others not.
-        splits: How many rows go to each rank, as a list or an integer tensor; None: equal shares.
-        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        tensor: Any dtype, at least 1-dim. Only the first dimension may differ by rank.
+        splits: Number of rows for each rank, as a list or an integer tensor; None for equal shares.
+        name: Ranks match calls by name, in any order. Calls without a name match by their order on a process set.
         process_set: The ranks that take part.
 
     Returns:
-        The rows received, in rank order. If `splits` is given, also how many came from each rank (int32, on the CPU).
+        The rows received, in rank order. If `splits` is given, also the number from each rank (int32, on the CPU).
 
     Raises:
-        ValueError: The process set is not this rank's, or `splits` is no tensor of whole numbers.
+        ValueError: This rank is not in the process set, or `splits` does not consist of whole numbers.
         MismatchError: dtypes, or dimensions after the first, differ, or splits do not fit. Raised on every rank.
         DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
@@ -185,13 +185,13 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
-    """Start an :func:`alltoall`; wait() returns the rows received and, always, how many came from each rank."""
+    """Start an :func:`alltoall`; wait() always returns both the rows received and the number from each rank."""
     require_tensor(tensor)
     return start_alltoall(tensor, splits, name, process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the process set has called this.
+    """Wait until every rank of the process set has called this.
 
     Raises:
         NotInitializedError: Before init().
@@ -201,16 +201,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1, *, count_in_average: bool | None = None) -> int:
-    """Say that this rank has no more data, and wait until every rank of the world has said so.
+    """Announce that this rank has no more data, and wait until every rank of the world has done so.
 
-    Meanwhile the others' collectives go on without it: to Sum and Average it adds nothing, Min, Max and Product are
-    those of the others, an allgather has no rows of it, a broadcast from another rank passes it by. Average divides by
-    the number of ranks that still contribute. Each DistributedOptimizer of all ranks goes on without it in the same
-    way; what this rank has accumulated for a step that it does not make is dropped.
+    Meanwhile the collectives of the others continue without this rank. It contributes nothing to a reduction and no
+    rows to an allgather, and gets nothing from a broadcast. Average divides by the number of ranks that still
+    contribute. DistributedOptimizers treat it in the same way; gradients that this rank has accumulated for a step it
+    never makes are dropped.
 
     Args:
-        device: Accepted for Horovod's sake: this rank stands in on its current GPU.
-        count_in_average: Whether Average divides by this rank too, as in Horovod; None: in its dialect.
+        device: Accepted for Horovod's sake. This rank uses its current GPU.
+        count_in_average: Whether Average counts this rank in its divisor, as Horovod does; None: only in Horovod's
+            dialect.
 
     Returns:
         The last rank that joined.

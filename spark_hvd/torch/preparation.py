@@ -20,37 +20,35 @@ _REDUCE_THEMSELVES = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
 
 
 def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) -> Any:
-    """Make what trains in one process train on all ranks; collective, every rank gives the same kinds in one order.
-
-    Instead of four things to remember::
+    """Prepare models, optimizers and loaders for all ranks. Collective: same kinds, in the same order, on every rank.
 
         model, optimizer, loader = hvd.prepare(model, optimizer, loader)
 
     - A ``torch.nn.Module`` gets the parameters and buffers of ``root_rank``.
     - A torch optimizer gets its state and hyper-parameters, and becomes a :func:`DistributedOptimizer`.
-    - A ``DataLoader`` gives each rank its share of the samples: as many on each, in a new order every epoch if it
-      shuffles. Up to ``size() - 1`` samples are repeated for that, as by ``DistributedSampler``. Its ``batch_size`` is
-      that of one rank. Every rank is to iterate it equally often.
+    - A ``DataLoader`` gives each rank the same number of samples, in a new order every epoch if it shuffles. Up to
+      ``size() - 1`` samples are repeated for that, as by ``DistributedSampler``. Its ``batch_size`` is that of one
+      rank. Every rank must iterate over it equally often.
 
-    Give any of them, in any order. What is made for many ranks already stays as it is: a model in
+    Every argument is optional. Objects that already handle several ranks stay unchanged: a model in
     DistributedDataParallel or FSDP with its optimizer, a DistributedOptimizer, a loader with a DistributedSampler or an
-    ElasticSampler. Nothing is moved to a GPU, and no learning rate is changed. In elastic runs a state broadcasts and
-    an ElasticSampler deals out: see ``hvd.elastic``.
+    ElasticSampler. Nothing is moved to a GPU, and no learning rate is changed. Elastic runs use a state and an
+    ElasticSampler instead: see ``hvd.elastic``.
 
     Args:
         objects: Modules, optimizers and DataLoaders.
-        root_rank: Whose weights and optimizer state everyone gets.
-        seed: Of the order of samples where a loader shuffles; the same on all ranks.
+        root_rank: The rank whose weights and optimizer state all ranks get.
+        seed: Seed of the order of samples if a loader shuffles; the same on all ranks.
         options: For DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
 
     Returns:
-        The objects in their order; the object itself where it is one. Models and optimizers are those given, a loader
-        is a copy.
+        The objects in the same order, or the object itself if there is one. Models and optimizers are those passed; a
+        loader is a copy.
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: An object is none of the three.
-        ValueError: A loader's samples cannot be dealt out: it has an IterableDataset, or samplers of its own.
+        TypeError: An object is of another kind.
+        ValueError: A loader's samples cannot be divided: it has an IterableDataset or its own samplers.
         MismatchError: Models or optimizers differ between ranks. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """

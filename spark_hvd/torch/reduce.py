@@ -55,14 +55,14 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new tensor.
 
-    Gradients flow through it: those of Average and Sum are reduced in the same way, those of Min and Max go to the
-    ranks that hold the extreme, in equal parts, and Product's are the products of the others. Adasum has none.
+    It is differentiable: gradients of Average and Sum are reduced in the same way, those of Min and Max go to the ranks
+    that hold the extreme, in equal parts, and that of Product is the product of the others. Adasum has none.
 
     Args:
         tensor: The same shape and dtype on every rank; any stride.
         average: Deprecated: use `op`.
-        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
-        compression: Compression.none, .fp16, .bf16, or anything with their two methods.
+        name: Ranks match calls by name, in any order. Calls without a name match by their order on a process set.
+        compression: Compression.none, .fp16, .bf16, or an object with their two methods.
         op: Average (default), Sum, Min, Max, Product or Adasum. An integer Average truncates toward zero. On bool, Sum
             and Max are any, Min and Product are all.
         prescale_factor: Multiplies each rank's tensor before the reduction; integers are truncated toward zero.
@@ -71,10 +71,10 @@ def allreduce(
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: The dtype has no such reduction.
-        ValueError: `op` and `average` are both given, or the process set is not this rank's.
-        MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
-        DuplicateNameError: A call of this rank by that name has not ended.
+        TypeError: The reduction does not exist for this dtype.
+        ValueError: `op` and `average` are both given, or this rank is not in the process set.
+        MismatchError: Ranks made different calls under this name. Raised on every rank; the world stays usable.
+        DuplicateNameError: A call of this rank under this name has not ended.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
@@ -93,9 +93,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
-    """Start to reduce a tensor into a new one, which the handle's wait() returns; `tensor` must not change before.
+    """Start an :func:`allreduce`. The handle's wait() returns the new tensor; `tensor` must not change until then.
 
-    No gradient flows through an asynchronous call. See :func:`allreduce`.
+    Asynchronous calls are not differentiable.
     """
     return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
 
@@ -109,7 +109,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
+    """Reduce a tensor over all ranks in place, and return it. Not differentiable. See :func:`allreduce`."""
     return _start(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True, urgent=True
     ).wait()
@@ -125,7 +125,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
-    """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
+    """Start to reduce a tensor in place; do not use it before the handle's wait(). See :func:`allreduce`."""
     return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
 
 
@@ -162,7 +162,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensors:
-    """Reduce several tensors as one unit, fused by dtype, into new ones. See :func:`allreduce`."""
+    """Reduce several tensors together, fused by dtype, into new ones. See :func:`allreduce`."""
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     return apply(Allreduce, tensors, Call(name, process_set, reducing, compression)) if tensors else []
@@ -178,7 +178,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[Tensors]:
-    """Start to reduce several tensors as one unit into new ones. See :func:`allreduce_async`."""
+    """Start to reduce several tensors together into new ones. See :func:`allreduce_async`."""
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
@@ -195,7 +195,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensors:
-    """Reduce several tensors as one unit in place, and return them. See :func:`allreduce_`."""
+    """Reduce several tensors together in place, and return them. See :func:`allreduce_`."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return handle.wait()
 
@@ -210,7 +210,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[Tensors]:
-    """Start to reduce several tensors as one unit in place. See :func:`allreduce_async_`."""
+    """Start to reduce several tensors together in place. See :func:`allreduce_async_`."""
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
@@ -227,10 +227,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks and return my share of its rows.
+    """Reduce a tensor over all ranks and return this rank's share of its rows.
 
-    The rows are shared out in rank order; the first ``rows % size`` ranks get one more than the others. The arguments
-    and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
+    Rows are divided in rank order; the first ``rows % size`` ranks get one more than the others. Arguments and errors
+    are those of :func:`allreduce`. A 0-dim tensor or Adasum raises a ValueError.
     """
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
@@ -246,7 +246,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> NamedHandle[torch.Tensor]:
-    """Start a :func:`reducescatter`; the handle's wait() returns my share."""
+    """Start a :func:`reducescatter`; the handle's wait() returns this rank's share."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_reducescatter([tensor], name, reducing, process_set, single_result)
@@ -261,7 +261,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensors:
-    """Apply :func:`reducescatter` to several tensors, as one unit."""
+    """Apply :func:`reducescatter` to several tensors together."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
     return apply(ReduceScatter, tensors, Call(name, process_set, reducing, compression)) if tensors else []
@@ -306,20 +306,20 @@ def sparse_allreduce_async(
     op: ReduceOp = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
-    """Start to add up sparse tensors of all ranks.
+    """Start to sum sparse tensors of all ranks.
 
     Args:
-        tensor: A sparse COO tensor of the same shape and dtype on every rank; each rank has elements of its own.
-        name: Ranks match calls by name, in any order. None: such calls match by their order.
+        tensor: A sparse COO tensor of the same shape and dtype on every rank; its elements may differ by rank.
+        name: Ranks match calls by name, in any order. Calls without a name match by their order.
         op: Average or Sum.
         process_set: The ranks that take part.
 
     Returns:
-        A handle whose wait() returns a coalesced sparse tensor; calling the handle does the same, as in Horovod.
+        A handle. Its wait() returns a coalesced sparse tensor; calling the handle does the same, as in Horovod.
 
     Raises:
         TypeError: `tensor` is not sparse.
-        ValueError: `op` is another reduction, or the process set is not this rank's.
+        ValueError: `op` is another reduction, or this rank is not in the process set.
         MismatchError, DuplicateNameError, CollectiveError: See :func:`spark_hvd.torch.move.allgather`.
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:

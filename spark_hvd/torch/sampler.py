@@ -14,29 +14,28 @@ from spark_hvd.context import who as basics
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The indices of a dataset, each once an epoch over all ranks, also if the number of ranks changes meanwhile.
+    """The indices of a dataset, each once per epoch over all ranks, even if the number of ranks changes.
 
-    The order of an epoch is a permutation that depends on (seed, epoch, length of the dataset) and nothing else. What
-    was processed is its first `processed_num` indices. From the next one on, indices are dealt out like cards: with n
-    ranks, rank r gets those at places r, r + n, r + 2n, ... of what is left. If each rank makes batches of b, the ranks
-    together so process the permutation in consecutive blocks of n * b, and if n * b is kept the same, the same blocks
-    with any number of ranks.
+    The order of an epoch is a permutation that depends only on (seed, epoch, length of the dataset). Its first
+    `processed_num` indices have been processed. The rest is dealt out: with n ranks, rank r gets the indices at places
+    r, r + n, r + 2n, ... of the rest. With batches of b, the ranks together process consecutive blocks of n * b; if
+    n * b stays the same, the blocks are the same for any number of ranks.
 
-    Dealing begins anew at `processed_num` in :meth:`reset`, which `TorchState` calls on a restore, a sync and a change
-    of members; a sampler has to be part of the state. Until then every iteration gives the same indices again.
+    :meth:`reset` deals out the rest again. `TorchState` calls it on a restore, a sync and a change of members, so the
+    sampler must be part of the state. Until then, every iteration gives the same indices.
 
-    All ranks get as many indices. At the end of an epoch, and there alone, up to n - 1 indices more are needed for
-    that: they are taken from the beginning of the permutation, or else left out with `drop_last`.
+    All ranks get the same number of indices. The end of an epoch may lack up to n - 1 indices for that: they are taken
+    from the beginning of the permutation, or, with `drop_last`, the incomplete last round is left out.
 
     Args:
         dataset: Anything with a length, the same on all ranks.
-        shuffle: Whether the order is random; else it is ascending.
-        seed: Of the order; the same on all ranks.
-        drop_last: Whether to leave out the up to n - 1 last indices of an epoch rather than to repeat others.
+        shuffle: Whether the order is random or ascending.
+        seed: Seed of the order; the same on all ranks.
+        drop_last: Leave out up to n - 1 last indices of an epoch instead of repeating others.
 
     Attributes:
-        epoch: The present one.
-        processed_num: How many indices of it all ranks together have processed.
+        epoch: The current epoch.
+        processed_num: How many of its indices all ranks together have processed.
     """
 
     __module__ = "spark_hvd.torch.elastic"
@@ -56,10 +55,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed; the present one goes on where it is.
+        """Begin another epoch, with nothing processed; the current one keeps its progress.
 
-        So it may be called before an epoch's batches, also if the loop is entered in the middle of that epoch, or after
-        them with the next one's number, as in Horovod.
+        You may therefore call it before an epoch's batches, even within that epoch, or after them with the next number,
+        as in Horovod.
         """
         if epoch != self.epoch:
             self.epoch = epoch
@@ -73,11 +72,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch as processed; every rank calls it for each batch, before the commit that is to have it.
+        """Count a batch as processed. Every rank calls it for each batch, before the commit that includes the batch.
 
         Args:
             batch_idx: Number of the batch; not used.
-            batch_size: How many indices this rank processed: the same on all ranks.
+            batch_size: How many indices this rank has processed; the same on all ranks.
 
         Raises:
             ValueError: `batch_size` is negative.
@@ -87,17 +86,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and what of it is done, for :meth:`load_state_dict`."""
+        """The epoch and how much of it is processed, for :meth:`load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another sampler of the same dataset and seed was, with the ranks that are there now."""
+        """Continue from the position of another sampler of the same dataset and seed, with the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is left of the epoch among the ranks that are there now.
+        """Deal out the rest of the epoch among the current ranks.
 
         Raises:
             NotInitializedError: Before init().

@@ -23,18 +23,17 @@ Description = list[tuple[str, str, list[int]]]
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
-    """Overwrite tensors with those of one rank, in place; rank-local parameters stay as they are.
+    """Overwrite tensors with those of one rank, in place; rank-local parameters are unchanged.
 
     Args:
         params: ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()``, or a list of tensors or
             of (name, tensor) pairs. A dict's order may differ between ranks.
-        root_rank: Whose values everyone gets.
+        root_rank: The rank whose values all ranks get.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `params` is something else, a tensor has one place in memory for several elements, or `root_rank` is
-            no rank.
-        MismatchError: A tensor's name, dtype or shape differs between ranks. Raised on every rank, and no tensor has
+        ValueError: `params` is something else, elements of a tensor share memory, or there is no rank `root_rank`.
+        MismatchError: A tensor's name, dtype or shape differs between ranks. Raised on every rank; no tensor has
             changed.
         CollectiveError: A peer or the network failed.
     """
@@ -49,19 +48,20 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Give every rank's optimizer the state and the hyper-parameters of one rank's.
+    """Give every rank's optimizer the state and hyper-parameters of one rank's optimizer.
 
-    The others load the root's ``state_dict()``; no step is taken and no weight changes. Works for optimizers that have
-    not made a step yet as well. The state of rank-local parameters stays each rank's own.
+    The others load the root's ``state_dict()``. No step is taken and no weight changes. The optimizer need not have
+    made a step. The state of rank-local parameters stays each rank's own.
 
     Args:
-        optimizer: Any torch optimizer, of the same parameters on every rank.
-        root_rank: Whose state everyone gets.
+        optimizer: Any torch optimizer, with the same parameters on every rank.
+        root_rank: The rank whose state all ranks get.
         model: Accepted for Horovod's sake; not needed.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `optimizer` is none, `root_rank` is no rank, or a state tensor of the root cannot be sent.
+        ValueError: `optimizer` is not an optimizer, there is no rank `root_rank`, or a state tensor of the root cannot
+            be sent.
         MismatchError: The optimizers' parameter groups differ in number or size. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
@@ -95,9 +95,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a ``state_dict()`` to the bit.
+    """Load a ``state_dict()`` without a change of dtypes.
 
-    torch casts state tensors to their parameter's dtype, which loses what an optimizer keeps in more precision. Tensors
+    torch casts state tensors to their parameter's dtype, and so loses state that is kept in higher precision. Tensors
     of ``state`` may become the optimizer's own.
     """
     optimizer.load_state_dict(state)

@@ -22,28 +22,27 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class SyncBatchNorm(BatchNormBase):
     """BatchNorm1d, 2d and 3d in one, over the joined batch of all ranks; the signature is Horovod's.
 
-    In training mode every rank must call it, and run backward through it, equally often and in the same order: forward
-    and backward each cost one small all-reduce. Batches may differ in size and be empty on some ranks. In eval mode,
-    and in a world of one, nothing is sent and the module is torch's BatchNorm. Modules of different ranks belong
-    together by the order in which each rank made its SyncBatchNorms, those of all its models counted.
+    In training mode, every rank must call it, and run backward through it, equally often and in the same order. Forward
+    and backward each cost one small all-reduce. Batches may differ in size, and may be empty on some ranks. In eval
+    mode, and in a world of one, nothing is sent and the module behaves as torch's BatchNorm. Modules of different ranks
+    are matched by the order in which each rank made its SyncBatchNorms, over all its models.
 
-    As with torch's SyncBatchNorm, the input's gradient is that of the sum of all ranks' losses, and the gradients of
-    weight and bias are this rank's share of it: DistributedOptimizer reduces them like those of any other parameter.
-    There is no double backward.
+    As with torch's SyncBatchNorm, the input's gradient is that of the sum of all ranks' losses. The gradients of weight
+    and bias are this rank's share, which DistributedOptimizer reduces as usual. Double backward is not supported.
 
     Args:
         num_features: Channels C of an input of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W): float16,
             bfloat16, float32 or float64, in any memory format. Statistics are float32, or float64 if the input is.
         eps: Added to the variance.
-        momentum: Share of the new batch in the running statistics; None: all batches count alike.
+        momentum: Share of the new batch in the running statistics; None: all batches have the same weight.
         affine: Whether there are a weight and a bias, of shape (C,).
-        track_running_stats: Whether there are running statistics; without them, eval mode takes those of the rank's
-            own batch.
+        track_running_stats: Whether there are running statistics. Without them, eval mode uses those of the rank's own
+            batch.
         process_set: The ranks that share statistics; None: all.
 
     Raises:
-        ValueError: From calls: the input has other than 2 to 5 dimensions, or other than C channels, or the joined
-            batch has but one value a channel (on every rank), or the process set is not this rank's.
+        ValueError: From calls: the input does not have 2 to 5 dimensions or C channels, the joined batch has only one
+            value per channel (on every rank), or this rank is not in the process set.
         TypeError: From calls: the input has another dtype.
         NotInitializedError: From calls in training mode before init().
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
@@ -70,15 +69,15 @@ class SyncBatchNorm(BatchNormBase):
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
         """Replace every batch normalization in a model, in place, as torch's function of this name does.
 
-        The new modules share parameters and buffers with the old ones, so an optimizer made before stays valid. Hooks
-        on the old ones are lost.
+        The new modules share parameters and buffers with the old ones, so existing optimizers stay valid. Hooks on the
+        old ones are lost.
 
         Args:
             module: The model.
-            process_set: For the new modules.
+            process_set: The process set of the new modules.
 
         Returns:
-            The model; or, where it is itself a batch normalization, its replacement.
+            The model, or its replacement if it is itself a batch normalization.
 
         Raises:
             ValueError: A lazy module has not seen its first input.

@@ -12,7 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReduceOp(Enum):
-    """How the ranks' elements become one."""
+    """How elements of the ranks are reduced to one."""
 
     SUM = "sum"
     AVERAGE = "average"

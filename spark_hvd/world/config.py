@@ -9,34 +9,34 @@ DIALECTS = ("spark_hvd", "horovod")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What `init` accepts besides ranks and process sets.
+    """Settings that `init` accepts besides ranks and process sets.
 
     Raises:
         ValueError: A value is out of its range.
     """
 
     fusion_threshold: int = 128 << 20
-    """Bytes up to which collectives that are ready at the same time travel together; 0: never."""
+    """Maximum bytes of collectives that are sent together if they are ready at the same time; 0: never."""
     cache_capacity: int = 1024
-    """Names that get a number, so that negotiating them again costs a bit; 0: none."""
+    """Number of names that get a number, so that negotiating them again costs one bit; 0: none."""
     shared_memory: bool = True
-    """Whether ranks on one host may reduce small and large tensors in shared memory; it takes the consent of all."""
+    """Whether ranks on one host may reduce small and large tensors in shared memory; all ranks must agree."""
     hierarchical_allreduce: bool = True
-    """Whether hosts with several ranks reduce on the CPU in memory first, then over the network; all must agree."""
+    """Whether hosts with several ranks reduce in CPU memory first, then over the network; all ranks must agree."""
     stall_warning: float | None = 60.0
     """Seconds after which rank 0 logs which ranks a collective waits for; None: never."""
     stall_timeout: float | None = None
     """Seconds after which such a collective fails; None: the world's timeout, by default half an hour."""
     timeline: str | None = None
-    """A file to record a timeline to from the start, as start_timeline() does."""
+    """File for a timeline that is recorded from the start, as by start_timeline()."""
     timeline_mark_cycles: bool = False
     """Whether the timeline marks each round of decisions."""
     dialect: str = "spark_hvd"
-    """"horovod" where numbers and errors are to be Horovod's; the same on all ranks."""
+    """"horovod" for Horovod's numbers and errors; the same on all ranks."""
     autotune: bool = False
     """Whether bucket sizes and the fusion threshold are tuned in the first steps."""
     autotune_log: str | None = None
-    """A CSV file for what was tried."""
+    """CSV file for the values that were tried."""
     autotune_warmup_samples: int = 3
     autotune_steps_per_sample: int = 10
     autotune_max_samples: int = 20

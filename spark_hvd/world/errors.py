@@ -13,57 +13,57 @@ class NotInitializedError(ValueError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a peer, the network or the backend did; the cause is chained.
+    """A collective failed because a peer, the network or the backend failed; the cause is chained.
 
-    The world is of no use afterwards: shut down, and join a new one or end.
+    The world can no longer be used: shut down, and join a new one or exit.
     """
 
     __module__ = "spark_hvd"
 
 
 class MismatchError(ValueError, RuntimeError):
-    """Ranks called one collective with things that do not fit together. The same message is raised on every rank.
+    """Ranks called one collective with arguments that do not match. Raised on every rank, with the same message.
 
-    Nothing was exchanged but the descriptions, so the world stays usable. A RuntimeError too, as Horovod's errors are.
+    Only the descriptions were exchanged, so the world stays usable. Also a RuntimeError, like Horovod's errors.
     """
 
     __module__ = "spark_hvd"
 
 
 class PlanMismatchError(MismatchError):
-    """Ranks wrapped optimizers whose parameters differ, so that their gradient buckets would not fit together."""
+    """Ranks wrapped optimizers whose parameters differ, so their gradient buckets would not match."""
 
     __module__ = "spark_hvd"
 
 
 class DuplicateNameError(ValueError, RuntimeError):
-    """A collective was called under a name that this rank has under way already. The first call stays good.
+    """A collective was called under a name that is already under way on this rank. The first call is unaffected.
 
-    A RuntimeError too, as Horovod's errors are.
+    Also a RuntimeError, like Horovod's errors.
     """
 
     __module__ = "spark_hvd"
 
 
 class HorovodMismatchError(MismatchError, CollectiveError):
-    """A MismatchError in Horovod's dialect, where it is a HorovodInternalError too."""
+    """A MismatchError in Horovod's dialect, in which it is also a HorovodInternalError."""
 
 
 class HorovodDuplicateNameError(DuplicateNameError, CollectiveError):
-    """A DuplicateNameError in Horovod's dialect, where it is a HorovodInternalError too."""
+    """A DuplicateNameError in Horovod's dialect, in which it is also a HorovodInternalError."""
 
 
 class UnsupportedDtypeError(TypeError, ValueError):
-    """A collective cannot compute with tensors of this dtype. A ValueError too, as Horovod's is."""
+    """A collective cannot compute with tensors of this dtype. Also a ValueError, like Horovod's."""
 
 
 class StalledError(CollectiveError):
-    """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world goes on."""
+    """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world stays usable."""
 
     __module__ = "spark_hvd"
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818  Horovod's name
-    """The members of an elastic world are to change; raised on all ranks at the same commit, and no failure."""
+    """The members of an elastic world are about to change. Raised on all ranks at the same commit; not a failure."""
 
     __module__ = "spark_hvd"

@@ -18,7 +18,7 @@ class PortRange:
     """The ports ``low`` to ``high``, both included.
 
     Raises:
-        ValueError: They are no range of ports.
+        ValueError: The numbers are not a range of ports.
     """
 
     low: int
@@ -44,20 +44,20 @@ class PortRange:
         return f"{self.low}-{self.high}"
 
     def __iter__(self) -> Iterator[int]:
-        """The ports from a random one on, each once: runs on one host then seldom try the same."""
+        """The ports from a random one on, each once, so that runs on one host seldom try the same."""
         count = self.high - self.low + 1
         first = random.randrange(count)
         return (self.low + (first + step) % count for step in range(count))
 
 
 def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
-    """What ``bind`` returns for the first port that it can have.
+    """Call ``bind`` with one port after the other, and return its result for the first free one.
 
-    If ``ports`` is None, that is port 0, by which the kernel chooses. Where a port is taken, ``bind`` is to raise an
+    If ``ports`` is None, it gets port 0, for which the kernel chooses one. For a port in use, ``bind`` must raise an
     error with the ``errno`` EADDRINUSE.
 
     Raises:
-        OSError: All are taken, or ``bind`` raised something else.
+        OSError: All ports are in use, or ``bind`` raised another error.
     """
     if ports is None:
         return bind(0)
@@ -74,7 +74,7 @@ def listen(host: str, ports: PortRange | None = None) -> socket.socket:
     """A TCP socket that listens on an address.
 
     Raises:
-        OSError: The address is not this host's, or no port is free.
+        OSError: The address does not belong to this host, or no port is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return bound(ports, lambda port: socket.create_server((host, port), family=family))

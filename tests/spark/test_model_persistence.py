@@ -102,7 +102,7 @@ def test_all_params_come_back(spark: SparkSession, model: TorchModel, tmp_path: 
         "model.layer.weight",
         "model.layer.bias",
     }
-    with pytest.raises(StoreError, match=r"there is something already; replace it with write\(\)\.overwrite\(\)"):
+    with pytest.raises(StoreError, match=r"it already exists; replace it with write\(\)\.overwrite\(\)"):
         model.save(path)
     model.setParams(batch_size=4).write().overwrite().save(path)
     assert TorchModel.load(path).getBatchSize() == 4

@@ -1,4 +1,4 @@
-"""What each rank does while others wait in a collective: a pure function of its last words and of a closer look."""
+"""What each rank does while others wait in a collective: a pure function of its last record and an examination."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED = ("stopped", "tracing-stop")
 
 
 class RankActivity(Enum):
-    """What a rank does, seen from one collective."""
+    """What a rank does, relative to one collective."""
 
     WAITS = "waits in it"
     ELSEWHERE = "waits in another collective"
@@ -35,15 +35,15 @@ class RankActivity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankObservation:
-    """All that is known of one rank at one moment.
+    """Everything known about one rank at one moment.
 
     Attributes:
-        rank: Whose.
+        rank: Its number.
         vitals: Its last record; None if it has sent none.
-        age: Seconds since that came.
-        moved: Whether it has entered or left a collective, or ended a step, since the look was asked for.
-        cpu: Processors used lately, from its records; None where they do not tell.
-        examination: The closer look; None if its task did not answer.
+        age: Seconds since that record arrived.
+        moved: Whether it has entered or left a collective, or ended a step, since the examination was requested.
+        cpu: Cores used recently, from its records; None if unknown.
+        examination: The examination of its process; None if its task did not answer.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankObservation:
 
     @property
     def silent(self) -> bool:
-        """Whether it has stopped to tell of itself."""
+        """Whether its records have stopped."""
         return self.vitals is None or (self.age > SILENT_SECONDS and not self.vitals.ended)
 
     @property
@@ -65,7 +65,7 @@ class RankObservation:
 
     @property
     def works(self) -> bool:
-        """Whether its process, or one that it has started, uses a processor, a disk or the rank's GPU."""
+        """Whether its process, or one of its child processes, uses a processor, a disk or the rank's GPU."""
         looked = self.examination
         cpu = self.cpu if looked is None else looked.cpu
         gpu = None if self.vitals is None else self.vitals.gpu_utilization
@@ -75,7 +75,7 @@ class RankObservation:
 
     @property
     def stacks(self) -> str:
-        """Of its threads; empty if there are none."""
+        """The stacks of its threads; empty if unknown."""
         return "" if self.examination is None else self.examination.stacks
 
     def underway(self) -> tuple[Underway, ...]:
@@ -85,14 +85,14 @@ class RankObservation:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank does, in words that go behind "rank 1 is".
+    """What a rank does, in words that follow "rank 1 is".
 
     Attributes:
-        rank: Whose.
-        activity: The kind of it.
-        words: The words.
-        collective: The name of the collective that it is in; empty for none that matters.
-        last: What it did last in collectives, where that helps; words that go behind the others.
+        rank: Its number.
+        activity: Kind of activity.
+        words: Its description.
+        collective: The name of the relevant collective that it is in; empty if there is none.
+        last: Its last collective, if that helps, in words that follow the others.
         works: Whether it uses a processor, a disk or its GPU.
     """
 
@@ -105,7 +105,7 @@ class RankState:
 
 
 def state_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankState:
-    """What a rank does."""
+    """The state of a rank."""
     activity = _activity_of(seen, name, ranks)
     last = (
         _last(seen)

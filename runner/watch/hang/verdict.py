@@ -1,4 +1,4 @@
-"""The verdict on a run in which ranks wait for others: who waits where, for whom, and what those do instead."""
+"""The verdict on a run in which ranks wait: who waits where, for which ranks, and what those do instead."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """See the module's description.
+    """Who waits for whom in a run, and why.
 
     Attributes:
         kind: Hang, straggler, or the end of one.
-        text: For the log: the first line says it all; then each rank, then stacks, 40 lines in all.
-        ranks: Those that keep the others waiting, as far as that can be told.
-        seconds: For how long the run has waited.
+        text: For the log, at most 40 lines: a first line with the essence, then each rank, then stacks.
+        ranks: The ranks that keep the others waiting, if known.
+        seconds: How long the run has waited.
         report: As `text`, with the stacks of all ranks.
         states: What each rank does, in words.
-        stacks: The Python stacks of each rank as they were written, threads of libraries included.
+        stacks: The Python stacks of each rank as written, including threads of libraries.
     """
 
     kind: Kind
@@ -70,12 +70,13 @@ class _Finding:
 
 
 def judge(waits: Sequence[Wait], observations: Mapping[int, RankObservation], patience: float) -> HangVerdict | None:
-    """Judge what there is to see.
+    """Judge the observations of all ranks.
 
-    ``waits`` tells who has waited for longer than ``patience`` seconds; it is empty if ranks have only gone silent.
+    ``waits`` has the ranks that have waited for longer than ``patience`` seconds; it is empty if ranks have only gone
+    silent.
 
     Returns:
-        None if there is nothing to complain of.
+        The verdict; None if all is well.
     """
     finding = _waiting(waits, observations, patience) if waits else _silent(observations)
     if finding is None:
@@ -136,7 +137,7 @@ def _kept_waiting(
     guilty: list[RankState],
     observations: Mapping[int, RankObservation],
 ) -> _Finding | None:
-    """Members do something else than to wait in collectives."""
+    """The verdict if members do something else than wait in collectives."""
     # A process that is stopped or gone is not helped by waiting; but a straggler may be what an idle rank waits for.
     dead = [
         state for state in guilty if state.activity in (RankActivity.STOPPED, RankActivity.SILENT, RankActivity.ENDED)
@@ -185,7 +186,7 @@ def _all_there(name: str, seconds: float, states: list[RankState]) -> _Finding:
 
 
 def _different(seconds: float, observations: Mapping[int, RankObservation]) -> _Finding:
-    """All wait, for each other, in collectives that not all of them call."""
+    """The verdict if all wait for each other, in collectives that not all of them call."""
     groups: dict[str, list[int]] = {}
     states = []
     for rank, seen in observations.items():
@@ -203,7 +204,7 @@ def _different(seconds: float, observations: Mapping[int, RankObservation]) -> _
 
 
 def _silent(observations: Mapping[int, RankObservation]) -> _Finding | None:
-    """Nobody is known to wait. A rank that is silent may still be in native code, or have left the world."""
+    """The verdict if no rank is known to wait. A silent rank may be in native code, or may have left the world."""
     states = [state_of(seen, "", None) for seen in observations.values()]
     dead = [
         state
@@ -224,7 +225,7 @@ def _what(states: Sequence[RankState]) -> str:
 
 
 def _lines(states: Sequence[RankState]) -> list[str]:
-    """A line for each rank; one for those that wait together, whose times differ by a little."""
+    """A line for each rank, and one line for ranks that wait together for nearly the same time."""
     together: dict[str, str] = {}
     lines: dict[str, list[int]] = {}
     for state in states:
@@ -236,7 +237,7 @@ def _lines(states: Sequence[RankState]) -> list[str]:
 
 
 def _stack_lines(stacks: Mapping[int, str], culprits: Sequence[int]) -> list[str]:
-    """Stacks of those that matter first."""
+    """Lines with stacks, the most relevant ranks first."""
     groups = sorted(grouped(stacks), key=lambda group: (not set(group[0]) & set(culprits), group[0]))
     lines: list[str] = []
     for ranks, stack in groups:

@@ -1,9 +1,8 @@
-"""Notices that ranks wait for others, has all of them looked at, and gives a verdict. Pure: records in, verdicts out.
+"""Notices that ranks wait, requests an examination of all ranks, and gives a verdict. Pure: records in, verdicts out.
 
-What is suspicious is a rank that has been in one collective for longer than ``stall_warning``; however long ranks work
-between collectives, nobody waits then, and nothing is said. A rank that has gone silent is looked at as well. No
-suspicion is told: it is a verdict only if the same ranks still wait in the same collectives once all have been looked
-at, some two seconds later.
+A rank is suspicious if it has been in one collective for longer than ``stall_warning``, or has gone silent. Ranks that
+work between collectives, however long, are not suspicious, because nobody waits. A suspicion becomes a verdict only if
+the same ranks still wait in the same collectives after all have been examined, some two seconds later.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _SETTLE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Have all ranks looked at; what is found goes to :meth:`HangWatch.examined`."""
+    """Decision: examine all ranks; the results go to :meth:`HangWatch.examined`."""
 
 
 @dataclass(slots=True)
 class _RankLog:
-    """What is remembered of one rank."""
+    """The memory of one rank."""
 
     vitals: Vitals
     heard: float
@@ -49,7 +48,7 @@ class _RankLog:
 
 @dataclass(slots=True)
 class _Patience:
-    """How long a suspicion has to last until it is worth a look, and then the next: twice as long each time."""
+    """How long a suspicion must last before the next examination; doubles each time."""
 
     keys: frozenset[Hashable] = frozenset()
     next_at: float = 0.0
@@ -69,7 +68,7 @@ class _Patience:
 
 @dataclass(frozen=True, slots=True)
 class _ActiveVerdict:
-    """The verdict that holds at present."""
+    """The verdict that currently holds."""
 
     verdict: HangVerdict
     since: float
@@ -94,7 +93,7 @@ class _Inspection:
 
 
 class HangWatch:
-    """See the module's description. Used by one thread."""
+    """Finds hangs, as the module describes. Used by one thread."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankLog] = {}
@@ -132,15 +131,15 @@ class HangWatch:
             rank.take(vitals, now)
 
     def examined(self, rank: int, examination: Examination, now: float) -> None:
-        """Take what was found of a rank; answers to questions that were not asked, or come late, are dropped."""
+        """Take the examination of a rank. Unrequested and late ones are dropped."""
         if self._inspection is not None:
             self._inspection.found[rank] = examination
 
     def tick(self, now: float) -> Examine | HangVerdict | None:
-        """Say what is to be done; to be called several times a second.
+        """Decide what to do; called several times a second.
 
         Returns:
-            Examine: have all ranks looked at. A verdict: tell it. None: all is well, or known.
+            Examine to examine all ranks; a verdict to report; None if all is well or already reported.
         """
         patience = self._patience()
         if patience is None:
@@ -169,10 +168,10 @@ class HangWatch:
         return Examine()
 
     def _is_complete(self, inspection: _Inspection, now: float) -> bool:
-        """Whether all is there that will come: the answers, and after them one more record of every rank.
+        """Whether all answers have arrived, followed by another record of every rank.
 
-        Records are up to a second old, and not of one moment. A rank that stays out of a collective still does by the
-        time of its record; so a wait that others tell of later than the answers is for that rank.
+        Records are up to a second old, and not of the same moment. A rank that stays out of a collective still does so
+        at the time of its record, so a wait that others report after the answers is for that rank.
         """
         if inspection.complete_at is None:
             if len(inspection.found) == self._size or now - inspection.since >= _ANSWER_SECONDS:
@@ -215,7 +214,7 @@ class HangWatch:
     def _is_over(
         self, told: _ActiveVerdict, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
     ) -> bool:
-        """Whether what was told has ended, and not only because the run is about to."""
+        """Whether the reported wait has ended, and not only because the run is about to end."""
         if told.keys & (waits.keys() | silent.keys()):
             self._ended_at = None
             return False
@@ -228,14 +227,14 @@ class HangWatch:
         return settled and all(now - rank.heard < SILENT_SECONDS and not rank.vitals.ended for rank in heard)
 
     def _patience(self) -> float | None:
-        """The world's stall_warning; None: never, or nothing is known yet."""
+        """The world's stall_warning; None if it is off or still unknown."""
         if not self._ranks:
             return None
         first = self._ranks[min(self._ranks)].vitals.stall_warning
         return None if first is None else max(first, _LEAST_PATIENCE)
 
     def _waiting(self, patience: float, now: float) -> dict[Hashable, Wait]:
-        """Parts in collectives that have lasted too long, by what tells each from all others."""
+        """Waits in collectives that have lasted too long, by the identity of each collective."""
         found: dict[Hashable, Wait] = {}
         for number, rank in self._ranks.items():
             age = now - rank.heard
@@ -247,7 +246,7 @@ class HangWatch:
         return found
 
     def _silent(self, patience: float, now: float) -> dict[Hashable, float]:
-        """For how long ranks have been silent, of which nothing has come for too long."""
+        """Seconds of silence of the ranks that have been silent for too long."""
         found: dict[Hashable, float] = {}
         for number in range(self._size):
             rank = self._ranks.get(number)
@@ -270,9 +269,9 @@ def _position(vitals: Vitals) -> tuple[object, ...]:
 
 
 def _parts(vitals: Vitals) -> dict[Hashable, Underway]:
-    """The collectives that a rank is in, by what tells each from all others: a name comes back each step.
+    """The collectives that a rank is in, by an identity that includes the start on the rank's clock.
 
-    When a collective began, on the rank's own clock, does not.
+    Names alone do not identify them, because they recur each step.
     """
     return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.underway}
 

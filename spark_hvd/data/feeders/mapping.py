@@ -23,22 +23,22 @@ ROWS_AT_ONCE = 32
 class Mapped:
     """Rows that go through a function on their way to the ranks; a value for ``data=``.
 
-    With ``spark_hvd.run(..., feeders=6)`` the function runs in six Spark tasks beside the ranks, a few hundred rows
-    ahead of them; without feeders, as in ``run_local``, in threads of the rank. Which rows a rank gets, and in which
-    order, is as without a function.
+    With ``spark_hvd.run(..., feeders=6)``, the function runs in six additional Spark tasks, a few hundred rows ahead of
+    the ranks. Without feeders, as in ``run_local``, it runs in threads of the rank. The function does not change which
+    rows a rank gets, nor their order.
 
     Args:
-        rows: What else ``data=`` takes.
+        rows: Any other value for ``data=``.
         fn: Function of a ``pyarrow.RecordBatch`` of some rows. Returns as many rows, in their order: a dict of numpy
             arrays or tensors (rows, ...) or lists by the names of columns, a record batch or table of Arrow, or a
-            pandas DataFrame. It should give the same for the same rows: after a loss it is called for some again.
+            pandas DataFrame. It should return the same for the same rows: after a loss it is called again for some.
         columns: Names of the columns that it gets; None for all.
-        rows_at_once: How many rows it gets at most. It gets fewer where a rank's rows of an epoch end.
-        random: Call ``fn(batch, generator)`` with a ``numpy.random.Generator`` for all that it draws, which follows
-            from the loader's seed, the epoch, the rank and how many rows came before.
+        rows_at_once: Maximum number of rows per call. There are fewer at the end of a rank's epoch.
+        random: Call ``fn(batch, generator)`` with a ``numpy.random.Generator`` for its random numbers. The generator
+            follows from the loader's seed, the epoch, the rank and the number of rows before these.
 
     Raises:
-        DataError: an argument is none of these.
+        DataError: an argument is of another kind.
     """
 
     __module__ = "spark_hvd.data"

@@ -35,24 +35,24 @@ class WindowSpec:
 class Windows:
     """Windows over the time series in a long table, which has a row for each key and time; a value for ``data=``.
 
-    Each window is a row of the data set: the key columns as they are, and for each of ``columns`` an array of
-    ``length`` numbers, float32. Ranks keep each series once and cut a window out of it when its batch is made.
+    Each window is a row of the data set: the key columns, and for each of ``columns`` a float32 array of ``length``
+    numbers. Ranks keep each series once and cut a window from it when its batch is made.
 
     Args:
         rows: A Spark DataFrame, a pandas DataFrame or a ``pyarrow.Table``.
-        keys: Columns that tell one series from another; none where all rows are one series.
-        order_by: The column of times or numbers by which the rows of a series are ordered; integers, dates or
-            timestamps. No time may come twice in a series.
+        keys: Columns that identify a series; none if all rows are one series.
+        order_by: Column of integers, dates or timestamps by which the rows of a series are ordered. No value may occur
+            twice in a series.
         columns: Columns of numbers that a window has.
         length: Rows of a window, past and future together.
         stride: Rows from the start of a window to the start of the next one of the same series.
-        every: The step from each time to the next, to be checked: an integer or a ``timedelta``. None takes the rows as
-            they follow each other, whatever time lies between.
-        short: What is done with series that have fewer rows than a window: "error", or "skip" to leave them out and log
-            how many they are.
+        every: Expected step from each time to the next, an integer or a ``timedelta``, which is then checked. None
+            takes consecutive rows, whatever time lies between.
+        short: How to treat series with fewer rows than a window: "error", or "skip" to leave them out and log how many
+            there are.
 
     Raises:
-        DataError: an argument is none of these.
+        DataError: an argument is of another kind.
     """
 
     __module__ = "spark_hvd.data"

@@ -60,8 +60,8 @@ class ReducedOptimizer(TakenOver):
     def synchronize(self) -> None:
         """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
 
-        Needed only if some parameters get no gradient in some backward passes; else backward ends with all gradients
-        reduced, and this returns at once. A later `step` does not reduce again.
+        Needed only if some parameters get no gradient in some backward passes. Otherwise all gradients are reduced when
+        backward ends, and this returns at once. A later `step` does not reduce again.
 
         Raises:
             CollectiveError: a peer or the network failed.
@@ -76,7 +76,7 @@ class ReducedOptimizer(TakenOver):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context `step` takes gradients as they are."""
+        """Within this context, `step` does not reduce gradients."""
         self._synchronizes = False
         try:
             yield
@@ -84,9 +84,9 @@ class ReducedOptimizer(TakenOver):
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many calls of backward() are summed up before gradients are reduced.
+        """Change how many calls of backward() are summed before gradients are reduced.
 
-        What is set inside an elastic function counts until it is called anew.
+        A value set inside an elastic function applies until the function is called again.
 
         Raises:
             ValueError: `passes` is not positive.
@@ -113,7 +113,7 @@ class ReducedOptimizer(TakenOver):
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer.add_param_group; to be called on every rank, between steps.
+        """See torch.optim.Optimizer.add_param_group. Call it on every rank, between steps.
 
         Raises:
             PlanMismatchError: ranks add different parameters.
@@ -135,10 +135,10 @@ class ReducedOptimizer(TakenOver):
             self._reducer = self._recipe.open(_params_of(self))
 
     def register_local_var(self, param: torch.nn.Parameter) -> None:
-        """Leave the gradient of a parameter to this rank; collective, every rank calls it before the first backward.
+        """Do not reduce the gradient of a parameter. Collective: every rank calls it before the first backward.
 
         Raises:
-            ValueError: `param` is no parameter of the optimizer.
+            ValueError: `param` is not a parameter of the optimizer.
             RuntimeError: gradients have been reduced, or are being reduced.
             PlanMismatchError: ranks register different parameters.
         """
@@ -153,7 +153,7 @@ class ReducedOptimizer(TakenOver):
         self._recipe.scale_gradients(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
+        """See torch.optim.Optimizer.load_state_dict; the count of backward passes restarts."""
         super().load_state_dict(state_dict)
         if self._reducer is not None and not self._reducer.in_flight:
             self._reducer.reset()
@@ -176,38 +176,37 @@ def DistributedOptimizer(
     local_parameters: Iterable[torch.nn.Parameter] = (),
     scale_local_gradients: bool = True,
 ) -> ReducedOptimizer | AdasumOptimizer:
-    """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
+    """Make `optimizer` reduce gradients over all ranks. Collective: every rank must call it.
 
-    In an elastic job it is to be called before the function that is decorated with hvd.elastic.run, and waits for
-    nobody then: in each generation the optimizer is bound to the ranks of it. Or inside, anew in each call.
+    In an elastic job, call it before the function decorated with hvd.elastic.run. It then waits for nobody, and the
+    optimizer is bound to the ranks of each generation. You may also call it inside the function, in each call.
 
-    It replaces earlier ones that reduce gradients of its parameters: their `step` raises a RuntimeError from then on.
+    Earlier DistributedOptimizers of the same parameters are replaced: their `step` then raises a RuntimeError.
 
-    The same object is returned, now of a class of the same name that has the methods of ReducedOptimizer too: learning
-    rate schedulers and other holders of the optimizer need not know. Gradients are summed into flat buffers, bucket by
-    bucket while backward goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of them.
+    The same object is returned. Its class has the same name and also the methods of ReducedOptimizer, so learning rate
+    schedulers and other holders of the optimizer keep working. Gradients are summed into flat buffers, bucket by bucket
+    during backward, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of them.
 
     Args:
         optimizer: any torch optimizer over dense or sparse parameters, on CPU or GPU.
-        named_parameters: `model.named_parameters()`; names are used in errors. Without it names are made up.
+        named_parameters: `model.named_parameters()`. The names are used in errors; without them, names are generated.
         compression: `Compression.none`, `.fp16`, `.bf16` or an object with `compress` and `decompress`, which gets a
             one-dimensional bucket of gradients.
         backward_passes_per_step: calls of backward() whose gradients are summed (not averaged) before a step.
-        op: `Average`, `Sum` or `Adasum`. With Adasum each rank makes a step of its own, and the ranks' changes of the
-            weights are combined (Maleki et al., arXiv 2006.02924); the arguments below `compression` are of no
-            consequence then.
+        op: `Average`, `Sum` or `Adasum`. With Adasum, each rank makes its own step, and the changes of the weights are
+            combined (Maleki et al., arXiv 2006.02924); the arguments below `compression` then have no effect.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum and by size / factor after.
         num_groups: deprecated: use `groups`.
-        groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
-        sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered. The
-            optimizer then sees dense ones, but for SparseAdam, which sees the rows that are not zero.
-        process_set: the ranks to reduce over; on other ranks the optimizer stays a local one.
-        bucket_cap_mb: upper bound of a bucket in MiB, 25 by default. A given one is not changed by autotuning.
-        shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
+        groups: a number of groups, or lists of parameters; each group is reduced in one piece.
+        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering indices and values of all ranks.
+            The optimizer then gets dense gradients; SparseAdam gets the rows that are not zero.
+        process_set: the ranks to reduce over; on other ranks the optimizer stays local.
+        bucket_cap_mb: maximum size of a bucket in MiB, 25 by default. Autotuning does not change a given value.
+        shared_memory: if all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
             instead of over Gloo.
-        local_parameters: parameters that are each rank's own, the same ones on every rank: their gradients are not
-            reduced, and broadcast_parameters and broadcast_optimizer_state leave them and their state alone. The
-            table of a ShardedEmbedding is one of its own accord.
+        local_parameters: parameters that each rank trains by itself, the same ones on every rank: their gradients are
+            not reduced, and broadcast_parameters and broadcast_optimizer_state skip them and their state. The table
+            of a ShardedEmbedding is always one.
         scale_local_gradients: with Average, divide the gradients of `local_parameters` by the number of ranks.
 
     Returns:
@@ -215,8 +214,8 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: `init()` was not called.
-        ValueError: an argument does not fit, as its message says.
-        TypeError: `optimizer` is no optimizer.
+        ValueError: an argument is wrong, as the message says.
+        TypeError: `optimizer` is not an optimizer.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """
     check_kind(optimizer)

@@ -20,23 +20,23 @@ from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 
-# Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
+# Above this mean size, one fused "scale into the buffer" per gradient is faster than a batched copy and a second pass.
 FUSED_COPY_NUMEL = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients become their reduced selves.
+    """How gradients are reduced.
 
     Attributes:
         prescale: factor applied before the sum.
-        postscale: factor applied after it.
-        compressor: applied to the flat buffer on its way out and back.
-        sparse_as_dense: whether a sparse gradient is written out into the buffer.
-        average: whether the scales make an average of the sum.
+        postscale: factor applied after the sum.
+        compressor: compresses the flat buffer before the exchange and decompresses it afterwards.
+        sparse_as_dense: whether a sparse gradient is written into the buffer as a dense one.
+        average: whether the factors turn the sum into an average.
         size: number of ranks.
-        rank: my place among them.
-        by_nccl: whether NCCL adds up plain averages, which then need no pass before; see :meth:`scales`.
+        rank: this rank's number among them.
+        by_nccl: whether NCCL computes a plain average, which then needs no scaling before; see :meth:`scales`.
     """
 
     prescale: float
@@ -49,8 +49,9 @@ class Reduction:
     by_nccl: bool = False
 
     def scales(self, flat: torch.Tensor) -> tuple[float, float, Any]:
-        """By what a buffer's gradients are multiplied before and after the all-reduce, and its operation."""
-        # NCCL's average divides before it adds, so that float16 has room, but keeps NVLink SHARP out, which only sums.
+        """The factors before and after the all-reduce of a buffer, and its operation."""
+        # NCCL's average divides before adding, so float16 does not overflow, but it cannot use NVLink SHARP, which only
+        # sums.
         if not (self.by_nccl and flat.is_cuda):
             return self.prescale, self.postscale, dist.ReduceOp.SUM
         if flat.dtype == torch.float16:
@@ -61,9 +62,9 @@ class Reduction:
 class FlatBucket:
     """A flat buffer shared by the gradients of some parameters of one dtype and device.
 
-    The buffer ends in one flag a parameter, 1 where this rank has a gradient, and the notes of
-    :mod:`spark_hvd.torch.optimizer.participation`. The flags are summed with the gradients, so that a rank which lacks
-    one learns, without a message of its own, whether any other rank had it.
+    The buffer ends with a flag for each parameter, 1 if this rank has a gradient, and the notes of
+    :mod:`spark_hvd.torch.optimizer.participation`. The flags are summed with the gradients, so a rank that lacks a
+    gradient learns without a separate message whether any other rank has it.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class FlatBucket:
         flat: torch.Tensor,
         memory: BucketMemory,
     ) -> None:
-        """Use `flat`, zeros, as buffer: it has an element for each of the gradients', a flag a gradient, and notes."""
+        """Use `flat`, zeros, as the buffer: the elements of all gradients, a flag for each gradient, and the notes."""
         self.members = plan.members
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
@@ -96,7 +97,7 @@ class FlatBucket:
         self._one = float(reduction.size) if self._op == dist.ReduceOp.AVG else 1.0
         self._usual_tail = torch.full_like(self._tail, self._one)
         self._usual_tail[len(plan.members) + 1 :] = 0
-        # Users get aliases of these and never these themselves, which they could give other memory or strides.
+        # Users get only aliases of these, because they could give the tensors themselves other memory or strides.
         self._views = [
             torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
             for index, offset in zip(plan.members, plan.offsets, strict=True)
@@ -129,12 +130,12 @@ class FlatBucket:
 
     @property
     def tells_of_misfits(self) -> bool:
-        """Whether some rank has found, in filling it at the latest, that parameters need other places."""
+        """Whether a rank has found, at the latest when it filled the buffer, that parameters need other places."""
         return bool(self.notes[1] > 0.5)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the host would have to wait for a device to read it."""
+        """Whether the host must wait for a device to read the buffer."""
         return self._flat.is_cuda
 
     @property
@@ -144,7 +145,7 @@ class FlatBucket:
 
     @property
     def backend(self) -> str:
-        """What carries it otherwise."""
+        """The transport if it is not reduced in shared memory."""
         return mpi_backend.carrier(self._flat.is_cuda)
 
     @property
@@ -153,7 +154,7 @@ class FlatBucket:
         return self._flat.numel() * self._flat.element_size()
 
     def when_reduced(self, callback: Callable[[], None]) -> None:
-        """Call back when the all-reduce in flight has ended, if it can tell: one in shared memory cannot."""
+        """Call back when the all-reduce in flight has ended; not supported in shared memory, where nothing happens."""
         if isinstance(self._work, dist.Work):
             self._work.get_future().add_done_callback(lambda _: callback())
 
@@ -166,9 +167,9 @@ class FlatBucket:
         self.pending = len(self.params)
 
     def fill(self, presence: Presence = Presence.HERE) -> None:
-        """Bring every gradient into the buffer, scaled and compressed, and let `param.grad` be the view of it.
+        """Copy every gradient into the buffer, scaled and compressed, and make `param.grad` a view of it.
 
-        Those of a rank that has joined are zeros.
+        The gradients of a rank that has joined are zeros.
         """
         self.misfits = []
         if presence >= Presence.JOINED:
@@ -190,7 +191,7 @@ class FlatBucket:
         in_place = 0
         before, handed = self._handed.given, list(self._handed.given)
         is_inside = self._all.is_inside
-        # For small models this loop is a good part of a step: each call in it counts.
+        # For small models this loop is a large part of a step, so each call in it matters.
         for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             grad = param.grad
             if grad is None:
@@ -231,25 +232,25 @@ class FlatBucket:
             self._flags[place] = 0
 
     def rescue(self) -> None:
-        """Give memory of their own to gradients that lie in a bucket, but not in their places."""
+        """Copy gradients that lie in a bucket, but not in their own places, to separate memory."""
         for param, view in zip(self.params, self._views, strict=True):
             grad = param.grad
             if grad is not None and self._all.has(grad) and not lies_in(grad, view):
                 param.grad = grad.clone()
 
     def adopt(self) -> None:
-        """Take gradients that are reduced already to their places."""
+        """Copy gradients that are already reduced to their places."""
         for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if param.grad is not None and fits(param, view):
                 view.copy_(param.grad)
                 self._handed.hand(place)
 
     def was_used(self, index: int) -> bool:
-        """Whether any rank had a gradient of a parameter in what was received."""
+        """Whether any rank had a gradient of a parameter in the last reduction."""
         return bool(self._flags[self.members.index(index)].abs() > 0.5)
 
     def held_beside(self, index: int) -> list[bool]:
-        """For each gradient in its place, but that of parameter `index`: whether it has a number that is not zero."""
+        """For each gradient in its place, except that of parameter `index`: whether it has a nonzero element."""
         return [
             bool(view.any())
             for member, param, view in zip(self.members, self.params, self._views, strict=True)
@@ -259,8 +260,8 @@ class FlatBucket:
     def _densified(self, grad: torch.Tensor, place: int) -> torch.Tensor:
         if not self.reduction.sparse_as_dense:
             raise ValueError(
-                f"parameter {self.names[place]!r} has a sparse gradient for the first time after the first step, when "
-                f"its place was planned as dense; pass sparse_as_dense=True, or let it take part in the first step"
+                f"parameter {self.names[place]!r} got its first sparse gradient after the first step, when its place "
+                f"had been planned as dense; pass sparse_as_dense=True, or let it take part in the first step"
             )
         return grad.to_dense()
 
@@ -286,11 +287,11 @@ class FlatBucket:
             self._group = group
 
     def poll(self) -> bool:
-        """Do my part of the reduction if that needs no waiting; returns False if it would."""
+        """Do this rank's part of the reduction if that needs no waiting; otherwise return False."""
         return self._work is not self._memory or self._memory is None or self._memory.poll()
 
     def advance(self) -> None:
-        """Do my part of the reduction, so that no other rank waits for me.
+        """Do this rank's part of the reduction, so that no other rank waits for it.
 
         Raises:
             RuntimeError: as the backend raises it when a peer or the network failed.

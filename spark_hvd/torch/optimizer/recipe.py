@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer was asked for: its gradient reducer is made from it, in every elastic generation anew."""
+"""The settings of a DistributedOptimizer, from which each elastic generation makes a new gradient reducer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_CAP_MB = 25.0
 
 @dataclass(slots=True)
 class Recipe:
-    """The arguments of DistributedOptimizer that matter to its reducer, checked."""
+    """The validated arguments of DistributedOptimizer that its reducer needs."""
 
     names: list[str]
     """The names of all parameters."""
@@ -49,23 +49,23 @@ class Recipe:
     bucket_cap_mb: float | None
     shared_memory: bool
     scale_local: bool = True
-    """Whether Average divides the gradients of local parameters, too."""
+    """Whether Average also divides the gradients of local parameters."""
     loss_name: str | None = None
-    """By what ranks agree on the loss of a closure, where the optimizer decides by it."""
+    """Name of the collective that makes a closure's loss equal on all ranks, if the optimizer's steps depend on it."""
     scaled: dict[int, torch.utils.hooks.RemovableHandle] = field(default_factory=dict)
-    """The hooks that do so, by the parameters' ids."""
+    """The hooks that scale gradients of local parameters, by the parameters' ids."""
 
     def reduced(
         self, params: Sequence[torch.nn.Parameter]
     ) -> tuple[list[torch.nn.Parameter], list[ParamSpec], list[list[int]]]:
-        """The parameters that are no rank's own, what they are, and which of them are kept in one bucket."""
+        """The parameters that are not local, their specifications, and the indices of those to keep in one bucket."""
         here = [index for index, param in enumerate(params) if not is_local(param)]
         place = {index: number for number, index in enumerate(here)}
         groups = [[place[index] for index in group if index in place] for group in self.grouped]
         return [params[i] for i in here], [spec_of(self.names[i], params[i]) for i in here], [g for g in groups if g]
 
     def scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Scale gradients of the optimizer's local parameters on their way into ``grad``, so that passes add up."""
+        """Scale gradients of local parameters before they reach ``grad``, so that several backward passes add up."""
         if not self.scaled:
             weakref.finalize(optimizer, lambda scaled: remove_all(list(scaled.values())), self.scaled)
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -73,7 +73,7 @@ class Recipe:
                 self.scaled[id(param)] = self._scale(param, is_averaged(param))
 
     def release(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Scale the gradients of these no more: another optimizer does."""
+        """Stop scaling the gradients of these parameters, because another optimizer now does."""
         for param in params:
             if (handle := self.scaled.pop(id(param), None)) is not None:
                 handle.remove()
@@ -89,9 +89,7 @@ class Recipe:
         return handle
 
     def agreed(self, loss: Any) -> Any:
-        """What a closure returned, made the same on all ranks where the optimizer decides by it; collective then.
-
-        It is reduced as gradients are.
+        """The loss of a closure. If the optimizer's steps depend on it, it is reduced like gradients, collectively.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -103,7 +101,7 @@ class Recipe:
         return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
     def _local_scale(self, averaged: bool) -> float:
-        """By what the gradient of a local parameter is multiplied; `averaged`: it is a mean over all ranks already."""
+        """The factor for the gradient of a local parameter; `averaged`: it is already a mean over all ranks."""
         if not in_world():
             return 1.0
         included = self.process_set is global_process_set or self.process_set.included()
@@ -113,10 +111,10 @@ class Recipe:
         return 1.0 / size if self.scale_local and self.op is ReduceOp.AVERAGE else 1.0
 
     def open(self, params: Sequence[torch.nn.Parameter]) -> GradientReducer | None:
-        """Make a reducer in the present world; collective over the process set.
+        """Make a reducer in the current world. Collective over the process set.
 
         Returns:
-            None where there is nobody to reduce with.
+            The reducer; None if there is no other rank to reduce with.
 
         Raises:
             NotInitializedError: Outside a world.
@@ -140,12 +138,12 @@ class Recipe:
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
         set_id = self.process_set.process_set_id or 0
-        # NCCL wants all ranks of a communicator to launch the same collectives in one order. There are two lines of
-        # launches, and each has such an order: buckets that of the plan, by autograd's threads, named calls that of the
-        # coordinator, by the engine's. Between the two ranks have none in common, and could agree on one only if
-        # buckets were held back until every rank has made the calls, which a rank may do after its step. So each line
-        # has a communicator of its own: NCCL runs kernels of two side by side, in any order, where the device has room
-        # for both, and neither line's stream waits for the other's unless the program itself does.
+        # NCCL requires all ranks of a communicator to launch the same collectives in the same order. Buckets have such
+        # an order, that of the plan (launched by autograd's threads), and so do named calls, that of the coordinator
+        # (launched by the engine's thread). There is no common order of both: ranks could agree on one only by holding
+        # back buckets until every rank has made its calls, which may come after its step. So buckets have their own
+        # communicator. NCCL runs kernels of two communicators side by side, in any order, if the device has room for
+        # both, and neither stream waits for the other unless the program makes it wait.
         group = context.new_group(set_id)
         in_memory = self.shared_memory and self.compression is Compression.none
         one_host = len({context.layout.ranks[rank].host for rank in ranks}) == 1
@@ -189,7 +187,7 @@ class Recipe:
         return reducer
 
     def _settings(self, config: Config, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
-        """What must be the same on all ranks, besides the parameters."""
+        """The settings that must be equal on all ranks, besides the parameters."""
         return {
             "op": self.op.name,
             "placement of the parameters": placement(params),
@@ -205,9 +203,10 @@ class Recipe:
 
 
 class HandedGradients:
-    """Gradients that are handed over, instead of being waited for: reduced in one world after the other.
+    """Reduces gradients that its owner passes in, instead of waiting for autograd; lives across worlds.
 
-    They are of parameters, of which autograd may bring some meanwhile, or of what another framework trains.
+    The gradients belong to torch parameters, to some of which autograd may also write, or to variables of another
+    framework.
     """
 
     def __init__(self, recipe: Recipe, params: Sequence[torch.nn.Parameter]) -> None:
@@ -217,7 +216,7 @@ class HandedGradients:
         _handed.add(self)
 
     def ready(self) -> GradientReducer | None:
-        """The reducer in the present world, None where there is nobody to reduce with; collective when it is new.
+        """The reducer in the current world; None if there is no other rank. Collective in a new world.
 
         Raises:
             NotInitializedError, PlanMismatchError: See :meth:`Recipe.open`.
@@ -229,9 +228,9 @@ class HandedGradients:
         return self._reducer
 
     def reduce(self, places: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of all ranks, in the buckets' memory, until the next step; None for what no rank has one of.
+        """The reduced gradients, in the buckets' memory, valid until the next step; None if no rank has one.
 
-        ``places`` says which of the parameters ``gradients`` are of; they are left as they are.
+        ``places`` has the indices of the parameters of ``gradients``, which are not changed.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -247,25 +246,25 @@ class HandedGradients:
         return [param.grad for param in params]
 
     def stepped(self) -> None:
-        """The gradients have been used."""
+        """Note that the gradients have been used."""
         if self._reducer is not None:
             self._reducer.stepped()
 
     def forget(self) -> None:
-        """The gradients have been used, and are nobody else's: what is not handed over next time is missing then."""
+        """As :meth:`stepped`, and drop the gradients, so that those not passed in next time count as missing."""
         self.stepped()
         for param in self._params:
             param.grad = None
 
     def close(self) -> None:
-        """The world is over."""
+        """Close the reducer of the current world."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._context = None
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """A parameter that has no memory, for gradients of what is none."""
+    """A parameter without memory of its own, for gradients of variables that are no torch parameters."""
     return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
 
 

@@ -45,14 +45,14 @@ class RowCompressor(Protocol):
 class Int8Compressor:
     """Sends an int8 for each number and a float32 scale for each block: about a quarter of float32's bytes.
 
-    Every rank receives the rows of all others, so with n ranks a link carries (n - 1) bytes a number, where an
-    all-reduce of float32 carries 8 (n - 1) / n: less below 8 ranks.
+    Every rank receives the rows of all others, so with n ranks a link carries (n - 1) bytes per number. An all-reduce
+    of float32 carries 8 (n - 1) / n, which is more below 8 ranks.
 
     Args:
-        block_size: How many numbers share a scale, which is the greatest of them divided by 127.
+        block_size: How many numbers share a scale. The scale is the largest absolute value divided by 127.
 
     Raises:
-        ValueError: `block_size` is no positive whole number.
+        ValueError: `block_size` is not a positive whole number.
     """
 
     __module__ = "spark_hvd.torch"
@@ -83,12 +83,12 @@ class Int8Compressor:
 
 
 class TopKCompressor:
-    """Sends the numbers that are furthest from zero, a float32 and an int32 each, and nothing of the others.
+    """Sends only the numbers with the largest absolute values, as a float32 and an int32 each.
 
-    With n ranks a link carries 8 (n - 1) ratio bytes for each number there is.
+    With n ranks a link carries 8 (n - 1) ratio bytes for each number of the tensor.
 
     Args:
-        ratio: Which part of all numbers is sent: more than 0, up to 1.
+        ratio: The share of numbers that is sent: more than 0, up to 1.
 
     Raises:
         ValueError: `ratio` is not in that range.

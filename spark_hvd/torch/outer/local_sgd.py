@@ -50,23 +50,23 @@ class OuterOptimizer(TakenOver):
         return self._loop.outer
 
     def synchronize(self) -> None:
-        """Make the parameters equal on all ranks; collective, to be called before they are evaluated or saved.
+        """Make the parameters equal on all ranks. Collective: call it before parameters are evaluated or saved.
 
-        It finishes an exchange in flight, then exchanges what ranks have trained since. Does nothing where
-        all are equal. Ranks may come with different numbers of steps in their last round, and each counts the same. If
-        some had more rounds than others, those with fewer must have called hvd.join(), and so must then the others:
-        the ranks that came furthest decide, the others take over their parameters.
+        It finishes an exchange in flight, then exchanges what ranks have trained since. It does nothing if all are
+        equal. Ranks may have made different numbers of steps in their last round; each counts the same. If some made
+        more rounds than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters
+        of those with the most.
 
         Raises:
             NotInitializedError: Outside a world.
             PlanMismatchError: Parameters or settings differ between ranks.
-            StalledError: A rank is in an exchange that this one has not come to, and had not joined.
+            StalledError: A rank is in an exchange that this rank has not reached, and has not called hvd.join().
             CollectiveError: A peer or the network failed.
         """
         self._loop.synchronize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible any more.
+        """Not supported.
 
         Raises:
             RuntimeError: Always.
@@ -81,16 +81,16 @@ class OuterOptimizer(TakenOver):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict.
 
-        With what the exchanges need under ``"outer"``: the parameters of the last one, the outer optimizer, and what
-        compression has lost. Call :meth:`synchronize` before, and one rank's serves all.
+        It also has the state of the exchanges, under ``"outer"``: the parameters of the last one, the outer optimizer,
+        and what compression has lost. If you call :meth:`synchronize` before, one rank's state serves all.
         """
         return {**super().state_dict(), _KEY: self._loop.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer.load_state_dict; the model's state is to be loaded, too. On every rank.
+        """See torch.optim.Optimizer.load_state_dict. Call it on every rank, and load the model's state too.
 
         Raises:
-            ValueError: It is no state of LocalSGD or DiLoCo, or one of other parameters.
+            ValueError: The state is not of LocalSGD or DiLoCo, or belongs to other parameters.
         """
         if _KEY not in state_dict:
             raise ValueError(
@@ -114,26 +114,26 @@ def LocalSGD(
     """Let each rank train alone, and average the parameters over all ranks every `sync_every` steps.
 
     As in Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019). Every rank must call it; it waits for
-    nobody. Ranks must have the same weights when they make the first step: call hvd.broadcast_parameters before.
+    nobody. Ranks must have the same weights at the first step: call hvd.broadcast_parameters before.
 
-    The same object is returned, now of a class of the same name that has the methods of OuterOptimizer too: learning
-    rate schedulers and other holders of the optimizer need not know.
+    The same object is returned. Its class has the same name and also the methods of OuterOptimizer, so learning rate
+    schedulers and other holders of the optimizer keep working.
 
     Args:
-        model: What is trained: a module, or its parameters. Must have all parameters of the optimizer.
-        optimizer: Any torch optimizer but a DistributedOptimizer, which exchanges gradients in each step. Its own
+        model: A module, or its parameters. Must include all parameters of the optimizer.
+        optimizer: Any torch optimizer except a DistributedOptimizer, which exchanges gradients in each step. Its own
             state, such as Adam's moments, stays each rank's.
-        sync_every: Steps of a round.
-        compression: Of what travels, which is how far the parameters have come since the last exchange:
-            `Compression.none`, `.fp16`, `.bf16`, an `Int8Compressor` or a `TopKCompressor`.
-        overlap: Steps that each rank continues alone while an exchange is in flight; what it trains meanwhile is kept,
-            and goes into the next one. 0: wait for it.
-        average_buffers: Average the floating-point buffers of a module along, such as those of batch norm.
-        process_set: The ranks to average over; on other ranks the optimizer stays a local one. Elastic ranks, outside
-            their worlds, have none but all.
+        sync_every: Steps per round.
+        compression: Compression of the exchanged changes of the parameters: `Compression.none`, `.fp16`, `.bf16`, an
+            `Int8Compressor` or a `TopKCompressor`.
+        overlap: Steps that each rank continues alone while an exchange is in flight. Their changes go into the next
+            exchange. 0: wait for the exchange.
+        average_buffers: Also average the floating-point buffers of a module, such as those of batch norm.
+        process_set: The ranks to average over; on other ranks the optimizer stays local. Elastic ranks outside their
+            worlds must pass the global process set.
 
     Raises:
-        TypeError: `model` or `optimizer` is none, or a parameter has no floating-point numbers.
+        TypeError: `model` or `optimizer` is of another kind, or a parameter is not floating point.
         ValueError: Another argument is wrong.
     """
     return _take_over(
@@ -152,26 +152,26 @@ def DiLoCo(
     average_buffers: bool = True,
     process_set: ProcessSet = global_process_set,
 ) -> OuterOptimizer:
-    """Let each rank train alone, and make an outer step every `sync_every` steps, from where all were before.
+    """Let each rank train alone, and make an outer step from the last common parameters every `sync_every` steps.
 
-    As in Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023): how far the
-    ranks' parameters have come is averaged, and is the gradient, with its sign changed, of an outer optimizer. All else
-    is as with :func:`LocalSGD`, which is the same with an outer step of rate 1. With `overlap` the outer step is made
-    late, as in Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
+    As in Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023): the negated mean
+    change of the ranks' parameters is the gradient of an outer optimizer. Everything else is as with :func:`LocalSGD`,
+    which equals an outer step of rate 1. With `overlap` the outer step is made late, as in Douillard et al., "Streaming
+    DiLoCo with overlapping communication" (2025).
 
     Args:
         model: See :func:`LocalSGD`.
         inner_optimizer: See :func:`LocalSGD`, `optimizer`.
-        sync_every: Steps of a round.
-        outer_optimizer: Made for the same parameters; its groups get others of the same shapes to step on. None: SGD
-            with a rate of 0.7 and a Nesterov momentum of 0.9, as in the paper.
+        sync_every: Steps per round.
+        outer_optimizer: An optimizer of the same parameters. Its groups are then given other tensors of the same shapes
+            to step on. None: SGD with a learning rate of 0.7 and a Nesterov momentum of 0.9, as in the paper.
         compression: See :func:`LocalSGD`.
         overlap: See :func:`LocalSGD`.
         average_buffers: See :func:`LocalSGD`.
         process_set: See :func:`LocalSGD`.
 
     Raises:
-        TypeError: `model` or an optimizer is none, or a parameter has no floating-point numbers.
+        TypeError: `model` or an optimizer is of another kind, or a parameter is not floating point.
         ValueError: Another argument is wrong.
     """
     check_kind(inner_optimizer)

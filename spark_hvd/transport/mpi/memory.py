@@ -1,6 +1,6 @@
-"""Which memory MPI can reach: that of the host, and that of GPUs only if the library is CUDA-aware.
+"""Memory that MPI can access: the host's, and that of GPUs only if the library is CUDA-aware.
 
-Other tensors travel by way of copies in pinned host memory.
+Other tensors are sent through copies in pinned host memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from spark_hvd.world.env import read_mpi_cuda
 
 @functools.cache
 def takes_cuda() -> bool:
-    """Whether MPI takes addresses of CUDA memory.
+    """Whether MPI accepts addresses of CUDA memory.
 
-    SPARK_HVD_MPI_CUDA in the environment says so; else MPI itself is asked, in the ways of MPI 4.1, MPICH and Open MPI.
+    The environment variable SPARK_HVD_MPI_CUDA decides. Without it, MPI itself is asked, in the ways of MPI 4.1, MPICH
+    and Open MPI.
     """
     told = read_mpi_cuda()
     if told is not None:
@@ -36,12 +37,12 @@ def takes_cuda() -> bool:
 
 
 def reaches(tensor: torch.Tensor) -> bool:
-    """Whether MPI can reach its memory."""
+    """Whether MPI can access the tensor's memory."""
     return not tensor.is_cuda or takes_cuda()
 
 
 def within_reach(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy on the host; what was to write it has ended."""
+    """The tensor itself, or a copy on the host. Pending writes to it have finished."""
     if reaches(tensor):
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -51,7 +52,7 @@ def within_reach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def room(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised tensor within reach, for what is to become one like another."""
+    """An uninitialised tensor that MPI can access, of the dtype and device of `like` if possible."""
     if reaches(like):
         return like.new_empty(shape)
     return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")
