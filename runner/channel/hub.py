@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 import zmq.auth
@@ -26,6 +25,10 @@ from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
+Listener = Callable[[int, "Message | Vitals | Examination"], None]
+"""Takes what a rank says that is no part of the hub's decisions: how it is, what a closer look has found, or a message:
+"output" of whole lines ("out" or "err"), "profile" as StepProfiler tells it. Rank -1 stands for nobody in particular.
+Called by the hub's thread; must not block."""
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _MOST_A_TURN = 1000
@@ -46,22 +49,6 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._key
-
-
-class Listener(Protocol):
-    """Takes what ranks say that is no part of the hub's decisions. Called by the hub's thread; must not block."""
-
-    def output(self, rank: int, stream: str, text: str) -> None:
-        """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
-
-    def vitals(self, record: Vitals) -> None:
-        """What a rank tells of itself."""
-
-    def examined(self, rank: int, found: Examination) -> None:
-        """The answer to :meth:`HubServer.examine`."""
-
-    def profiled(self, rank: int, message: Message) -> None:
-        """An answer to :meth:`HubServer.profile`, as StepProfiler tells it: that it was heard, a part, or an error."""
 
 
 class HubServer:
@@ -255,15 +242,12 @@ class HubServer:
         if self._listener is None:
             return
         try:
-            match message["type"]:
-                case "output":
-                    self._listener.output(message["rank"], message["stream"], message["text"])
-                case "vitals":
-                    self._listener.vitals(decode_vitals(message["vitals"], self._state.most_ranks))
-                case "profile":
-                    self._listener.profiled(message["rank"], message)
-                case "examined":
-                    self._listener.examined(message["rank"], Examination.from_message(message))
+            said: Message | Vitals | Examination = message
+            if message["type"] == "vitals":
+                said = decode_vitals(message["vitals"], self._state.most_ranks)
+            elif message["type"] == "examined":
+                said = Examination(message["cpu"], message["status"], message["stacks"])
+            self._listener(message["rank"], said)
         except Exception as error:
             level = logging.WARNING if self._observes else logging.DEBUG
             self._observes = False

@@ -138,7 +138,7 @@ class Attempt:
             fallback_after=FALLBACK_AFTER_HERE if local else FALLBACK_AFTER,
         )
         try:
-            return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor, ports))
+            return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor.hear, ports))
         except ClusterError as error:
             _log.warning("%s. Training goes on, but the output of the ranks stays in the executors' logs", error)
             return None

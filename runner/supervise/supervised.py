@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -177,7 +177,7 @@ class SupervisedRank:
         """Go on with a closer look."""
         if self._probe is not None and (found := self._probe.turn(now)) is not None:
             self._probe = None
-            self._link.send("examined", **found.to_message())
+            self._link.send("examined", **asdict(found))
 
     def await_stacks(self, seconds: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
         """Where the rank's threads stand; see :meth:`RankProcess.await_stacks`."""
