@@ -77,7 +77,8 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
-        self._failure: RuntimeError | None = None
+        self.failure: RuntimeError | None = None
+        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
         self._observes = True
         require_descriptors("the driver's channel to its ranks")
         self._context = zmq.Context()
@@ -104,11 +105,6 @@ class HubServer:
         self.address = HubAddress(public_host or bind_host, port, server_public, client_public, client_secret)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-hub", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> RuntimeError | None:
-        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
-        return self._failure
 
     def stop(self, reason: str) -> None:
         """Ask every rank to stop; returns at once."""
@@ -166,16 +162,16 @@ class HubServer:
         try:
             work()
         except Exception as error:
-            if self._failure is not None:
+            if self.failure is not None:
                 _log.debug("the hub has failed again", exc_info=True)
                 self._closing.wait(_TICK_MS / 1000)
                 return
             _log.exception("the hub failed")
-            self._failure = RuntimeError(
+            self.failure = RuntimeError(
                 f"the hub of this run failed ({type(error).__name__}: {error}) and all ranks were stopped. This is a "
                 "defect of spark_hvd: please report it, with the traceback that the driver has logged."
             )
-            self._failure.__cause__ = error
+            self.failure.__cause__ = error
             self._stop_all()
 
     def _turn(self, poller: zmq.Poller) -> None:
@@ -225,8 +221,8 @@ class HubServer:
 
     def _refuse(self, error: ValueError) -> None:
         """A task has sent what is no message: nothing that it will say can be relied on."""
-        if self._failure is None:
-            self._failure = RuntimeError(
+        if self.failure is None:
+            self.failure = RuntimeError(
                 f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
                 "with different versions of spark_hvd are the usual reason: install the same one everywhere."
             )

@@ -111,7 +111,7 @@ class Link:
     def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
         self.rank = rank
         self._host = host
-        self._address = address
+        self._address, self.url = address, address.url
         self._heartbeat: Heartbeat | None = None
         self._context = zmq.Context()
         self.socket = self._new_socket()
@@ -128,11 +128,6 @@ class Link:
         socket.ipv6 = ":" in self._address.host
         socket.immediate = True
         return socket
-
-    @property
-    def url(self) -> str:
-        """The hub's address."""
-        return self._address.url
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait until both ends have proved who they are, ``timeout`` seconds at most.

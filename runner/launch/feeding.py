@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_hvd.data.feeders.mapping import RowMap
-    from spark_hvd.data.feeders.sockets import FeedAddress
     from spark_hvd.runner.launch.data import Given
 
 _log = logging.getLogger(__name__)
@@ -131,6 +130,8 @@ class Feeding:
             )
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
+        self.address = self._directory.address
+        """What ranks are told."""
         self._job: TaskJob | None = None
         self._started, self._next_look, self._deadline = 0, 0.0, 0.0
 
@@ -149,11 +150,6 @@ class Feeding:
                     self._job.wait(_KILL)
         finally:
             self._directory.close()
-
-    @property
-    def address(self) -> FeedAddress:
-        """What ranks are told."""
-        return self._directory.address
 
     def look(self, ranks_run: Callable[[], bool]) -> None:
         """Start the job when ranks run, and again where it has failed; to be called many times a second.

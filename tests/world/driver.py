@@ -63,7 +63,7 @@ class Driver:
         hub._state, hub._lock = state, threading.Lock()
         hub._listener = labelled(self._heard, state.labels)
         hub._questions, hub._closing, hub._identities = deque(), threading.Event(), {}
-        hub._failure, hub._observes = None, True
+        hub.failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]
         hub._newcomers = SimpleNamespace(look=lambda: None, heard=lambda descriptor: None)  # type: ignore[assignment]
         self._poller: Any = SimpleNamespace(poll=lambda milliseconds: self._router.inbox)
