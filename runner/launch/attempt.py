@@ -83,7 +83,8 @@ class Attempt:
                 closing.callback(hub.close)
             feeding = None
             if self.room.feeders:
-                feeding = closing.enter_context(Feeding(session, config, self.data.maps, self.room, self.name, tag))
+                feeding = Feeding(session, config, self.data.maps, self.room, self.name, tag)
+                closing.callback(feeding.close)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(
                 config,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import zmq
@@ -135,12 +134,8 @@ class Feeding:
         self._job: TaskJob | None = None
         self._started, self._next_look, self._deadline = 0, 0.0, 0.0
 
-    def __enter__(self) -> Feeding:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Have the feeders end."""
         self._directory.end()
         try:
             if self._job is not None:
