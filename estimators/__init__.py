@@ -3,8 +3,6 @@
 Names are loaded on first use: a rank loads no pyspark for a callback, and nobody loads Lightning unasked.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from spark_hvd.runner.spark.needed import check_pyspark

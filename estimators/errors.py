@@ -1,7 +1,5 @@
 """The exceptions of the estimators. Each survives pickling, because ranks and Spark tasks raise them too."""
 
-from __future__ import annotations
-
 
 class EstimatorError(RuntimeError):
     """Base of what can go wrong with a fit or a transform once its parameters are accepted."""

@@ -1,7 +1,5 @@
 """Distributed deep learning on Spark: ``spark_hvd.run``, ``import spark_hvd.torch as hvd``, ``spark_hvd.predict``."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from spark_hvd.world.lazy import names_of

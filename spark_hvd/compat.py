@@ -3,8 +3,6 @@
 Names are loaded on first use: ranks take their rows from here too, and load nothing of the driver's.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from spark_hvd.world.lazy import names_of

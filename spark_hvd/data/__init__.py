@@ -4,8 +4,6 @@ May import the context and what is below it, store, its own readers, series and 
 shard, spool. Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from spark_hvd.world.lazy import names_of
