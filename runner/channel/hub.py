@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable
 
 import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
+from spark_hvd.engine.curve import ZapAuthenticator, url
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
+from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
 from spark_hvd.runner.channel.newcomers import Newcomers, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
@@ -39,16 +38,6 @@ _HANDSHAKE_MS = 5000
 """How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
 _PATIENCE = 5.0
 """Seconds for the sockets to close, of which sending what is queued may take one."""
-
-
-class _OneKey:
-    """Lets in the holder of one public key (the interface of pyzmq's credentials providers)."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
 
 
 class HubServer:
@@ -86,10 +75,9 @@ class HubServer:
         self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._auth = ThreadAuthenticator(self._context)
-        self._auth.start()
+        self._zap = ZapAuthenticator(self._context)
+        self._zap.allow(client_public)
         try:
-            self._auth.configure_curve_callback(credentials_provider=_OneKey(client_public))
             self._socket.curve_server = True
             self._socket.curve_secretkey = server_secret
             self._socket.curve_publickey = server_public
@@ -97,7 +85,7 @@ class HubServer:
             self._socket.linger = 1000
             self._socket.handshake_ivl = _HANDSHAKE_MS
             self._socket.maxmsgsize = MAX_MESSAGE
-            bound(ports, lambda port: self._socket.bind(zmq_url(bind_host, port)))
+            bound(ports, lambda port: self._socket.bind(url(bind_host, port)))
             port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except BaseException:
             self._release_sockets()
@@ -141,7 +129,7 @@ class HubServer:
     def _release_sockets(self) -> None:
         self._newcomers.close()
         self._socket.close()
-        self._auth.stop()
+        self._zap.socket.close()
         self._context.term()
 
     def _serve(self) -> None:
@@ -154,6 +142,7 @@ class HubServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._newcomers.events, zmq.POLLIN)
+        poller.register(self._zap.socket, zmq.POLLIN)
         while not self._closing.is_set():
             self._guarded(lambda: self._turn(poller))
         self._guarded(self._drain)
@@ -176,6 +165,7 @@ class HubServer:
 
     def _turn(self, poller: zmq.Poller) -> None:
         if poller.poll(_TICK_MS):
+            self._zap.handle_requests()
             self._newcomers.look()
             self._drain()
         decisions: list[Send] = []
