@@ -100,7 +100,7 @@ def supervise_all(
     return [call.result() for call in calls]
 
 
-def in_threads(work: Callable[[int], T], count: int) -> list[futures.Future[T]]:
+def in_threads(work: Callable[[int], T], count: int, name: str = "task") -> list[futures.Future[T]]:
     """Call a function with each number below ``count``, in daemon threads: an executor's would hold up the exit."""
     calls: list[futures.Future[T]] = [futures.Future() for _ in range(count)]
 
@@ -111,5 +111,5 @@ def in_threads(work: Callable[[int], T], count: int) -> list[futures.Future[T]]:
             calls[number].set_exception(error)
 
     for number in range(count):
-        threading.Thread(target=call, args=[number], name=f"spark_hvd-task-{number}", daemon=True).start()
+        threading.Thread(target=call, args=[number], name=f"spark_hvd-{name}-{number}", daemon=True).start()
     return calls
