@@ -3,12 +3,10 @@
 Names are loaded on first use: a rank loads no pyspark for a callback, and nobody loads Lightning unasked.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_hvd.runner.spark.needed import check_pyspark
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
@@ -50,7 +48,7 @@ _NAMES = {
     "store": "Store",
     "store.errors": "CheckpointError StoreError",
 }
-_HOME = {name: f"spark_hvd.{module}" for module, names in _NAMES.items() for name in names.split()}
+__getattr__, __dir__ = names_of(__name__, _NAMES, {"pyspark": check_pyspark})
 
 __all__ = [
     "CSVLogger",
@@ -81,18 +79,3 @@ __all__ = [
     "TrainState",
     "clear_materialized_data",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        try:
-            return getattr(importlib.import_module(_HOME[name]), name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "pyspark":
-                check_pyspark()
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -1,7 +1,5 @@
 """The exceptions of the estimators. Each survives pickling, because ranks and Spark tasks raise them too."""
 
-from __future__ import annotations
-
 
 class EstimatorError(RuntimeError):
     """Base of the errors of a fit or a transform after its parameters were accepted."""

@@ -1,5 +1,3 @@
 """Where models name their class that were saved before files moved: Spark ML's reader imports that path."""
 
-from __future__ import annotations
-
 from spark_hvd.estimators import __getattr__ as __getattr__

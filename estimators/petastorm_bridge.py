@@ -1,7 +1,5 @@
 """The documented path of :mod:`spark_hvd.estimators.petastorm.bridge`."""
 
-from __future__ import annotations
-
 from spark_hvd.estimators.petastorm.bridge import bridged, install
 
 __all__ = ["bridged", "install"]

@@ -5,9 +5,10 @@ Names are loaded on first use, so that a rank's process never imports pyspark.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
+
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.runner.config import Network, Reporting
@@ -73,33 +74,32 @@ __all__ = [
     "warm_up",
 ]
 
-_HOME = {
-    "MlflowTracker": "watch.mlflow",
-    "RunResult": "launch.result",
-    "UnpicklableError": "outcome.payload",
-    "WarmUp": "launch.warm",
-    "doctor": "diagnosis.examine",
-    "run": "launch.run",
-    "run_elastic": "elastic.run",
-    "run_elastic_local": "elastic.local",
-    "run_local": "launch.local",
-    "warm_up": "launch.warm",
-    **dict.fromkeys(("Network", "Reporting"), "config"),
-    **dict.fromkeys(("StopRun", "Tracker"), "watch.tracking"),
-    **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
-}
+_find, __dir__ = names_of(
+    __name__,
+    {
+        "runner.config": "Network Reporting",
+        "runner.diagnosis.examine": "doctor",
+        "runner.diagnosis.report": "Finding Level Report",
+        "runner.elastic.local": "run_elastic_local",
+        "runner.elastic.run": "run_elastic",
+        "runner.launch.local": "run_local",
+        "runner.launch.result": "RunResult",
+        "runner.launch.run": "run",
+        "runner.launch.warm": "WarmUp warm_up",
+        "runner.outcome.errors": "ClusterError ElasticError ExecutorLostError HubError NotEnoughSlotsError "
+        "RankFailedError ResetLimitError ResultTooLargeError RunError RunTimeoutError SetupError StartTimeoutError "
+        "StateLostError TooFewRanksError",
+        "runner.outcome.payload": "UnpicklableError",
+        "runner.watch.mlflow": "MlflowTracker",
+        "runner.watch.tracking": "StopRun Tracker",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        if os.name == "nt":
-            raise ImportError(
-                f"spark_hvd.{name} needs Linux, or macOS for the driver of a cluster of Linux hosts; this is Windows: "
-                "use WSL or a container"
-            )
-        return getattr(importlib.import_module(f"spark_hvd.runner.{_HOME.get(name, 'outcome.errors')}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+    if name in __all__ and os.name == "nt":
+        raise ImportError(
+            f"spark_hvd.{name} needs Linux, or macOS for the driver of a cluster of Linux hosts; this is Windows: "
+            "use WSL or a container"
+        )
+    return _find(name)

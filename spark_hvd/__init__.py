@@ -1,9 +1,8 @@
 """Distributed deep learning on Spark: ``spark_hvd.run``, ``import spark_hvd.torch as hvd``, ``spark_hvd.predict``."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
@@ -42,17 +41,14 @@ __all__ = [
     "warm_up",
 ]
 
-# The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
-_LAUNCHERS = ("Network", "Reporting", "doctor", "run", "run_elastic", "run_elastic_local", "run_local", "warm_up")
-_HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = "spark_hvd.runner" if name in _LAUNCHERS else _HOMES.get(name, "spark_hvd.world.errors")
-        return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# The launchers bring pyspark; a rank that imports the collectives loads none of it.
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "data.readers.errors": "DataError",
+        "estimators.inference.function": "predict",
+        "runner": "Network Reporting doctor run run_elastic run_elastic_local run_local warm_up",
+        "world.errors": "CollectiveError DuplicateNameError HostsUpdatedInterrupt MismatchError NotInitializedError "
+        "PlanMismatchError StalledError",
+    },
+)

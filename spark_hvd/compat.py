@@ -3,10 +3,9 @@
 Names are loaded on first use: ranks take their rows from here too, and load nothing of the driver's.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.runner.compat.horovod_runner import HorovodRunner
@@ -15,18 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodRunner", "TorchDistributor", "get_spark_partition_data_loader"]
 
-_HOMES = {
-    "HorovodRunner": "horovod_runner",
-    "TorchDistributor": "torch_distributor",
-    "get_spark_partition_data_loader": "partition",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"spark_hvd.runner.compat.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "runner.compat.horovod_runner": "HorovodRunner",
+        "runner.compat.partition": "get_spark_partition_data_loader",
+        "runner.compat.torch_distributor": "TorchDistributor",
+    },
+)

@@ -5,27 +5,19 @@ Names are loaded on first use: Optuna is an extra.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.runner.tuning.optimize import TrialFailedError, TrialTracker, optimize
 
 __all__ = ["TrialFailedError", "TrialTracker", "optimize"]
 
-_HOMES = {"TrialFailedError": "optimize", "TrialTracker": "optimize", "optimize": "optimize"}
+
+def _without_optuna() -> None:
+    raise ImportError("spark_hvd.tuning needs Optuna: pip install optuna")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        try:
-            return getattr(importlib.import_module(f"spark_hvd.runner.tuning.{_HOMES[name]}"), name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "optuna":
-                raise ImportError("spark_hvd.tuning needs Optuna: pip install optuna") from error
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_NAMES = {"runner.tuning.optimize": "TrialFailedError TrialTracker optimize"}
+__getattr__, __dir__ = names_of(__name__, _NAMES, {"optuna": _without_optuna})

@@ -3,6 +3,4 @@
 May import torch and what is below it. Door: estimator.
 """
 
-from __future__ import annotations
-
 from spark_hvd.estimators import __getattr__ as __getattr__  # for what was saved before files moved, as in model.py

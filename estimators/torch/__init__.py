@@ -3,6 +3,4 @@
 May import fit and what is below it. Doors: estimator, model.
 """
 
-from __future__ import annotations
-
 from spark_hvd.estimators import __getattr__ as __getattr__  # for what was saved before files moved, as in model.py

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import psutil
 
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 class NoAddressError(RuntimeError):
     """This host has no address as it was asked for, or none that others can reach."""

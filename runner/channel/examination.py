@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +18,3 @@ class Examination:
     cpu: float
     status: str
     stacks: str
-
-    def to_message(self) -> dict[str, Any]:
-        """Plain data that JSON can carry."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Examination:
-        """What :meth:`to_message` made."""
-        return cls(message["cpu"], message["status"], message["stacks"])

@@ -12,20 +12,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
+from spark_hvd.engine.curve import ZapAuthenticator, url
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
+from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
 from spark_hvd.runner.channel.newcomers import Newcomers, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
+Listener = Callable[[int, "Message | Vitals | Examination"], None]
+"""Takes what a rank says that is no part of the hub's decisions: how it is, what a closer look has found, or a message:
+"output" of whole lines ("out" or "err"), "profile" as StepProfiler tells it. Rank -1 stands for nobody in particular.
+Called by the hub's thread; must not block."""
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _MOST_A_TURN = 1000
@@ -36,32 +38,6 @@ _HANDSHAKE_MS = 5000
 """How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
 _PATIENCE = 5.0
 """Seconds for the sockets to close, of which sending what is queued may take one."""
-
-
-class _OneKey:
-    """Lets in the holder of one public key (the interface of pyzmq's credentials providers)."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
-
-
-class Listener(Protocol):
-    """Takes what ranks say that is no part of the hub's decisions. Called by the hub's thread; must not block."""
-
-    def output(self, rank: int, stream: str, text: str) -> None:
-        """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
-
-    def vitals(self, record: Vitals) -> None:
-        """What a rank tells of itself."""
-
-    def examined(self, rank: int, found: Examination) -> None:
-        """The answer to :meth:`HubServer.examine`."""
-
-    def profiled(self, rank: int, message: Message) -> None:
-        """An answer to :meth:`HubServer.profile`, as StepProfiler tells it: that it was heard, a part, or an error."""
 
 
 class HubServer:
@@ -90,7 +66,8 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
-        self._failure: RuntimeError | None = None
+        self.failure: RuntimeError | None = None
+        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
         self._observes = True
         require_descriptors("the driver's channel to its ranks")
         self._context = zmq.Context()
@@ -98,10 +75,9 @@ class HubServer:
         self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._auth = ThreadAuthenticator(self._context)
-        self._auth.start()
+        self._zap = ZapAuthenticator(self._context)
+        self._zap.allow(client_public)
         try:
-            self._auth.configure_curve_callback(credentials_provider=_OneKey(client_public))
             self._socket.curve_server = True
             self._socket.curve_secretkey = server_secret
             self._socket.curve_publickey = server_public
@@ -109,7 +85,7 @@ class HubServer:
             self._socket.linger = 1000
             self._socket.handshake_ivl = _HANDSHAKE_MS
             self._socket.maxmsgsize = MAX_MESSAGE
-            bound(ports, lambda port: self._socket.bind(zmq_url(bind_host, port)))
+            bound(ports, lambda port: self._socket.bind(url(bind_host, port)))
             port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except BaseException:
             self._release_sockets()
@@ -117,11 +93,6 @@ class HubServer:
         self.address = HubAddress(public_host or bind_host, port, server_public, client_public, client_secret)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-hub", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> RuntimeError | None:
-        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
-        return self._failure
 
     def stop(self, reason: str) -> None:
         """Ask every rank to stop; returns at once."""
@@ -158,7 +129,7 @@ class HubServer:
     def _release_sockets(self) -> None:
         self._newcomers.close()
         self._socket.close()
-        self._auth.stop()
+        self._zap.socket.close()
         self._context.term()
 
     def _serve(self) -> None:
@@ -171,6 +142,7 @@ class HubServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._newcomers.events, zmq.POLLIN)
+        poller.register(self._zap.socket, zmq.POLLIN)
         while not self._closing.is_set():
             self._guarded(lambda: self._turn(poller))
         self._guarded(self._drain)
@@ -179,20 +151,21 @@ class HubServer:
         try:
             work()
         except Exception as error:
-            if self._failure is not None:
+            if self.failure is not None:
                 _log.debug("the hub has failed again", exc_info=True)
                 self._closing.wait(_TICK_MS / 1000)
                 return
             _log.exception("the hub failed")
-            self._failure = RuntimeError(
+            self.failure = RuntimeError(
                 f"the hub of this run failed ({type(error).__name__}: {error}) and all ranks were stopped. This is a "
                 "defect of spark_hvd: please report it, with the traceback that the driver has logged."
             )
-            self._failure.__cause__ = error
+            self.failure.__cause__ = error
             self._stop_all()
 
     def _turn(self, poller: zmq.Poller) -> None:
         if poller.poll(_TICK_MS):
+            self._zap.handle_requests()
             self._newcomers.look()
             self._drain()
         decisions: list[Send] = []
@@ -238,8 +211,8 @@ class HubServer:
 
     def _refuse(self, error: ValueError) -> None:
         """A task has sent what is no message: nothing that it will say can be relied on."""
-        if self._failure is None:
-            self._failure = RuntimeError(
+        if self.failure is None:
+            self.failure = RuntimeError(
                 f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
                 "with different versions of spark_hvd are the usual reason: install the same one everywhere."
             )
@@ -255,15 +228,12 @@ class HubServer:
         if self._listener is None:
             return
         try:
-            match message["type"]:
-                case "output":
-                    self._listener.output(message["rank"], message["stream"], message["text"])
-                case "vitals":
-                    self._listener.vitals(decode_vitals(message["vitals"], self._state.most_ranks))
-                case "profile":
-                    self._listener.profiled(message["rank"], message)
-                case "examined":
-                    self._listener.examined(message["rank"], Examination.from_message(message))
+            said: Message | Vitals | Examination = message
+            if message["type"] == "vitals":
+                said = decode_vitals(message["vitals"], self._state.most_ranks)
+            elif message["type"] == "examined":
+                said = Examination(message["cpu"], message["status"], message["stacks"])
+            self._listener(message["rank"], said)
         except Exception as error:
             level = logging.WARNING if self._observes else logging.DEBUG
             self._observes = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from spark_hvd.engine.curve import url
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, LivenessTracker
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class HubAddress:
     @property
     def url(self) -> str:
         """The hub's address, as ZeroMQ writes it."""
-        return zmq_url(self.host, self.port)
+        return url(self.host, self.port)
 
 
 MAX_MESSAGE = 4 << 20
@@ -94,11 +95,6 @@ _MAX_TEXT = 64 << 10
 _PART = 1 << 20
 _PATIENCE = 5.0
 """Seconds without an answer of the hub after which it is handed nothing more."""
-
-
-def zmq_url(host: str, port: int) -> str:
-    """``tcp://host:port``, with brackets round an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class Link:
@@ -111,7 +107,7 @@ class Link:
     def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
         self.rank = rank
         self._host = host
-        self._address = address
+        self._address, self.url = address, address.url
         self._heartbeat: Heartbeat | None = None
         self._context = zmq.Context()
         self.socket = self._new_socket()
@@ -128,11 +124,6 @@ class Link:
         socket.ipv6 = ":" in self._address.host
         socket.immediate = True
         return socket
-
-    @property
-    def url(self) -> str:
-        """The hub's address."""
-        return self._address.url
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait until both ends have proved who they are, ``timeout`` seconds at most.

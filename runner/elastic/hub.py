@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
@@ -19,7 +18,6 @@ from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership.state import Membership
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.world.ports import PortRange
-from spark_hvd.world.vitals import Vitals
 
 _SUSPECT_AFTER = 4.0
 """Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
@@ -183,24 +181,9 @@ def _event(message: Message) -> ev.Event:
     return kind(**{field.name: told[field.name] for field in fields(kind)})
 
 
-class _Labelled(Listener):
+def labelled(listener: Listener, labels: Mapping[int, int]) -> Listener:
     """Passes on what agents say, with the rank of each agent's worker instead of its number."""
-
-    def __init__(self, listener: Listener, labels: Mapping[int, int]) -> None:
-        self._listener = listener
-        self._labels = labels
-
-    def output(self, rank: int, stream: str, text: str) -> None:
-        self._listener.output(self._labels.get(rank, -1), stream, text)
-
-    def vitals(self, record: Vitals) -> None:
-        self._listener.vitals(record)
-
-    def examined(self, rank: int, found: Examination) -> None:
-        self._listener.examined(self._labels.get(rank, -1), found)
-
-    def profiled(self, rank: int, message: Message) -> None:
-        self._listener.profiled(self._labels.get(rank, -1), message)
+    return lambda agent, said: listener(labels.get(agent, -1), said)
 
 
 class ElasticHub(HubServer):
@@ -217,7 +200,7 @@ class ElasticHub(HubServer):
         ports: PortRange | None = None,
     ) -> None:
         state = ElasticState(limits)
-        super().__init__(state, bind_host, public_host, _Labelled(listener, state.labels), ports)
+        super().__init__(state, bind_host, public_host, labelled(listener, state.labels), ports)
 
     @property
     def verdict(self) -> ev.Verdict | None:

@@ -82,7 +82,7 @@ def run_elastic_local(
     sets = given(data).without_spark("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
     with stored(sets) as sources, make_monitor(config, fn, num_proc) as monitor, ExitStack() as closing:
-        hub = ElasticHub(config.limits, HOST, None, monitor, config.port_range)
+        hub = ElasticHub(config.limits, HOST, None, monitor.hear, config.port_range)
         closing.callback(hub.close)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources, maps=sets.maps)
         spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)

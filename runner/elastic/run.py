@@ -137,7 +137,7 @@ def run_elastic(
             check_system()
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         port_range = config.port_range
-        hub = open_hub(session, lambda bind, public: ElasticHub(config.limits, bind, public, monitor, port_range))
+        hub = open_hub(session, lambda bind, public: ElasticHub(config.limits, bind, public, monitor.hear, port_range))
         closing.callback(hub.close)
         common_spec = TaskSpec(
             config,

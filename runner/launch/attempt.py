@@ -83,7 +83,8 @@ class Attempt:
                 closing.callback(hub.close)
             feeding = None
             if self.room.feeders:
-                feeding = closing.enter_context(Feeding(session, config, self.data.maps, self.room, self.name, tag))
+                feeding = Feeding(session, config, self.data.maps, self.room, self.name, tag)
+                closing.callback(feeding.close)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(
                 config,
@@ -138,7 +139,7 @@ class Attempt:
             fallback_after=FALLBACK_AFTER_HERE if local else FALLBACK_AFTER,
         )
         try:
-            return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor, ports))
+            return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor.hear, ports))
         except ClusterError as error:
             _log.warning("%s. Training goes on, but the output of the ranks stays in the executors' logs", error)
             return None

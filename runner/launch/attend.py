@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from spark_hvd.runner.channel.hub import HubServer
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError, check_hub
 from spark_hvd.runner.stopping import check_stop
+from spark_hvd.runner.supervise.team import in_threads
 
 if TYPE_CHECKING:
     from spark_hvd.runner.spark.job import TaskJob
@@ -32,40 +32,23 @@ class ThreadJob(Generic[T]):
     """Calls in threads of this process, with the interface of a Spark job; they end when their hub does."""
 
     def __init__(self, work: Callable[[int], T], tasks: int) -> None:
-        self._values: list[T] = []
-        self._errors: list[BaseException] = []
-        self._work = work
-        self._ended = [threading.Event() for _ in range(tasks)]  # and not join(), as in TaskJob
-        for task in range(tasks):
-            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-task-{task}", daemon=True).start()
+        self._calls = in_threads(work, tasks)
 
     @property
     def running(self) -> bool:
         """Whether any task still runs."""
-        return not all(ended.is_set() for ended in self._ended)
+        return not all(call.done() for call in self._calls)
 
     def wait(self, timeout: float) -> None:
         """Wait until all have ended, at most ``timeout`` seconds."""
-        until = time.monotonic() + timeout
-        for ended in self._ended:
-            ended.wait(max(0.0, until - time.monotonic()))
+        futures.wait(self._calls, timeout)
 
     def cancel(self) -> None:
         """Do nothing, because threads cannot be killed."""
 
     def results(self) -> list[T]:
-        """The return values of the calls in the order of their ends; raises the first exception, if there is one."""
-        if self._errors:
-            raise self._errors[0]
-        return self._values
-
-    def _run(self, task: int) -> None:
-        try:
-            self._values.append(self._work(task))
-        except BaseException as error:
-            self._errors.append(error)
-        finally:
-            self._ended[task].set()
+        """The return values of the calls, by task; raises the exception of the first task that has one."""
+        return [call.result() for call in self._calls]
 
 
 def attend(

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import zmq
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_hvd.data.feeders.mapping import RowMap
-    from spark_hvd.data.feeders.sockets import FeedAddress
     from spark_hvd.runner.launch.data import Given
 
 _log = logging.getLogger(__name__)
@@ -131,15 +129,13 @@ class Feeding:
             )
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
+        self.address = self._directory.address
+        """What ranks are told."""
         self._job: TaskJob | None = None
         self._started, self._next_look, self._deadline = 0, 0.0, 0.0
 
-    def __enter__(self) -> Feeding:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Have the feeders end."""
         self._directory.end()
         try:
             if self._job is not None:
@@ -149,11 +145,6 @@ class Feeding:
                     self._job.wait(_KILL)
         finally:
             self._directory.close()
-
-    @property
-    def address(self) -> FeedAddress:
-        """The address for the ranks."""
-        return self._directory.address
 
     def look(self, ranks_run: Callable[[], bool]) -> None:
         """Start the job when ranks run, and again if it has failed; called many times a second.

@@ -102,7 +102,7 @@ def _attempt(
     data: Mapping[str, Any],
 ) -> list[Any]:
     with ExitStack() as cleanup:
-        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor, ports=config.port_range)
+        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor.hear, ports=config.port_range)
         cleanup.callback(hub.close)
         spec = TaskSpec(config, run_id, hub.address, generation=generation, **data)
         job = ThreadJob(lambda task: _run_ranks(spec, payload, num_proc), 1)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.hub import HubServer, Listener
+from spark_hvd.runner.channel.hub import HubServer
 from spark_hvd.runner.config import PAGE, CommonConfig, PageAddress
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.payload import name_of
@@ -41,8 +41,8 @@ _LOOK_EVERY = 0.25
 """Seconds between two looks at the state of the run."""
 
 
-class Monitor(Listener):
-    """Shows and records a run; a context manager.
+class Monitor:
+    """Shows and records a run; a context manager. Its :meth:`hear` is the listener of a hub.
 
     Displays, trackers and pages may fail without ending the run; streams that the caller has passed may not.
     ``price_per_hour`` is that of one rank, None if unknown. ``gpus_per_rank`` is None for one GPU per rank, if ranks
@@ -79,20 +79,18 @@ class Monitor(Listener):
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
-    def output(self, rank: int, stream: str, text: str) -> None:
-        self._output.put(rank, stream, text)
-
-    def vitals(self, record: Vitals) -> None:
-        self._records.append(record)
-
-    def examined(self, rank: int, found: Examination) -> None:
-        self._examinations.append((rank, found))
-        if self._page is not None:
-            self._page.examined(rank, found)
-
-    def profiled(self, rank: int, message: Message) -> None:
-        if self._page is not None:
-            self._page.profiled(rank, message)
+    def hear(self, rank: int, said: Message | Vitals | Examination) -> None:
+        """Take what a rank says."""
+        if isinstance(said, Vitals):
+            self._records.append(said)
+        elif isinstance(said, Examination):
+            self._examinations.append((rank, said))
+            if self._page is not None:
+                self._page.examined(rank, said)
+        elif said["type"] == "output":
+            self._output.put(rank, said["stream"], said["text"])
+        elif self._page is not None:
+            self._page.profiled(rank, said)
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 

@@ -60,8 +60,8 @@ class ElasticRank(ElasticLauncher):
         self._assigned: dict[str, Any] | None = None
         self._store: tuple[str, int] | None = None  # where all are to meet
         self._kv: Any = None
-        self._world_failure: str | None = None
-        self._update = self._finish = self._dismissed = self._closed = self._silent = False
+        self.world_failure: str | None = None
+        self.update_wanted = self._finish = self._dismissed = self._closed = self._silent = False
         self._reporting: VitalsSender | None = None
         self._pid = os.getpid()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -123,15 +123,15 @@ class ElasticRank(ElasticLauncher):
             )
         self._send("ready", generation=generation, store=store)
         with self._changed:
-            self._changed.wait_for(lambda: self._store is not None or self._world_failure is not None or self._closed)
+            self._changed.wait_for(lambda: self._store is not None or self.world_failure is not None or self._closed)
             if self._store is None:
-                raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._world_failure}")
+                raise CollectiveError(f"generation {generation} ended before its ranks had met: {self.world_failure}")
             host, port = self._store
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         try:
             self._meet(me, World(me, Endpoint(host, port), generation, self._order.secret, ports), seconds)
         except CollectiveError as error:
-            if self._world_failure is None:  # nobody else knows yet that it is over, and why
+            if self.world_failure is None:  # nobody else knows yet that it is over, and why
                 self.broken(str(error))
             raise
         # LOCAL_RANK stays: other libraries choose the GPU by it.
@@ -162,16 +162,8 @@ class ElasticRank(ElasticLauncher):
             return True  # fn has forked this process, which is none of the agent's
         self._send("finished", generation=self._generation)
         with self._changed:
-            self._changed.wait_for(lambda: self._finish or self._world_failure is not None or self._closed)
+            self._changed.wait_for(lambda: self._finish or self.world_failure is not None or self._closed)
             return self._finish
-
-    @property
-    def update_wanted(self) -> bool:
-        return self._update
-
-    @property
-    def world_failure(self) -> str | None:
-        return self._world_failure
 
     # ---- the agent ------------------------------------------------------------------------------------------------
 
@@ -188,7 +180,7 @@ class ElasticRank(ElasticLauncher):
                 frame = recv_frame(self._control)
                 with self._changed:
                     if frame is None:
-                        self._closed, self._world_failure = True, "the agent of this rank is gone"
+                        self._closed, self.world_failure = True, "the agent of this rank is gone"
                     else:
                         self._take(frame[0])
                     self._changed.notify_all()
@@ -202,18 +194,18 @@ class ElasticRank(ElasticLauncher):
             self._dismissed = True
         elif kind == "assign":
             self._me, self._generation = RankInfo(**message["place"]), message["generation"]
-            self._assigned, self._store, self._world_failure = message, None, None
-            self._update = self._finish = False
+            self._assigned, self._store, self.world_failure = message, None, None
+            self.update_wanted = self._finish = False
         elif message["generation"] != self._generation:
             return
         elif kind == "go":
             self._store = (message["store"][0], message["store"][1])
         elif kind == "update":
-            self._update = True
+            self.update_wanted = True
         elif kind == "finish":
             self._finish = True
         elif kind == "reset":
-            self._world_failure = message["why"]
+            self.world_failure = message["why"]
             leave.abort(message["why"], self._generation)
 
     def _notice(self, signum: int, frame: FrameType | None) -> None:

@@ -36,7 +36,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     try:
         value = world.run(payload)
     except SystemExit as left:
-        code = exit_code(left)
+        code = exit_code(left.code)
         _send_failure(control, "exit", f"fn called sys.exit({left.code!r}) instead of returning", left)
         _linger(world)
         end_process(code)

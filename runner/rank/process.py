@@ -150,17 +150,19 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
     if isinstance(error, SystemExit):
-        end_process(exit_code(error))
+        end_process(exit_code(error.code))
     if error is not None:
         sys.stderr.write(format_error(error))
     end_process(int(error is not None))
 
 
-def exit_code(left: SystemExit) -> int:
-    """What the process is to end with; prints a text, as Python does."""
-    if isinstance(left.code, str):
-        print(left.code, file=sys.stderr)
-    return left.code if isinstance(left.code, int) else int(left.code is not None)
+def exit_code(code: object) -> int:
+    """The exit code that Python itself would make of ``sys.exit(code)``; text is written to stderr."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    with contextlib.suppress(OSError):
+        print(code, file=sys.stderr, flush=True)
+    return 1
 
 
 def format_error(error: BaseException) -> str:

@@ -6,7 +6,6 @@ The script's text travels, so it need not exist on the ranks' hosts. What it imp
 from __future__ import annotations
 
 import ast
-import contextlib
 import linecache
 import os
 import runpy
@@ -94,6 +93,7 @@ def run_script(script: Script) -> None:
         Exception: what it raises.
     """
     import spark_hvd.horovod  # noqa: F401  also a module that the script imports may import horovod
+    from spark_hvd.runner.rank.process import exit_code
 
     if script.makes_process_group:
         _leave_as_torchrun()
@@ -131,14 +131,3 @@ def _run_text(path: str, text: str) -> None:
     # Tracebacks show the script's lines also on hosts that do not have the file.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
-
-
-def exit_code(code: object) -> int:
-    """The exit code that Python itself would make of ``sys.exit(code)``; text is written to stderr."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    with contextlib.suppress(OSError):
-        print(code, file=sys.stderr, flush=True)
-    return 1

@@ -56,17 +56,9 @@ class Placement:
 
     def on_executor(self, executor: str, size: int) -> str | None:
         """Names the ranks of an executor with their host, or None where that is not known."""
-        if not self._complete(size):
-            return None
-        layout, each = self._layout(size), self._ranks_each(size)
-        processes = [
-            task * each + place
-            for task, (its, _) in sorted(self.tasks.items())
-            if its == executor
-            for place in range(each)
-        ]
-        there = [layout.of_process(process) for process in processes]
-        return ", ".join(f"rank {info.rank} on {info.host}" for info in there) or None
+        hosts = self.hosts(size)
+        there = sorted(rank for rank, its in self.executors_of_ranks(size).items() if its == executor)
+        return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in there) or None
 
     def _complete(self, size: int) -> bool:
         return sorted(self.tasks) == list(range(self.num_tasks or size))

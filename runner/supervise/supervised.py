@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -177,7 +177,7 @@ class SupervisedRank:
         """Continue the examination."""
         if self._probe is not None and (found := self._probe.turn(now)) is not None:
             self._probe = None
-            self._link.send("examined", **found.to_message())
+            self._link.send("examined", **asdict(found))
 
     def await_stacks(self, seconds: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
         """The stacks of the rank's threads; see :meth:`RankProcess.await_stacks`."""

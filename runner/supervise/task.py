@@ -175,16 +175,10 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
     """Outcomes as record batches of the result schema, for Spark."""
     import pyarrow
 
-    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spool) for each in packed):
-        yield pyarrow.RecordBatch.from_arrays(
-            [
-                pyarrow.array([rank], pyarrow.int32()),
-                pyarrow.array([ok]),
-                pyarrow.array([part], pyarrow.int32()),
-                pyarrow.array([chunk], pyarrow.binary()),
-            ],
-            names=["rank", "ok", "part", "chunk"],
-        )
+    kinds = pyarrow.int32(), pyarrow.bool_(), pyarrow.int32(), pyarrow.binary()
+    for row in itertools.chain.from_iterable(to_rows(each, spool) for each in packed):
+        columns = [pyarrow.array([value], kind) for value, kind in zip(row, kinds, strict=True)]
+        yield pyarrow.RecordBatch.from_arrays(columns, names=["rank", "ok", "part", "chunk"])
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import TypeVar
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
@@ -13,6 +15,7 @@ from spark_hvd.runner.supervise.processes import ForkServer
 from spark_hvd.runner.supervise.supervised import RankJob
 from spark_hvd.runner.supervise.supervisor import supervise
 
+T = TypeVar("T")
 _CONNECT_WAIT = 8.0
 """Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
 
@@ -84,27 +87,29 @@ def supervise_all(
     """
     if len(jobs) == 1:
         return [supervise(jobs[0], links[0], server, on_lines)]
-    done: dict[int, Packed | BaseException] = {}
 
-    def one(job: RankJob, link: Link) -> None:
+    def one(number: int) -> Packed:
         try:
-            done[job.me.rank] = supervise(job, link, server, on_lines)
-        except BaseException as error:  # a defect of ours: raised below, when the other ranks have been stopped
-            done[job.me.rank] = error
-            link.send("ended", ok=False, echo=False)
+            return supervise(jobs[number], links[number], server, on_lines)
+        except BaseException:  # a defect of ours: raised when the other ranks have been stopped
+            links[number].send("ended", ok=False, echo=False)
+            raise
 
-    threads = [
-        threading.Thread(target=one, args=pair, name=f"spark_hvd-rank-{pair[0].me.rank}", daemon=True)
-        for pair in zip(jobs, links, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    outcomes = []
-    for job in jobs:
-        outcome = done[job.me.rank]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        outcomes.append(outcome)
-    return outcomes
+    calls = in_threads(one, len(jobs))
+    futures.wait(calls)
+    return [call.result() for call in calls]
+
+
+def in_threads(work: Callable[[int], T], count: int, name: str = "task") -> list[futures.Future[T]]:
+    """Call a function with each number below ``count``, in daemon threads: an executor's would hold up the exit."""
+    calls: list[futures.Future[T]] = [futures.Future() for _ in range(count)]
+
+    def call(number: int) -> None:
+        try:
+            calls[number].set_result(work(number))
+        except BaseException as error:
+            calls[number].set_exception(error)
+
+    for number in range(count):
+        threading.Thread(target=call, args=[number], name=f"spark_hvd-{name}-{number}", daemon=True).start()
+    return calls

@@ -7,6 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from spark_hvd.runner.spark.job import cancel_jobs, inheriting
 from spark_hvd.runner.spark.names import jobs_tagged
 from spark_hvd.runner.spark.session import active_session
 from spark_hvd.runner.stopping import check_stop, stopped_by
+from spark_hvd.runner.supervise.team import in_threads
 from spark_hvd.runner.tuning.mlflow import Parent
 from spark_hvd.runner.watch.tracking import Facts, StopRun, Tracker, Tracking
 
@@ -65,7 +67,6 @@ class TrialTracker(Tracker):
         self._others: set[str] = set()
 
     def start(self, facts: Facts) -> None:
-        """See base class."""
         self._further.start(facts)
 
     def take(self, vitals: Vitals) -> None:
@@ -155,26 +156,18 @@ def optimize(
     if "n_jobs" in options:
         raise TypeError(f"n_jobs={options['n_jobs']!r}: expected parallel={options['n_jobs']!r}")
     trials = _Trials(objective, catch, _session(spark), parallel)
-    errors: list[BaseException] = []
-    ended = threading.Event()
 
-    def work() -> None:
-        try:
-            study.optimize(trials, n_trials, n_jobs=parallel, catch=(TrialFailedError,), **options)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.set()
+    def work(_: int) -> None:
+        study.optimize(trials, n_trials, n_jobs=parallel, catch=(TrialFailedError,), **options)
 
     # Optuna, when interrupted, waits until all trials have ended by themselves; here they are told to.
-    threading.Thread(target=work, name="spark_hvd-tuning", daemon=True).start()
+    working = in_threads(work, 1, "tuning")
     try:
-        ended.wait()
+        futures.wait(working)
     except BaseException:
-        trials.stop(ended)
+        trials.stop(working)
         raise
-    if errors:
-        raise errors[0]
+    working[0].result()
     trials.check()
 
 
@@ -234,10 +227,10 @@ class _Trials:
             raise failed from error
         self._succeeded = True
 
-    def stop(self, ended: threading.Event) -> None:
+    def stop(self, working: list[futures.Future[None]]) -> None:
         """End all trials, and wait for that."""
         self._signal.set()
-        while not ended.wait(_CANCEL_EVERY):
+        while futures.wait(working, _CANCEL_EVERY).not_done:
             if self._session is not None:
                 cancel_jobs(self._session, self._tag)
 

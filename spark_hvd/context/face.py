@@ -1,7 +1,5 @@
 """What every face has beside :mod:`who`, whatever the framework: the world, process sets, objects, reductions."""
 
-from __future__ import annotations
-
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.init import init, start_timeline, stop_timeline

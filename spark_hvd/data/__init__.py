@@ -4,10 +4,9 @@ May import the context and what is below it, store, its own readers, series and 
 shard, spool. Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from spark_hvd.world.lazy import names_of
 
 if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
@@ -17,19 +16,6 @@ if TYPE_CHECKING:
     from spark_hvd.data.loader import ShardLoader, TorchLoader
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.shard import DatasetShard
-
-_HOMES = {
-    "DatasetShard": "shard",
-    "ImageAugmentation": "images",
-    "ImageDecoder": "images",
-    "Mapped": "feeders.mapping",
-    "ShardLoader": "loader",
-    "TorchLoader": "loader",
-    "Windows": "series.windows",
-    "get_dataset_shard": "handed",
-    "padded": "columns",
-    "ragged": "columns",
-}
 
 __all__ = [
     "DatasetShard",
@@ -44,12 +30,15 @@ __all__ = [
     "ragged",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"spark_hvd.data.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "data.columns": "padded ragged",
+        "data.feeders.mapping": "Mapped",
+        "data.handed": "get_dataset_shard",
+        "data.images": "ImageAugmentation ImageDecoder",
+        "data.loader": "ShardLoader TorchLoader",
+        "data.series.windows": "Windows",
+        "data.shard": "DatasetShard",
+    },
+)

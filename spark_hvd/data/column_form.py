@@ -86,7 +86,7 @@ class ColumnForm(Form[Part, Columns]):
         parts = itertools.chain([first], parts)
         if not others and all(isinstance(array, torch.Tensor) for array in first.arrays.values()):
             del first  # its memory is free before the next is asked for
-            for tensors in cut_rows(map(_arrays_of, parts), sizes):
+            for tensors in cut_rows(([*part.arrays.values()] for part in parts), sizes):
                 yield dict(zip(names, tensors, strict=True))
             return
         for pieces in pieces_of(parts, sizes):
@@ -105,10 +105,6 @@ class ColumnForm(Form[Part, Columns]):
 
     def kept(self, rows: Part) -> Part:
         return copy.deepcopy(rows)
-
-
-def _arrays_of(part: Part) -> list[torch.Tensor]:
-    return [*part.arrays.values()]
 
 
 def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:

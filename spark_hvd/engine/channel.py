@@ -21,7 +21,6 @@ import zmq.utils.monitor
 from spark_hvd.collectives.messages import Decision, decode, encode
 from spark_hvd.engine.curve import Keys, url
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange, bound
 
 _HEARTBEAT_MS = 1000
@@ -54,8 +53,8 @@ class CoordinatorSockets:
         for each in (self.requests, self.decisions):
             each.curve_server = True
             each.curve_secretkey, each.curve_publickey = keys.server_secret, keys.server_public
-            _prepare(each, url(Endpoint(host, 0)))
-            bound(ports, lambda port, each=each: each.bind(url(Endpoint(host, port))))  # type: ignore[misc]
+            _prepare(each, url(host, 0))
+            bound(ports, lambda port, each=each: each.bind(url(host, port)))  # type: ignore[misc]
             each_endpoint = each.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(each_endpoint, bytes)
             self.endpoints.append(each_endpoint.rstrip(b"\0").decode())

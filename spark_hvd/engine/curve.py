@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import zmq
 import zmq.utils.z85
 
-from spark_hvd.world.layout import Endpoint
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -34,17 +32,16 @@ class Keys:
         return cls(*pairs)
 
 
-def url(endpoint: Endpoint) -> str:
+def url(host: str, port: int) -> str:
     """ZeroMQ's form of an address; port 0 stands for any."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    return f"tcp://{host}:{endpoint.port or '*'}"
+    return f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
 
 
 class ZapAuthenticator:
-    """Lets the holders of a member's key connect to a coordinator, and nobody else (https://rfc.zeromq.org/spec/27).
+    """Lets the holders of known keys connect to a context's sockets, and nobody else (https://rfc.zeromq.org/spec/27).
 
-    It belongs to one thread. pyzmq's own authenticators bring a thread and an event loop for each context; the engine
-    has a thread already.
+    It belongs to one thread. pyzmq's own authenticators bring a thread and an event loop for each context; whoever
+    serves the sockets has a thread already.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -62,5 +59,5 @@ class ZapAuthenticator:
         while self.socket.poll(0):
             version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
             known = mechanism == b"CURVE" and credentials[0] in self._allowed
-            status, text = (b"200", b"OK") if known else (b"400", b"no key of this world")
+            status, text = (b"200", b"OK") if known else (b"400", b"no known key")
             self.socket.send_multipart([version, request, status, text, b"", b""])

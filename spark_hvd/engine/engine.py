@@ -15,8 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -34,6 +35,7 @@ from spark_hvd.world.config import Config
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.ports import PortRange
 
+T = TypeVar("T")
 _log = logging.getLogger("spark_hvd")
 
 _CONNECT_SECONDS = 30.0
@@ -171,30 +173,25 @@ class Engine:
         self._calls.append(function)
         self.wake()
 
-    def ask(self, function: Callable[[], Any]) -> Any:
+    def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, and return its result or raise its error.
 
         Raises:
             CollectiveError: The engine has failed.
         """
-        answer: deque[tuple[Any, BaseException | None]] = deque()
-        answered = threading.Event()
+        answer: futures.Future[T] = futures.Future()
 
         def answering() -> None:
             try:
-                answer.append((function(), None))
+                answer.set_result(function())
             except BaseException as error:
-                answer.append((None, error))
-            answered.set()
+                answer.set_exception(error)
 
         self.call(answering)
-        while not answered.wait(_LOOK_SECONDS):
-            if not self._serves and not answered.is_set():
+        while not futures.wait([answer], _LOOK_SECONDS).done:
+            if not self._serves and not answer.done():
                 raise CollectiveError(self._failed or "the engine of the named collectives has ended.")
-        value, error = answer.pop()
-        if error is not None:
-            raise error
-        return value
+        return answer.result()
 
     def _on_thread(self, function: Callable[[], None]) -> None:
         if self._serves:

@@ -3,8 +3,6 @@
 May import world; what the names stand for is imported when it is asked for. Doors: itself, names, finder.
 """
 
-from __future__ import annotations
-
 from spark_hvd.horovod.finder import install
 
 install()

@@ -3,8 +3,6 @@
 Each is a pair for ``SparkConf.set(*pair)``.
 """
 
-from __future__ import annotations
-
 _MOST, _STAGE = "2147483647", "spark.excludeOnFailure.stage"
 _TASK, _APPLICATION = "spark.excludeOnFailure.task", "spark.excludeOnFailure.application"
 

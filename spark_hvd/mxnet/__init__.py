@@ -3,8 +3,6 @@
 May import every other room of spark_hvd but the faces for jax, keras and tensorflow. Doors: itself.
 """
 
-from __future__ import annotations
-
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.context import face, who
 from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__

@@ -3,8 +3,6 @@
 May import scratch. Doors: Store, row_groups.
 """
 
-from __future__ import annotations
-
 from spark_hvd.store.errors import CheckpointError, StoreError
 from spark_hvd.store.files import Store
 

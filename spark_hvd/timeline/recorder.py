@@ -39,8 +39,6 @@ GLOO_ALLREDUCE = "GLOO_ALLREDUCE"
 """On the wire over Gloo; for other operations see :func:`wire_phase`."""
 NCCL_ALLREDUCE = "NCCL_ALLREDUCE"
 """On the wire over NCCL."""
-OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN")
-"""Encloses what happens to a tensor after its negotiation: queue, packing, wire and unpacking."""
 CYCLE_START = "CYCLE_START"
 """Instant: the engine begins another round of looking for what is ready. Recorded only with `mark_cycles`."""
 

@@ -60,17 +60,12 @@ class Communicator(Protocol):
     carry (16-bit integers, 8-bit floats ...) are widened for the way and narrowed afterwards.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process' rank among the members, from 0."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def fact_device(self) -> torch.device:
-        """Where small facts and pickles travel: the CPU, or a GPU if the transport serves no CPU tensors."""
+    rank: int
+    """This process' rank among the members, from 0."""
+    size: int
+    """Number of ranks."""
+    fact_device: torch.device
+    """Where small facts and pickles travel: the CPU, or a GPU if the transport serves no CPU tensors."""
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched before.

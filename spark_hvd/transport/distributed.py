@@ -41,31 +41,14 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Use a process group, the default one if None; it is not closed with the communicator."""
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._size = dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         # A group that the user made for NCCL alone cannot carry the small facts over the CPU.
         config = dist.get_backend_config(group)
         on_cpu = "cpu:" in config
         self._over_mpi = f"cpu:{MPI_BACKEND}" in config
-        self._fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group; None for the default one."""
-        return self._group
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def fact_device(self) -> torch.device:
-        return self._fact_device
+        self.fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         require_dense(tensor)
@@ -74,11 +57,11 @@ class TorchCommunicator(Communicator):
         if op is ReduceOp.PRODUCT and mine.is_complex():
             return self._complex_product(tensor, mine, dense)
         wire, wire_op, restore = to_wire(dense, op)
-        work = self._start("allreduce", lambda: dist.all_reduce(wire, _OPS[wire_op], self._group, async_op=True))
+        work = self._start("allreduce", lambda: dist.all_reduce(wire, _OPS[wire_op], self.group, async_op=True))
 
         def finish() -> torch.Tensor:
             if op is ReduceOp.AVERAGE:
-                divide(wire, self._size, tensor.dtype)
+                divide(wire, self.size, tensor.dtype)
             copy_unless_shared(mine, restore(wire))
             return tensor
 
@@ -86,9 +69,9 @@ class TorchCommunicator(Communicator):
 
     def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
         # Neither Gloo nor NCCL multiplies complex numbers.
-        gathered = dense.new_empty((self._size, *dense.shape))
+        gathered = dense.new_empty((self.size, *dense.shape))
         work = self._start(
-            "allreduce", lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True)
+            "allreduce", lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self.group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -105,24 +88,24 @@ class TorchCommunicator(Communicator):
             return FinishedHandle(out)
         if len(set(rows)) == 1:
             work = self._start(
-                "allgather", lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True)
+                "allgather", lambda: _gather_equal(as_bytes(out), as_bytes(dense), self.group, async_op=True)
             )
             return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
         if self._over_mpi:  # which moves uneven parts by itself
             parts = list(torch.split(as_bytes(out), [count * row_bytes for count in rows]))
-            work = self._start("allgather", lambda: dist.all_gather(parts, as_bytes(dense), self._group, async_op=True))
+            work = self._start("allgather", lambda: dist.all_gather(parts, as_bytes(dense), self.group, async_op=True))
             return self._pending(dense, "allgather", [work], lambda: out)
-        if max(rows) * self._size * row_bytes <= PADDED_LIMIT:
+        if max(rows) * self.size * row_bytes <= PADDED_LIMIT:
             return self._gather_padded(dense, out, rows)
         return self._gather_by_broadcast(dense, out, rows)
 
     def _gather_padded(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         padded = dense.new_empty((max(rows), *out.shape[1:]))
-        padded[: rows[self._rank]] = dense
-        gathered = dense.new_empty((self._size, *padded.shape))
+        padded[: rows[self.rank]] = dense
+        gathered = dense.new_empty((self.size, *padded.shape))
         work = self._start(
-            "allgather", lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True)
+            "allgather", lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self.group, async_op=True)
         )
 
         def finish() -> torch.Tensor:
@@ -134,18 +117,18 @@ class TorchCommunicator(Communicator):
 
     def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         parts = torch.split(out, list(rows))
-        parts[self._rank].copy_(dense)
+        parts[self.rank].copy_(dense)
         works = [self._broadcast_bytes("allgather", part, root) for root, part in enumerate(parts) if part.numel()]
         return self._pending(dense, "allgather", works, lambda: out)
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
         require_dense(tensor)
-        require_root(root_rank, self._size)
+        require_root(root_rank, self.size)
         mine, dense = to_dense(tensor)
         work = self._broadcast_bytes("broadcast", dense, root_rank)
 
         def finish() -> torch.Tensor:
-            if self._rank != root_rank:
+            if self.rank != root_rank:
                 copy_unless_shared(mine, dense)
             return tensor
 
@@ -155,10 +138,10 @@ class TorchCommunicator(Communicator):
         require_dense(tensor)
         require_rows(tensor, "reducescatter")
         check_op(tensor.dtype, op)
-        rows = even_rows(tensor.shape[0], self._size)
+        rows = even_rows(tensor.shape[0], self.size)
         if op is ReduceOp.PRODUCT and tensor.is_complex():
             whole = self.allreduce(tensor.detach().clone(), op).wait()
-            return FinishedHandle(torch.split(whole, rows)[self._rank].clone())
+            return FinishedHandle(torch.split(whole, rows)[self.rank].clone())
         _, dense = to_dense(tensor)
         wire, wire_op, restore = to_wire(dense, op)
         over_gloo = tensor.device.type == "cpu" and not self._over_mpi
@@ -166,22 +149,20 @@ class TorchCommunicator(Communicator):
             # Gloo's own reduce-scatter is an all-reduce too, and cannot tell when it is done.
             if wire.data_ptr() == tensor.data_ptr():
                 wire = wire.clone()
-            work = self._start(
-                "reducescatter", lambda: dist.all_reduce(wire, _OPS[wire_op], self._group, async_op=True)
-            )
-            share = torch.split(wire, rows)[self._rank]
+            work = self._start("reducescatter", lambda: dist.all_reduce(wire, _OPS[wire_op], self.group, async_op=True))
+            share = torch.split(wire, rows)[self.rank]
         else:
             if rows[0] != rows[-1]:
                 wire = _padded(wire, rows)
             share = wire.new_empty((rows[0], *wire.shape[1:]))
             work = self._start(
-                "reducescatter", lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True)
+                "reducescatter", lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self.group, async_op=True)
             )
 
         def finish() -> torch.Tensor:
-            mine = share[: rows[self._rank]]
+            mine = share[: rows[self.rank]]
             if op is ReduceOp.AVERAGE:
-                divide(mine, self._size, tensor.dtype)
+                divide(mine, self.size, tensor.dtype)
             result = restore(mine)
             return result.clone() if over_gloo else result  # not to keep everyone's rows alive
 
@@ -201,7 +182,7 @@ class TorchCommunicator(Communicator):
                 as_bytes(dense),
                 [count * row_bytes for count in received],
                 [count * row_bytes for count in splits],
-                self._group,
+                self.group,
                 async_op=True,
             ),
         )
@@ -209,8 +190,8 @@ class TorchCommunicator(Communicator):
 
     def barrier(self) -> Handle[None]:
         # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
-        token = torch.zeros(1, device=self._fact_device)
-        work = self._start("barrier", lambda: dist.all_reduce(token, group=self._group, async_op=True))
+        token = torch.zeros(1, device=self.fact_device)
+        work = self._start("barrier", lambda: dist.all_reduce(token, group=self.group, async_op=True))
 
         def finish() -> None:
             token.cpu()  # for NCCL wait() only orders the stream; a barrier holds up the host
@@ -218,13 +199,13 @@ class TorchCommunicator(Communicator):
         return self._pending(token, "barrier", [work], finish)
 
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
-        root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank
-        return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self._group, async_op=True))
+        root = dist.get_global_rank(self.group, root_rank) if self.group is not None else root_rank
+        return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self.group, async_op=True))
 
     def _pending(
         self, tensor: torch.Tensor, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]
     ) -> PendingHandle[T]:
-        return PendingHandle(name, works, finish, [] if tensor.is_cuda else [self._group or dist.group.WORLD])
+        return PendingHandle(name, works, finish, [] if tensor.is_cuda else [self.group or dist.group.WORLD])
 
     def _start(self, name: str, call: Callable[[], dist.Work | None]) -> dist.Work | None:
         try:

@@ -15,17 +15,7 @@ from spark_hvd.transport.shapes import require_dense, require_root, require_rows
 class LocalCommunicator(Communicator):
     """A communicator of one rank: every collective has ended when it is called."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @property
-    def fact_device(self) -> torch.device:
-        return torch.device("cpu")
+    rank, size, fact_device = 0, 1, torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         require_dense(tensor)

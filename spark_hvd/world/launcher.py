@@ -12,6 +12,11 @@ from typing import Protocol
 class ElasticLauncher(Protocol):
     """One rank's way to its launcher. Called in the thread that trains."""
 
+    update_wanted: bool
+    """Whether the members are to change at the next commit: ranks wait to be taken in, or one has to leave."""
+    world_failure: str | None
+    """Why the present generation cannot go on, as far as the launcher knows; None while it can."""
+
     def enter(self) -> None:
         """Wait until this rank is a member of a new generation, and join that generation's world.
 
@@ -38,14 +43,6 @@ class ElasticLauncher(Protocol):
             True when it has returned on all ranks; False when the generation is over before that, so that this rank is
             to restore its last commit and to enter the next one.
         """
-
-    @property
-    def update_wanted(self) -> bool:
-        """Whether the members are to change at the next commit: ranks wait to be taken in, or one has to leave."""
-
-    @property
-    def world_failure(self) -> str | None:
-        """Why the present generation cannot go on, as far as the launcher knows; None while it can."""
 
 
 _installed: ElasticLauncher | None = None

@@ -1,7 +1,5 @@
 """The colours of all drawings, for colour-blind readers too (Okabe and Ito, "Color Universal Design", 2008)."""
 
-from __future__ import annotations
-
 BLACK, GREY, ORANGE, SKY, GREEN = "#000000", "#999999", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 SHARES = {"compute": GREEN, "data": ORANGE, "communication": BLUE}

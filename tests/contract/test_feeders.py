@@ -279,7 +279,8 @@ def test_a_stranger_is_told_nothing() -> None:
             stranger.curve_serverkey = server.server_public
             stranger.curve_publickey, stranger.curve_secretkey = other.member_public, other.member_secret
             events = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            stranger.connect(url(directory.address.endpoint))
+            endpoint = directory.address.endpoint
+            stranger.connect(url(endpoint.host, endpoint.port))
             event = zmq.utils.monitor.recv_monitor_message(events)["event"]
             stranger.disable_monitor()
             events.close(0)

@@ -199,21 +199,15 @@ def test_well_formed_messages_in_any_order_leave_a_hub_alive() -> None:
 
 
 def test_vitals_of_more_ranks_than_the_run_has_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    class Told:
-        def __init__(self) -> None:
-            self.sizes: list[int] = []
-
-        def vitals(self, record: Any) -> None:
-            self.sizes.append(record.size)
-
-    told: Any = Told()
+    sizes: list[int] = []
+    told: Any = lambda rank, record: sizes.append(record.size)  # noqa: E731
     hub = Hub(HubState(2), "127.0.0.1", listener=told)
     try:
         with connected(hub) as link:
             record = {"rank": 0, "generation": 0, "clock": 1.0}
             for size in (10**9, "2", 3, 2):
                 link.send("vitals", vitals={**record, "size": size})
-            wait_until(lambda: told.sizes == [2])
+            wait_until(lambda: sizes == [2])
     finally:
         hub.close()
     assert hub.failure is None

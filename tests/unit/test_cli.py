@@ -25,7 +25,8 @@ from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch import local
 from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
-from spark_hvd.runner.rank.script import Script, ScriptExitError, exit_code
+from spark_hvd.runner.rank.process import exit_code
+from spark_hvd.runner.rank.script import Script, ScriptExitError
 from spark_hvd.world.env import read_config
 
 

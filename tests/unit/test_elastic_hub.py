@@ -208,7 +208,7 @@ def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> N
     job: Any = Job()
     config = RunConfig(num_proc=1, timeout=0.2, verbose=0)
     with make_monitor(config, print, 1) as monitor:
-        hub = ElasticHub(LIMITS, "127.0.0.1", None, monitor)
+        hub = ElasticHub(LIMITS, "127.0.0.1", None, monitor.hear)
         monkeypatch.setattr(hub._state.membership, "verdict", Verdict(End.DONE, ranks=(0,)))
         try:
             with pytest.raises(RunTimeoutError, match=r"Spark had not handed over their values after timeout=0.2 s"):

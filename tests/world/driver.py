@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.elastic.agent import AgentReport
-from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, _Labelled
+from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, labelled
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import _watch_spark, attend_elastic
+from spark_hvd.world.vitals import Vitals
 from tests.world.clock import Strand
 from tests.world.watched import Watched
 from tests.world.wire import Pipe
@@ -60,19 +61,23 @@ class Driver:
         state = ElasticState(world.plan.limits)
         state.membership = Watched(world.plan.limits, world.clock.random)
         hub._state, hub._lock = state, threading.Lock()
-        said: Any = SimpleNamespace(
-            output=lambda label, stream, text: world.checks.printed(label, text), vitals=world.checks.lives
-        )
-        hub._listener = _Labelled(said, state.labels)
+        hub._listener = labelled(self._heard, state.labels)
         hub._questions, hub._closing, hub._identities = deque(), threading.Event(), {}
-        hub._failure, hub._observes = None, True
+        hub.failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]
+        hub._zap = SimpleNamespace(handle_requests=lambda: None)  # type: ignore[assignment]
         hub._newcomers = SimpleNamespace(look=lambda: None, heard=lambda descriptor: None)  # type: ignore[assignment]
         self._poller: Any = SimpleNamespace(poll=lambda milliseconds: self._router.inbox)
         self.frozen = self.dead = self._soon = self.interrupted = False
         self.values: list[Any] | None = None
         self.error: BaseException | None = None
         self.ended_at: float | None = None
+
+    def _heard(self, rank: int, said: Any) -> None:
+        if isinstance(said, Vitals):
+            self._world.checks.lives(said)
+        elif said["type"] == "output":
+            self._world.checks.printed(rank, said["text"])
 
     @property
     def membership(self) -> Any:

@@ -36,7 +36,7 @@ class Mesh(Communicator):
         self, process: RankProcess, generation: int, rank: int, members: list[RankProcess], timeout: float
     ) -> None:
         self.process, self.generation, self.members = process, generation, members
-        self._rank, self._timeout = rank, timeout
+        self.rank, self.size, self.fact_device, self._timeout = rank, len(members), _CPU, timeout
         self._count = 0
         self._parts: dict[int, dict[int, Any]] = {}
         self._gone: set[int] = set()
@@ -51,18 +51,6 @@ class Mesh(Communicator):
         }
         for sender, message in process.mail.pop(generation, []):
             self.take(sender, message)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def fact_device(self) -> torch.device:
-        return _CPU
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
         assert op is ReduceOp.MAX
@@ -80,7 +68,7 @@ class Mesh(Communicator):
         for pipe in self._pipes.values():
             pipe.send((number, data))
         parts = self._parts.setdefault(number, {})
-        parts[self._rank] = data
+        parts[self.rank] = data
 
         def settled() -> bool:
             return self.broken is not None or len(parts) == self.size or bool(self._gone - parts.keys())

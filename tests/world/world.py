@@ -236,7 +236,7 @@ def simulated() -> Iterator[None]:
         (hub_module, dict(time=hub_time, _log=quiet)),
         (elastic_hub, dict(time=time)),
         (elastic_run, dict(time=time, _log=logged)),
-        (attend, dict(time=time, _LOOK_EVERY=1.0)),
+        (attend, dict(_LOOK_EVERY=1.0)),
         (agent_module, dict(time=time, SupervisedRank=SimulatedRank, _is_stopped=_is_stopped)),
         (agent_module, dict(zmq=SimpleNamespace(Poller=SimulatedPoller, POLLIN=1))),
         (rank_module, dict(threading=nothing, standing=standing, listen=store.listen, TCPStore=store.SimulatedStore)),

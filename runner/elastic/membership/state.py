@@ -17,11 +17,9 @@ from typing import Any
 
 from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership import texts
-from spark_hvd.runner.elastic.membership.exclusion import Exclusion
-from spark_hvd.runner.elastic.membership.failure_policy import FailurePolicy
+from spark_hvd.runner.elastic.membership.policy import FailurePolicy, Start, StartPolicy
 from spark_hvd.runner.elastic.membership.records import AgentRecord, GenerationRecord, Stage, Worker
-from spark_hvd.runner.elastic.membership.roster import Roster
-from spark_hvd.runner.elastic.membership.start import Start, StartPolicy
+from spark_hvd.runner.elastic.membership.roster import Exclusion, Roster
 from spark_hvd.world.layout import WorldLayout
 from spark_hvd.world.words import count
 
@@ -112,7 +110,7 @@ class Membership:
         if worker is None or self.verdict is not None:
             return
         if worker.stage is Stage.RETURNED:
-            self._end(ev.End.FAILED, texts.value_lost(self.roster.name(worker), why), worker.number)
+            self._end(ev.End.FAILED, texts.VALUE_LOST.format(name=self.roster.name(worker), why=why), worker.number)
         elif worker.stage is not Stage.GONE:
             self._lose(worker, ev.Loss.LOST, why, now)
 
@@ -136,7 +134,9 @@ class Membership:
         if not self._begun:
             start = self._start_policy.decide(len(idle), now)
             if start is Start.NEVER:
-                self._end(ev.End.NOT_STARTED, texts.not_started(len(idle), self.limits))
+                self._end(
+                    ev.End.NOT_STARTED, texts.NOT_STARTED.format(tasks=count(len(idle), "task"), limits=self.limits)
+                )
             if start in (Start.NEVER, Start.WAIT):
                 return
             if start is Start.GO_WITH_FEWER:
@@ -225,7 +225,7 @@ class Membership:
         if generation is None or worker.number not in generation.members or not generation.finished:
             others = [each for each in self.roster.workers.values() if each.alive]
             if generation is not None or any(each.stage is Stage.WAITING for each in others):
-                self._end(ev.End.FAILED, texts.returned_early(self.roster.name(worker)), worker.number)
+                self._end(ev.End.FAILED, texts.RETURNED_EARLY.format(name=self.roster.name(worker)), worker.number)
             elif not others:  # fn has no elastic function
                 workers = self.roster.workers
                 ended = sorted(number for number in workers if workers[number].stage is Stage.RETURNED)
@@ -242,7 +242,7 @@ class Membership:
         workers = [self.roster.workers[number] for number in team]
         early = [worker for worker in workers if worker.stage is Stage.RETURNED]
         if early and any(worker.stage is Stage.WAITING for worker in workers):
-            self._end(ev.End.FAILED, texts.returned_early(self.roster.name(early[0])), early[0].number)
+            self._end(ev.End.FAILED, texts.RETURNED_EARLY.format(name=self.roster.name(early[0])), early[0].number)
 
     def _lose(self, worker: Worker, loss: ev.Loss, error: str, now: float) -> None:
         """A worker is no more; its agent may be."""
@@ -256,10 +256,10 @@ class Membership:
         if generation is None or worker.number not in generation.members:
             return
         if generation.finished:
-            self._end(ev.End.FAILED, texts.failed_after(name, error), worker.number)
+            self._end(ev.End.FAILED, texts.FAILED_AFTER.format(name=name, error=error), worker.number)
         elif all(self.roster.workers[number].raised for number in generation.members):
             first = self.roster.workers[generation.members[0]]
-            self._end(ev.End.FAILED, texts.all_raised(name, error), first.number)
+            self._end(ev.End.FAILED, texts.ALL_RAISED.format(name=name, error=texts.brief(error)), first.number)
         else:
             self._close(generation, f"{name}: {error}", now, failed=True)
             if generation.failed and generation.culprit is None:  # others only say that it is gone
@@ -273,7 +273,8 @@ class Membership:
             generation.blamed.add(worker.host)
         seconds = self.roster.count_failure(worker, now)
         if seconds is not None:
-            self._note(texts.excluded(worker.host, self.limits, seconds))
+            how_long = "for ever" if seconds == float("inf") else f"for {seconds:.0f} s"
+            self._note(texts.EXCLUDED.format(host=worker.host, how_long=how_long, limits=self.limits))
 
     # ---- generations ----------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Membership:
             return
         if (behind := self.roster.behind(generation)) and not self._some_behind:
             self._some_behind = True
-            self._note(texts.behind(self.roster.name(behind[0])))
+            self._note(texts.BEHIND.format(name=self.roster.name(behind[0])))
         if self.roster.to_change(generation, self.limits.max_num_proc):
             generation.updating = True
             for agent, number in self.roster.addresses(generation.members):

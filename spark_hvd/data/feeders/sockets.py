@@ -87,7 +87,7 @@ class SocketThread:
         made.curve_server = True
         made.curve_secretkey, made.curve_publickey = self._keys.server_secret, self._keys.server_public
         made.maxmsgsize = MAX_REQUEST
-        bound(ports, lambda port: made.bind(url(Endpoint(host, port))))
+        bound(ports, lambda port: made.bind(url(host, port)))
         return made, Endpoint(host, int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
 
     def _client(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
@@ -95,7 +95,7 @@ class SocketThread:
         made.curve_serverkey = self._keys.server_public
         made.curve_secretkey, made.curve_publickey = self._keys.member_secret, self._keys.member_public
         made.immediate = True  # what is sent before there is a connection is refused, not kept
-        made.connect(url(endpoint))
+        made.connect(url(endpoint.host, endpoint.port))
         return made
 
     def _prepared(self, kind: int, host: str) -> zmq.Socket[bytes]:

@@ -1,18 +1,59 @@
-"""When an elastic run is not worth going on with: too few ranks, too many failures, no progress, no state."""
+"""When an elastic run begins, and when it is not worth going on with. No clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from spark_hvd.runner.elastic.membership import texts
 from spark_hvd.runner.elastic.membership.events import End, Limits, Loss, Verdict
 from spark_hvd.runner.elastic.membership.records import GenerationRecord, Worker
 from spark_hvd.runner.elastic.membership.roster import Roster
+from spark_hvd.world.words import count
+
+SETTLE = 1.0
+"""Seconds that tasks which Spark starts together get to come, when there are enough already."""
+
+
+class Start(Enum):
+    """What to do now."""
+
+    WAIT = "wait"
+    GO = "go"
+    GO_WITH_FEWER = "go with fewer"
+    NEVER = "never"
+
+
+@dataclass(slots=True)
+class StartPolicy:
+    """A run begins with all tasks it asks for, or, once their time is up, with as many as it needs."""
+
+    limits: Limits
+    _since: float | None = None
+    _enough_since: float | None = None
+
+    def decide(self, there: int, now: float) -> Start:
+        """Decide; to be called several times a second.
+
+        ``there`` is how many tasks could have a worker; ``now`` is in seconds, on any clock.
+        """
+        limits = self.limits
+        if self._since is None:
+            self._since = now
+        if there < limits.num_proc:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        if there >= limits.max_num_proc or (self._enough_since is not None and now - self._enough_since >= SETTLE):
+            return Start.GO
+        if now - self._since < limits.start_timeout:
+            return Start.WAIT
+        return Start.GO_WITH_FEWER if there >= limits.min_num_proc else Start.NEVER
 
 
 @dataclass(slots=True)
 class FailurePolicy:
-    """Each method gives the verdict that ends the run, or None if it may go on; no clock.
+    """Too few ranks, too many failures, no progress, no state: the verdict that ends the run, or None.
 
     Attributes:
         resets: Generations that have failed.
@@ -50,10 +91,12 @@ class FailurePolicy:
         unschedulable = roster.unschedulable()
         agents = len(roster.agents)
         if agents >= limits.max_num_proc and agents - len(unschedulable) < limits.min_num_proc:
-            hosts = [agent.host for agent in unschedulable]
-            return Verdict(End.FAILED, texts.all_excluded(there, limits, hosts, self._error), self._culprit)
+            hosts = ", ".join(sorted({agent.host for agent in unschedulable}))
+            text = texts.ALL_EXCLUDED.format(ranks=count(there, "rank"), limits=limits, hosts=hosts, last=self._error)
+            return Verdict(End.FAILED, text, self._culprit)
         if now - self._short_since >= limits.elastic_timeout:
-            return Verdict(End.TOO_FEW, texts.too_few(there, limits, self._error), self._culprit)
+            text = texts.TOO_FEW.format(ranks=count(there, "rank"), limits=limits, last=self._error)
+            return Verdict(End.TOO_FEW, text, self._culprit)
         return None
 
     def too_many_resets(self, last: GenerationRecord) -> Verdict | None:
@@ -61,7 +104,8 @@ class FailurePolicy:
         limit = self.limits.reset_limit
         if limit is None or self.resets <= limit:
             return None
-        return Verdict(End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
+        text = texts.RESET_LIMIT.format(resets=self.resets, limits=self.limits, last=last.over or "")
+        return Verdict(End.RESET_LIMIT, text, last.culprit)
 
     def futile(self, last: GenerationRecord, roster: Roster, now: float) -> Verdict | None:
         """The next generation is about to be formed; to be called once for each."""
@@ -74,7 +118,7 @@ class FailurePolicy:
         self._no_progress += 1
         if self._no_progress < self.limits.no_progress_limit:
             return None
-        return Verdict(End.FAILED, texts.no_progress(self._no_progress), failures[0])
+        return Verdict(End.FAILED, texts.NO_PROGRESS.format(times=self._no_progress), failures[0])
 
     def _not_met(self, last: GenerationRecord, now: float) -> Verdict | None:
         if last.met:
@@ -82,11 +126,12 @@ class FailurePolicy:
         elif self._apart_since is None:
             self._apart_since = now
         elif now - self._apart_since >= self.limits.elastic_timeout:
-            return Verdict(End.FAILED, texts.never_met(self.limits, last.over or ""), last.culprit)
+            return Verdict(End.FAILED, texts.NEVER_MET.format(limits=self.limits, last=last.over or ""), last.culprit)
         return None
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:
         """These are to be the next generation."""
         if self.commits <= 0 or any(worker.commits >= 0 for worker in chosen):
             return None
-        return Verdict(End.STATE_LOST, texts.state_lost(self.commits, self._error), self._culprit)
+        text = texts.STATE_LOST.format(commits=self.commits, last=texts.brief(self._error))
+        return Verdict(End.STATE_LOST, text, self._culprit)

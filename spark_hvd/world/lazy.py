@@ -1,0 +1,31 @@
+"""Names that a package finds in its modules when they are asked for (PEP 562), so that importing it loads little."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def names_of(
+    package: str, homes: Mapping[str, str], absent: Mapping[str, Callable[[], object]] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package.
+
+    ``homes`` has modules below ``spark_hvd`` with the names that lie in them. ``absent`` has, for packages that are not
+    dependencies, what raises a better error where they are missing.
+    """
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"spark_hvd.{home[name]}"), name)
+        except ModuleNotFoundError as error:
+            if say := (absent or {}).get((error.name or "").partition(".")[0]):
+                say()
+            raise
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *home})
