@@ -82,7 +82,7 @@ def predict(
             or a list of values.
         collate: Makes the model's arguments of a batch: a function of a list of values for each column (by name if
             ``columns`` is a mapping) that returns a tuple of arguments, a mapping of them by name, or the only one. It
-            runs on executors: a tokenizer with padding, a decoder of images.
+            runs on executors, in a thread beside the model: a tokenizer with padding, a decoder of images.
         batch_size: Rows that go through the model at once.
         window: With ``collate``, rows among which those of like length (of text, bytes or arrays) go into one batch,
             so that little is padded; None for what Spark hands over at once
