@@ -1,11 +1,13 @@
 """Rows a second by spark_hvd.predict and by PySpark's predict_batch_udf: fixed shapes and texts of many lengths.
 
-`python -m benchmarks.inference [--rows 1000000] [--texts 8000] [--rounds 5] [--kinds numbers wide texts]`
+`python -m benchmarks.inference [--rows 1000000] [--texts 8000] [--rounds 5] [--kinds numbers wide texts pictures]`
 
 Both have the same model, the same batch size, one thread a task, and workers that are warm: a first pass over few rows
 starts them and loads torch. In each round each has a turn. "numbers" are 20 float32 into an MLP with one output, "wide"
 are 784 float32 into an embedding of 128. "texts" have 3 to 250 words, log-normal with a median of 30; a function makes
-ids of the words and pads a batch, a Transformer of two layers makes an embedding of 128 of them.
+ids of the words and pads a batch, a Transformer of two layers makes an embedding of 128 of them. "pictures" are bytes
+that take 5 ms to decode, for a convolutional network that takes about as long: one task, which leaves a core idle.
+"fetched" are pictures for which a function waits 5 ms instead, as for a store, by a task on each core.
 """
 
 from __future__ import annotations
@@ -35,8 +37,17 @@ import spark_hvd
 
 MINUTES = 4
 CORES, WORDS, WIDTH = 2, 1 << 13, 128
-KINDS = {"numbers": (20, 1, 1024), "wide": (784, WIDTH, 256), "texts": (0, WIDTH, 32)}
-"""Numbers a row (0 for a text), numbers of the output, rows of a batch."""
+KINDS = {
+    "numbers": (20, 1, 1024),
+    "wide": (784, WIDTH, 256),
+    "texts": (0, WIDTH, 32),
+    "pictures": (0, 1, 16),
+    "fetched": (0, 1, 16),
+}
+"""Numbers a row (0 where a function makes tensors), numbers of the output, rows of a batch."""
+DECODING = 0.005
+"""Seconds that a picture takes."""
+SIDE, CHANNELS = 64, 64
 
 
 class TextEncoder(nn.Module):
@@ -61,22 +72,57 @@ def ids_of(texts: list[str]) -> torch.Tensor:
     return torch.tensor([each + [0] * (longest - len(each)) for each in ids])
 
 
+def pixels_of(pictures: list[bytes]) -> torch.Tensor:
+    """Decode pictures, which takes a core some time: (rows, 3, SIDE, SIDE)."""
+    count = 3 * SIDE * SIDE
+    decoded = [np.frombuffer(zlib.decompress(each), np.uint8, count).copy() for each in pictures]
+    return torch.from_numpy(np.stack(decoded)).view(-1, 3, SIDE, SIDE).float() / 255
+
+
+def fetched(pictures: list[bytes]) -> torch.Tensor:
+    """Pictures that take time, but no core."""
+    time.sleep(DECODING * len(pictures))
+    return pixels_of(pictures)
+
+
+COLLATES: dict[str, Callable[[Any], torch.Tensor]] = {"texts": ids_of, "pictures": pixels_of, "fetched": fetched}
+
+
 def _net(kind: str) -> nn.Module:
     torch.manual_seed(0)
     inputs, outputs, _ = KINDS[kind]
-    if not inputs:
+    if kind == "texts":
         return TextEncoder()
+    if not inputs:
+        layers = [nn.Conv2d(3, CHANNELS, 3, 2, 1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 1))
     return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
+def _picture(seconds: float) -> bytes:
+    """A few bytes that take so long to decode."""
+    sample = bytes(8 << 20)
+    packed = zlib.compress(sample)
+    times = []
+    for _ in range(9):
+        start = time.process_time()
+        zlib.decompress(packed)
+        times.append(time.process_time() - start)
+    return zlib.compress(bytes(max(3 * SIDE * SIDE, int(seconds / min(times) * len(sample)))))
+
+
 def _write(path: Path, kind: str, rows: int) -> None:
-    """Two Parquet files with a column x."""
+    """Parquet files with a column x: one for each task."""
     generator = np.random.default_rng(0)
     width = KINDS[kind][0]
     path.mkdir()
-    for part in range(CORES):
-        count = rows // CORES
-        if width:
+    tasks = 1 if kind == "pictures" else CORES
+    for part in range(tasks):
+        count = rows // tasks
+        if kind in ("pictures", "fetched"):
+            picture = _picture(DECODING if kind == "pictures" else 0.0)
+            column: Any = pa.array([picture] * count)
+        elif width:
             values = generator.standard_normal((count, width), np.float32)
             offsets = np.arange(0, values.size + 1, width, dtype=np.int32)
             column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.ravel()))
@@ -108,12 +154,12 @@ def _total(frame: DataFrame, output: int) -> float:
 
 
 def _ours(frame: DataFrame, kind: str) -> float:
-    inputs, outputs, batch = KINDS[kind]
+    _, outputs, batch = KINDS[kind]
     found = spark_hvd.predict(
         frame,
         _net(kind),
         columns="x",
-        collate=None if inputs else ids_of,
+        collate=COLLATES.get(kind),
         outputs="float" if outputs == 1 else "array<float>",
         batch_size=batch,
     )
@@ -131,7 +177,7 @@ def _theirs(frame: DataFrame, kind: str) -> float:
 
         def predict(x: Any) -> Any:
             with torch.inference_mode():
-                found = model(torch.from_numpy(x) if inputs else ids_of(x.tolist()))
+                found = model(torch.from_numpy(x) if inputs else COLLATES[kind](x.tolist()))
             return found.squeeze(1).numpy() if outputs == 1 else found.numpy()
 
         return predict
@@ -143,6 +189,28 @@ def _theirs(frame: DataFrame, kind: str) -> float:
         input_tensor_shapes=[[inputs]] if inputs else None,
     )
     return _total(frame.select(udf("x").alias("prediction")), outputs)
+
+
+def _limit(frame: DataFrame, kind: str) -> str:
+    """What a row takes in each of its two parts, and how much faster both are together at best."""
+    torch.set_num_threads(1)
+    row = frame.first()
+    assert row is not None
+    batch, net = [row.x] * KINDS[kind][2], _net(kind).eval()
+    parts: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for _ in range(9):
+            start = time.perf_counter()
+            tensor = COLLATES[kind](batch)
+            made = time.perf_counter()
+            net(tensor)
+            parts[0].append(made - start)
+            parts[1].append(time.perf_counter() - made)
+    decode, model = (1e3 * statistics.median(part) / len(batch) for part in parts)
+    limit = (decode + model) / max(decode, model)
+    return (
+        f"; a row is decoded in {decode:.1f} ms and computed in {model:.1f}, so both at once are {limit:.2f} x as fast"
+    )
 
 
 def _measure(frame: DataFrame, kind: str, rows: int, rounds: int) -> None:
@@ -162,7 +230,8 @@ def _measure(frame: DataFrame, kind: str, rows: int, rounds: int) -> None:
     for name, each in times.items():
         print(f"| {name} | {statistics.median(each):.2f} | {rows / statistics.median(each):,.0f} |")
     each_round = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"predict is {statistics.median(ratios):.2f} x as fast (rounds: {each_round})", flush=True)
+    limit = _limit(frame, kind) if kind in ("pictures", "fetched") else ""
+    print(f"predict is {statistics.median(ratios):.2f} x as fast (rounds: {each_round}){limit}", flush=True)
 
 
 def main() -> None:
@@ -170,12 +239,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of numbers; a tenth of it where they are wide")
     parser.add_argument("--texts", type=int, default=8_000)
+    parser.add_argument("--pictures", type=int, default=1_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     os.environ["PYSPARK_PYTHON"] = sys.executable
     counts = {"numbers": arguments.rows, "wide": arguments.rows // 10, "texts": arguments.texts}
+    counts |= {"pictures": arguments.pictures, "fetched": arguments.pictures}
     with tempfile.TemporaryDirectory() as name:
         spark = _session()
         for kind in arguments.kinds:

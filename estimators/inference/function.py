@@ -82,7 +82,8 @@ def predict(
             list of values.
         collate: Function that makes the model's arguments from a batch, such as a tokenizer with padding or an image
             decoder. It gets a list of values for each column (by name if ``columns`` is a mapping), and returns a tuple
-            of arguments, a mapping of them by name, or a single argument. It runs on executors.
+            of arguments, a mapping of them by name, or a single argument. It runs on executors, in a thread beside the
+            model.
         batch_size: Rows of a batch.
         window: With ``collate``, the number of rows among which rows of similar length (of text, bytes or arrays) form
             batches, to save padding; None for the rows that Spark sends at once

@@ -6,9 +6,12 @@ A model is loaded once in each Python worker, which Spark keeps for many tasks, 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -26,6 +29,10 @@ from spark_hvd.estimators.transform.outputs import Output, Values, to_arrow
 from spark_hvd.runner.rank.gpus import ordinal_of
 from spark_hvd.world.env import share_cores
 from spark_hvd.world.words import count
+
+T = TypeVar("T")
+_AHEAD = 2
+"""Calls that are made, decoded and moved to the device, while the model computes the one before them."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,57 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
     share_cores(cores)
     torch.set_num_threads(cores)  # tasks run side by side: each with torch's default would start a thread for all cores
     model = model_of(job.model, device)
-    for window in job.feed.windows(batches):
-        calls, order = job.feed.calls(window, job.batch_size, device)
-        parts = [_outputs(model, given, job) for given in calls]
-        yield _together(parts, order, job)
+    here = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one: not every tokenizer may be used by two
+    try:
+        parts: list[list[Values]] = []
+        for window, made in _ahead(_begun(job, batches, device, pool)):
+            if made is not None:
+                parts.append(_outputs(model, made.result(), job))
+            if len(parts) == window.count:
+                yield _together(parts, window.order, job)
+                parts = []
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Window:
+    """The calls of a window; to be made by one thread."""
+
+    def __init__(self, job: Prediction, rows: pa.Array, device: torch.device) -> None:
+        self.count = -(-len(rows) // job.batch_size)
+        self.order: Any = None
+        self._calls = self._made(job, rows, device)
+
+    def next(self) -> Arguments:
+        """Make the next one."""
+        return next(self._calls)
+
+    def _made(self, job: Prediction, rows: pa.Array, device: torch.device) -> Iterator[Arguments]:
+        calls, self.order = job.feed.calls(rows, job.batch_size, device)
+        yield from calls
+
+
+def _begun(
+    job: Prediction, batches: Iterator[pa.Array], device: torch.device, pool: ThreadPoolExecutor
+) -> Iterator[tuple[_Window, Future[Arguments] | None]]:
+    """Have each window's calls made in the pool; None stands for those of a window without rows."""
+    for rows in job.feed.windows(batches):
+        window = _Window(job, rows, device)
+        if not window.count:
+            yield window, None
+        for _ in range(window.count):
+            yield window, pool.submit(window.next)
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, of which some more are begun than are given."""
+    held: deque[T] = deque()
+    for item in items:
+        held.append(item)
+        if len(held) > _AHEAD:
+            yield held.popleft()
+    yield from held
 
 
 def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:

@@ -53,6 +53,9 @@ class Summary:
         communication: Share of the time waiting for communication by `spark_hvd`'s own collectives and optimizers. None
             if it is less than half a percent, as with DDP, whose collectives are torch's.
         compute: The remaining share inside of `hvd.progress` loops.
+        effective_training_time: Share of all ranks' time, from the start to the end, in steps that were not lost.
+        lost_training_time: Share of it in steps that were lost: those after the last commit or checkpoint from which
+            training continued.
         restarts: How often all ranks were restarted.
         changes: How often ranks joined or left while others stayed.
         metrics: Rank 0's last metrics, by name.
@@ -70,6 +73,8 @@ class Summary:
     data: Share | None = None
     communication: Share | None = None
     compute: Share | None = None
+    effective_training_time: float | None = None
+    lost_training_time: float | None = None
     restarts: int = 0
     changes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -99,6 +104,8 @@ class Summary:
         pairs = [("time", self._time())]
         if self.samples_per_second is not None:
             pairs.append(("samples", self._samples()))
+        if self.effective_training_time is not None:
+            pairs.append(("ETT", self._effective()))
         for heading, share, what in (
             ("compute", self.compute, ""),
             ("data", self.data, " waiting"),
@@ -127,6 +134,13 @@ class Summary:
         text = f"{self.samples:,}, {words.number(self.samples_per_second)} a second"
         if self.steady_samples_per_second is not None:
             text += f" ({words.number(self.steady_samples_per_second)} without the start)"
+        return text
+
+    def _effective(self) -> str:
+        assert self.effective_training_time is not None
+        text = f"{words.share(self.effective_training_time)} of the ranks' time was effective training time"
+        if self.lost_training_time:
+            text += f", {words.share(self.lost_training_time)} went into steps that were lost"
         return text
 
     def __str__(self) -> str:

@@ -53,6 +53,16 @@ class RankRecord:
         """The rates from its first step to its last; without steps, over all its records."""
         return rates(grown(self.start, self.end))
 
+    def worked(self, lost_after: int | None) -> tuple[float, float]:
+        """Seconds in steps that count, and in those that were lost: undone, or done after that step; None: no such."""
+        last = self.last
+        if not last.total_steps:
+            return 0.0, 0.0
+        seconds = last.watched_seconds if last.stage else self.end.clock - self.start.clock
+        lost = last.lost_steps + (0 if lost_after is None else max(0, last.total_steps - lost_after))
+        part = seconds * min(1.0, lost / last.total_steps)
+        return seconds - part, part
+
     def take(self, record: Vitals, now: float) -> None:
         """Take the next record of the rank."""
         before = self.last
@@ -217,6 +227,7 @@ class RunView:
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
             steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
             **parts,
+            **self._in_steps(now),
             restarts=self._restarts,
             changes=max(0, self._generation) - self._restarts,
             metrics={} if first is None else first.metrics,
@@ -255,10 +266,32 @@ class RunView:
         self._all.append(process)
         return process
 
+    def _rank_seconds_by(self, now: float) -> float:
+        return self._rank_seconds + self._size * (now - self._sized)
+
+    def _in_steps(self, now: float) -> dict[str, float]:
+        """Shares of all ranks' time, as fields of the summary; none where nothing is known of steps."""
+        there = set(self._ranks.values())
+        kept: dict[int, int] = {}  # by world: rank 0 may save for all
+        for one in self._all:
+            if one.last.kept_steps is not None:
+                kept[one.last.generation] = max(one.last.kept_steps, kept.get(one.last.generation, 0))
+        counted = lost = 0.0
+        for one in self._all:
+            after = one.last.kept_steps
+            after = kept.get(one.last.generation) if after is None else after
+            useful, useless = one.worked(None if one in there else after)
+            counted, lost = counted + useful, lost + useless
+        total = self._rank_seconds_by(now)
+        if not total or not counted + lost:
+            return {}
+        most = max(total, counted + lost)  # records and this clock differ by a moment
+        return {"effective_training_time": counted / most, "lost_training_time": lost / most}
+
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
         """The cost of the run."""
         seconds = now - self._started
-        rank_seconds = self._rank_seconds + self._size * (now - self._sized)
+        rank_seconds = self._rank_seconds_by(now)
         gpus = self._gpus_per_rank
         if gpus is None:
             gpus = int(any(process.last.gpu_memory_bytes is not None for process in self._all))

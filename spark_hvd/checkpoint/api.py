@@ -14,6 +14,7 @@ from spark_hvd.checkpoint.folder import ONE_FILE, SHARDED, Folder, check_step, s
 from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
 from spark_hvd.context.local import require_no_tables
 from spark_hvd.context.who import rank
+from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
@@ -81,6 +82,7 @@ def save(
         background.finish()
     else:
         settle()
+    activity.keep_steps()
     if rank() != 0:
         return SaveHandle(None, settled=True) if wait else start_saving(None)
     folder = Folder(store_of(where), ONE_FILE)
@@ -178,6 +180,7 @@ def save_sharded(
     """
     check_step(step, keep)
     settle()
+    activity.keep_steps()
     return checkpoint_sharded.save(store_of(where), model, optimizers, dict(state or {}), step, keep, wait)
 
 

@@ -24,6 +24,7 @@ from spark_hvd.context.standing import generation, in_world, is_initialized
 from spark_hvd.store.errors import StoreError, store_error
 from spark_hvd.transport.host.pages import pinned
 from spark_hvd.transport.torch_private import local_part, storage_key, with_local_part
+from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 
 Bytes = npt.NDArray[np.uint8]
@@ -188,6 +189,7 @@ def start(path: str, state: Mapping[str, Any], put: Callable[[dict[str, Any]], N
     global _latest
     assert _latest is None or _latest.ended, "its copy is in the memory that is used for this one"
     copy = copied(state, _memory)
+    activity.keep_steps()
     _latest = Write(path, lambda: put(copy))
     return _latest
 

@@ -15,6 +15,7 @@ from spark_hvd.collectives.objects import broadcast_object
 from spark_hvd.context.standing import is_initialized
 from spark_hvd.context.who import rank
 from spark_hvd.store.errors import CheckpointError
+from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
@@ -128,6 +129,7 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
     Raises:
         Exception: what ``choose`` raised on rank 0, on all ranks.
     """
+    activity.keep_steps()  # whoever goes on from a checkpoint starts there again if there is none after it
     mine: list[Found] = []
 
     def outline() -> tuple[str, int] | None:

@@ -41,6 +41,8 @@ def observe() -> Vitals | None:
         ),
         epochs_done=activity.epochs_done(now),
         steps_before=activity.steps_before,
+        kept_steps=activity.kept_steps,
+        lost_steps=activity.lost_steps,
         comm_seconds=activity.waited(now),
         cpu_seconds=time.process_time(),
         memory_bytes=_resident(),

@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from spark_hvd.context import init as context
 from spark_hvd.context import leave, standing
 from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
 from spark_hvd.world.launcher import ElasticLauncher
 
@@ -121,6 +122,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
                 state.on_reset()
             before, again = me, True
             state.sync()
+            activity.keep_steps()
             launcher.committed(getattr(state, "_count", state.commits))  # a newcomer has the state now
             value = call()
             if launcher.finished():
@@ -139,6 +141,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
         _leave()
         if not kept:
             state.restore()
+            activity.undo_steps()
 
 
 def _enter(launcher: ElasticLauncher) -> None:

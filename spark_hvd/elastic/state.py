@@ -12,6 +12,7 @@ from spark_hvd.elastic.snapshot import Snapshots
 from spark_hvd.elastic.sync import synchronize
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import HostsUpdatedInterrupt, MismatchError
 
 _UPDATED = "the members of the world are to change"
@@ -77,6 +78,7 @@ class State:
             CollectiveError: A peer or the network failed.
         """
         self.save()
+        activity.keep_steps()
         wanted = self._agree()
         launcher = elastic_launcher.installed()
         if launcher is not None:
@@ -94,6 +96,7 @@ class State:
         """
         if self._agree():
             self.save()  # lest these steps are lost where the next world breaks before all have met
+            activity.keep_steps()
             self._interrupt()
 
     def _interrupt(self) -> NoReturn:

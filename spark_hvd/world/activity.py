@@ -64,6 +64,8 @@ class Activity:
         """The steps of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
         self.steps_before = 0
         """Steps that this process had done when its present world began."""
+        self.kept_steps: int | None = None
+        self.lost_steps = 0
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
         self._epochs: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_EPOCHS)
@@ -82,6 +84,15 @@ class Activity:
     def enter_world(self) -> None:
         """Another world begins."""
         self.steps_before = self.total_steps
+
+    def keep_steps(self) -> None:
+        """What was done so far is in a commit or a checkpoint, or was loaded from one."""
+        self.kept_steps = self.total_steps
+
+    def undo_steps(self) -> None:
+        """The last commit was restored: what was done since then is lost."""
+        self.lost_steps += self.total_steps - (self.kept_steps or 0)
+        self.keep_steps()
 
     def add_epoch(self, means: Mapping[str, float]) -> None:
         """An epoch of a fit is done, with these means; the values of its loops, which are of batches, are not told."""

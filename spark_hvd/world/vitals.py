@@ -45,6 +45,8 @@ class Vitals:
         steps: How many it has; None where that is not known.
         total_steps: Steps done by this process, in all epochs.
         steps_before: Those of them that it had done when the world of `generation` began.
+        kept_steps: Those that it had done at its last commit or checkpoint; None before the first.
+        lost_steps: Those that it has undone, to go on from a commit before them.
         samples: Samples seen by this process; 0 where they cannot be counted.
         watched_seconds: Spent inside of `hvd.progress` loops.
         data_seconds: Of these, spent waiting for the next batch.
@@ -80,6 +82,8 @@ class Vitals:
     steps: int | None = None
     total_steps: int = 0
     steps_before: int = 0
+    kept_steps: int | None = None
+    lost_steps: int = 0
     samples: int = 0
     watched_seconds: float = 0.0
     data_seconds: float = 0.0

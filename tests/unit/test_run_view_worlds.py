@@ -77,6 +77,54 @@ def test_steps_between_two_records_count_although_their_process_is_killed() -> N
     assert view.summary(1.0).steps == 100
 
 
+def _effective(training: Training) -> tuple[float | None, float | None]:
+    summary = training.view.summary(training.now)
+    return summary.effective_training_time, summary.lost_training_time
+
+
+def test_steps_after_the_checkpoint_are_lost_with_a_restart_and_waiting_for_it_is_lost_too() -> None:
+    training = Training()
+    # rank 0 saves for all, after 150 of 200 steps
+    training.changes = lambda rank: {"kept_steps": 150} if rank == 0 else {}
+    training.go_on(20)
+    training.generation = 1
+    training.renew(*range(4))
+    training.now += 10.0
+    training.changes = lambda rank: {"kept_steps": 0}
+    training.go_on(10)
+    assert _effective(training) == (pytest.approx(25 / 40), pytest.approx(5 / 40))
+
+
+def test_after_a_restart_of_a_program_that_keeps_nothing_it_is_not_known_what_was_lost() -> None:
+    training = Training()
+    training.go_on(20)
+    training.generation = 1
+    training.renew(*range(4))
+    training.go_on(20)
+    assert _effective(training) == (pytest.approx(1.0), 0.0)
+
+
+def test_steps_after_the_commit_are_lost_on_survivors_and_with_the_rank_that_was_lost() -> None:
+    training = Training()
+    training.changes = lambda rank: {"kept_steps": 100}
+    training.go_on(20)
+    training.generation = 1
+    training.renew(2)
+    training.changes = lambda rank: {"kept_steps": 0} if rank == 2 else {"kept_steps": 200, "lost_steps": 100}
+    training.go_on(20)
+    # of rank 2's first process 10 of 20 seconds, of the others as much
+    assert _effective(training) == (pytest.approx(0.75), pytest.approx(0.25))
+
+
+def test_without_loops_the_time_between_the_first_step_and_the_last_is_effective() -> None:
+    training = Training()
+    training.changes = lambda rank: {"stage": "", "watched_seconds": 0.0}
+    training.go_on(11)
+    training.still = True
+    training.go_on(9)
+    assert _effective(training) == (pytest.approx(0.5), 0.0)
+
+
 def test_a_larger_world_has_rows_for_those_who_are_to_come() -> None:
     training = Training(size=2)
     training.go_on(10)

@@ -24,6 +24,8 @@ FULL = Summary(
     data=Share(0.06, 0.14, 3),
     communication=Share(0.16, 0.21, 0),
     compute=Share(0.78, 0.85, 5),
+    effective_training_time=0.874,
+    lost_training_time=0.021,
     restarts=1,
     changes=2,
     metrics={"loss": 0.12341, "accuracy": 0.98},
@@ -78,6 +80,8 @@ def test_the_figures_of_a_run() -> None:
 def test_the_start_does_not_count_where_it_says_so() -> None:
     summary = told(40, start=20).summary(40.0)
     assert summary.samples_per_second == pytest.approx(320)
+    assert summary.effective_training_time == pytest.approx(0.5)
+    assert summary.lost_training_time == 0
     assert summary.steady_samples_per_second == pytest.approx(640)
     assert summary.efficiency == pytest.approx(0.6)
 
@@ -112,6 +116,7 @@ def test_the_slowest_rank_of_the_whole_run() -> None:
 def test_without_progress_it_is_short() -> None:
     summary = told(40, stage="", total_steps=0, samples=0, data_seconds=0.0, metrics={}).summary(45.0)
     assert summary.steps == 0
+    assert summary.effective_training_time is None
     assert summary.samples_per_second is None
     assert summary.efficiency is None
     assert summary.communication is not None
@@ -144,6 +149,7 @@ def test_it_reads_well() -> None:
         "train on 8 ranks\n"
         "  time           12 min 31 s on 8 ranks, 1250 steps\n"
         "  samples        640,000, 852 a second (904 without the start)\n"
+        "  ETT            87 % of the ranks' time was effective training time, 2 % went into steps that were lost\n"
         "  compute        78 % of the time (rank 5: 85 %)\n"
         "  data           6 % of the time waiting (rank 3: 14 %)\n"
         "  communication  16 % of the time waiting (rank 0: 21 %)\n"

@@ -13,6 +13,7 @@ from spark_hvd.context.standing import current, in_world
 from spark_hvd.torch.embedding.look_up import look_up
 from spark_hvd.torch.embedding.routes import Cut
 from spark_hvd.torch.embedding.whole import note_cut
+from spark_hvd.transport.host.pages import prefer_huge
 
 T = TypeVar("T", bound="ShardedEmbedding")
 _MODES = (None, "sum", "mean")
@@ -73,7 +74,7 @@ class ShardedEmbedding(nn.Module):
             raise ValueError(f"padding_idx={padding_idx} is beyond the table {name!r} of {rows:,} rows")
         self.rows, self.dim, self.name = rows, dim, name
         self.mode, self.padding_idx, self.sparse = mode, padding_idx, sparse
-        self.weight = nn.Parameter(torch.empty(self.cut.here, dim, dtype=dtype, device=device))
+        self.weight = nn.Parameter(prefer_huge(torch.empty(self.cut.here, dim, dtype=dtype, device=device)))
         self._note()
         with torch.no_grad():
             if initialize is None:
