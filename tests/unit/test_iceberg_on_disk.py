@@ -127,14 +127,16 @@ def test_hidden_partitions_that_change(table: Any) -> None:
     assert sorted(row["called"] for row in rows_of(source)) == sorted(3 * ROWS["name"].to_pylist())
 
 
-def test_rows_that_a_delete_file_marks(table: Any) -> None:
+def test_rows_that_delete_files_mark(table: Any) -> None:
     table.append(ROWS)
     table.append(ROWS.slice(0, 4))
     files = {task.file.record_count: task.file.file_path for task in table.scan().plan_files()}
     marked = pa.table({"file_path": [files[12], files[12], files[4]], "pos": pa.array([0, 11, 2], pa.int64())})
     add(table, marked, "POSITION_DELETES")
+    again = pa.table({"file_path": [files[12], files[12]], "pos": pa.array([5, 11], pa.int64())})
+    add(table, again, "POSITION_DELETES")
     table.append(ROWS.slice(0, 1))  # later than the deletes, which do not mean it
-    left = sorted([*range(1, 11), 0, 1, 3, 0])
+    left = sorted([1, 2, 3, 4, 6, 7, 8, 9, 10, 0, 1, 3, 0])
     for given in (table, table.metadata_location):
         source = parquet_source(given)
         assert source.rows == len(left)
