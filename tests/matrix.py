@@ -136,6 +136,7 @@ def rows() -> dict[str, Row]:
             HERE,
             (TORCH, *STORES),
             extras="spark,torch,s3,gcs,azure",
+            constraints=True,
             smoke=STORES_SMOKE,
             beside=STORES_BESIDE,
         ),

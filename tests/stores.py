@@ -91,18 +91,18 @@ def gs() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def abfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def abfs() -> Iterator[dict[str, Any]]:
     """The storage options of a server of Azure's storage with one container, ``bucket``."""
-    port, folder = free_port(), tmp_path_factory.mktemp("azurite")
+    port = free_port()
     key = base64.b64encode(os.urandom(64)).decode()
     address = f"http://127.0.0.1:{port}/account"
     account = f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey={key};BlobEndpoint={address};"
-    command = [AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1", f"--location={folder}", "--inMemoryPersistence"]
+    command = [AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1", "--inMemoryPersistence"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AZURITE_ACCOUNTS", f"account:{key}")
         with _server(port, *command, "--disableTelemetry", "--skipApiVersionCheck"):
             options = {"connection_string": account}
-            fsspec.filesystem("abfs", **options).makedirs("bucket", exist_ok=True)
+            fsspec.filesystem("abfs", **options).mkdir("bucket")
             yield options
 
 

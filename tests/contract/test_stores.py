@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.files import arrow_filesystem
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
+from spark_hvd.store.row_groups import RowGroupWriter
 from tests import stores
 from tests.stores import everything, scratch
 
@@ -247,3 +251,32 @@ def test_other_processes_see_what_is_shared(store: Store) -> None:
     assert store.is_shared == (not store.url.startswith("memory"))
     if store.is_shared:
         assert store.read_bytes(store.join("b")) == b"from the first, seen"
+
+
+def test_folders_of_databricks_take_bytes_in_order_and_have_no_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As /Volumes and /dbfs do: what is written there is never sought in, and nothing waits for a lock."""
+    monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for name in ("seek", "truncate"):
+        monkeypatch.setattr(f"spark_hvd.store.errors._CheckedFile.{name}", refuse, raising=False)
+    store = Store.create("dbfs:/fits")
+    store.check_writable()
+    for step in (1, 2):
+        with store.writing(store.join("last.ckpt")) as file:
+            torch.save({"x": torch.arange(1000.0) * step}, file)
+    with Store.create("dbfs:///fits").open(store.join("last.ckpt")) as saved:
+        assert torch.load(saved)["x"].sum() == 2 * 499_500
+    with ExitStack() as stack:
+        writer = RowGroupWriter(store, store.join("rows", "part.parquet"), 2, stack)
+        writer.add(pa.table({"x": range(10_000)}))
+        groups = writer.finish()
+    assert pq.read_metadata(store.join("rows", "part.parquet")).num_row_groups == len(groups) > 1
+    assert dataset_of(Store.create("dbfs:/fits/rows"), store.join("rows"), None).rows == 10_000
+    with pytest.raises(OSError, match="Operation not supported"), store.writing(store.join("x")) as file:
+        file.seek(0)

@@ -123,7 +123,7 @@ def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 def test_long_causes_are_cut_and_hdfs_says_what_it_needs() -> None:
     error = store_error("open", "hdfs:///x", OSError("Unable to load libjvm " + "dlopen failed " * 900))
-    assert len(str(error)) < 700
+    assert len(str(error)) < 800
     assert str(error).endswith(
         "Next: pip install hdfs-native, on every host of the cluster. Expected a path such as "
         "hdfs://namenode:8020/fits, and HADOOP_CONF_DIR on every host, or storage_options. Without that package, set "
