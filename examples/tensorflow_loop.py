@@ -3,7 +3,7 @@
 python examples/tensorflow_loop.py            ranks inside Spark tasks
 python examples/tensorflow_loop.py --local    the same, as plain processes: no Spark, no Java
 
-It needs `pip install spark_hvd[tensorflow]`.
+It needs `pip install ".[tensorflow]"`.
 """
 
 from __future__ import annotations

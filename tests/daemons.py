@@ -17,6 +17,13 @@ from tests.conftest import LOCAL_CLUSTER, wait_until
 from tests.jvm import SHORT_LIVED
 
 
+def free_port() -> int:
+    """One of this host's loopback interface on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def listens(address: str, port: int) -> bool:
     """Whether somebody takes connections there."""
     try:
@@ -55,8 +62,7 @@ def connect_server(home: Path, folder: Path, settings: Mapping[str, Any], **envi
         settings: Of Spark, besides the usual ones.
         environment: Its variables, besides those of this process.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     usual = {
         "spark.connect.grpc.binding.port": port,
         "spark.connect.grpc.binding.address": "127.0.0.1",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import uuid
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +52,8 @@ def logged(folder: Path, actions: Sequence[dict[str, Any]], version: int = 0) ->
 
 
 def vector(*rows: int) -> dict[str, Any]:
-    """A deletion vector in the log itself: a roaring bitmap of few rows."""
-    bitmap = (
-        struct.pack("<IQIIIHHI", 1681511377, 1, 0, 12346, 1, 0, len(rows) - 1, 16) + np.array(rows, "<u2").tobytes()
-    )
+    """A deletion vector in the log itself."""
+    bitmap = _bitmap(rows)
     bitmap += bytes(-len(bitmap) % 4)
     return {
         "storageType": "i",
@@ -61,3 +61,18 @@ def vector(*rows: int) -> dict[str, Any]:
         "sizeInBytes": len(bitmap),
         "cardinality": len(rows),
     }
+
+
+def vector_beside(folder: Path, *rows: int) -> dict[str, Any]:
+    """The same in a file of the table, where Databricks and Spark put it."""
+    bitmap, name = _bitmap(rows), uuid.uuid4()
+    ends = struct.pack(">I", len(bitmap)), struct.pack(">I", zlib.crc32(bitmap))
+    (folder / f"deletion_vector_{name}.bin").write_bytes(b"\x01" + ends[0] + bitmap + ends[1])
+    found = {"storageType": "u", "pathOrInlineDv": z85.encode(name.bytes).decode(), "offset": 1}
+    return {**found, "sizeInBytes": len(bitmap), "cardinality": len(rows)}
+
+
+def _bitmap(rows: Sequence[int]) -> bytes:
+    """A roaring bitmap of few rows."""
+    head = struct.pack("<IQIIIHHI", 1681511377, 1, 0, 12346, 1, 0, len(rows) - 1, 16)
+    return head + np.array(rows, "<u2").tobytes()

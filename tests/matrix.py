@@ -70,6 +70,16 @@ MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/t
 JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
 PANDAS_SMOKE = ("tests/smoke.py", "tests/contract/test_reader_values.py", "-k", "not petastorm and not connect")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
+STORES = ("moto[server]>=5", "gcp-storage-emulator", "hdfs-native")
+STORES_SMOKE = ("tests/stores_smoke.py", "tests/contract/test_stores.py")
+HADOOP = "pyspark-3.0.1"
+STORES_BESIDE = (
+    ("npm", "install", "--silent", "--global", "--prefix", ".", "azurite"),
+    ("bin/python", "-m", "pip", "download", "-qq", "--no-deps", "--dest", "hadoop", HADOOP.replace("-", "==")),
+    ("tar", "xzf", f"hadoop/{HADOOP}.tar.gz", "-C", "hadoop", "--strip-components=3", f"{HADOOP}/deps/jars"),
+    ("rm", f"hadoop/{HADOOP}.tar.gz"),
+)
+"""Servers that are no packages of Python's: of Azure's storage, and of HDFS, whose jars no later PySpark has."""
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
 
@@ -88,6 +98,7 @@ class Row:
         constraints: Whether all else is what constraints.txt says.
         extras: Ours; None for spark_hvd without what it says that it depends on.
         smoke: The tests that every run of the row has. A row with others than the usual ones has no suites.
+        beside: Commands that install what pip does not, in the row's folder.
     """
 
     name: str
@@ -96,6 +107,7 @@ class Row:
     constraints: bool = False
     extras: str | None = EXTRAS
     smoke: tuple[str, ...] = SMOKE
+    beside: tuple[tuple[str, ...], ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -119,6 +131,15 @@ def rows() -> dict[str, Row]:
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),
         Row("pandas3", HERE, (TORCH, "pyspark", "pandas>=3"), extras="lightning,mpi", smoke=PANDAS_SMOKE),
+        Row(
+            "stores",
+            HERE,
+            (TORCH, *STORES),
+            extras="spark,torch,s3,gcs,azure",
+            constraints=True,
+            smoke=STORES_SMOKE,
+            beside=STORES_BESIDE,
+        ),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]
@@ -143,7 +164,8 @@ def build(row: Row, extras: str | None) -> None:
     constraints = ["-c", str(ROOT / "constraints.txt")] if row.constraints else []
     wanted = [*row.pins, *TOOLS, "-e", f".[{extras}]", *constraints]
     files = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
-    mark = hashlib.sha256("\n".join([row.python, *wanted, *files]).encode()).hexdigest()
+    beside = [word for command in row.beside for word in command]
+    mark = hashlib.sha256("\n".join([row.python, *wanted, *beside, *files]).encode()).hexdigest()
     done = row.folder / "made"
     if done.exists() and done.read_text() == mark:
         return
@@ -161,6 +183,8 @@ def build(row: Row, extras: str | None) -> None:
         ours = [*row.pins, *TOOLS, "-e", f".[{extras}]"]
     with _installing:
         subprocess.run([*install, *ours, *constraints], cwd=ROOT, check=True)
+    for command in row.beside:
+        subprocess.run(command, cwd=row.folder, check=True)
     done.write_text(mark)
 
 

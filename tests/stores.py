@@ -1,13 +1,19 @@
-"""Fixtures of stores: a real S3 server, small disks."""
+"""Fixtures of stores: servers of S3, and of Google's and Azure's storage where they are installed; small disks."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import importlib.util
 import logging
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +24,27 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_hvd.store import Store
+from tests import hdfs as hadoop
+from tests.conftest import wait_until
+from tests.daemons import end, free_port, listens
+
+AZURITE = "azurite-blob"
+HAS_GS = all(map(importlib.util.find_spec, ("gcsfs", "gcp_storage_emulator")))
+HAS_HDFS = importlib.util.find_spec("hdfs_native") is not None and hadoop.JARS.exists()
+HAS_ABFS = importlib.util.find_spec("adlfs") is not None and shutil.which(AZURITE) is not None
+
+
+def remote() -> list[str]:
+    """The fixtures of servers that can be had here; their names are those of their protocols."""
+    return ["s3", *["gs"] * HAS_GS, *["abfs"] * HAS_ABFS, *["hdfs"] * HAS_HDFS]
+
+
+def created(protocol: str, server: Any) -> Store:
+    """A new store on the server that a fixture of that name has given."""
+    path = uuid.uuid4().hex
+    if protocol == "hdfs":
+        return Store.create(f"{server}/{path}")
+    return Store.create(f"{protocol}://bucket/{path}", storage_options=server)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +60,57 @@ def s3() -> Iterator[dict[str, Any]]:
     s3fs.S3FileSystem(**options).makedirs("bucket", exist_ok=True)  # servers of one process share their content
     yield options
     server.stop()
+
+
+@contextlib.contextmanager
+def _server(port: int, *command: str) -> Iterator[None]:
+    """A server as a process of its own, from when it listens on ``port``."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdout=log, stderr=log)
+
+        def ready() -> bool:
+            assert process.poll() is None, log.seek(0) or log.read().decode()[-4000:]
+            return listens("127.0.0.1", port)
+
+        try:
+            wait_until(ready, 60)
+            yield
+        finally:
+            end(process)
+
+
+@pytest.fixture(scope="module")
+def gs() -> Iterator[dict[str, Any]]:
+    """The storage options of a server of Google's storage with one bucket, ``bucket``."""
+    port = free_port()
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # gcsfs asks Google what kind of bucket it is
+        with _server(port, *command, "--in-memory", "--default-bucket=bucket"):
+            yield {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon"}
+
+
+@pytest.fixture(scope="module")
+def abfs() -> Iterator[dict[str, Any]]:
+    """The storage options of a server of Azure's storage with one container, ``bucket``."""
+    port = free_port()
+    key = base64.b64encode(os.urandom(64)).decode()
+    address = f"http://127.0.0.1:{port}/account"
+    account = f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey={key};BlobEndpoint={address};"
+    command = [AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1", "--inMemoryPersistence"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AZURITE_ACCOUNTS", f"account:{key}")
+        with _server(port, *command, "--disableTelemetry", "--skipApiVersionCheck"):
+            options = {"connection_string": account}
+            fsspec.filesystem("abfs", **options).mkdir("bucket")
+            yield options
+
+
+@pytest.fixture(scope="module")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of HDFS."""
+    with hadoop.hdfs(tmp_path_factory.mktemp("hdfs")) as address:
+        yield address
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def describe(
             _package("Spark", packages["pyspark"]),
             _line("Java", java, "Spark needs it: apt install openjdk-17-jre-headless"),
             _package("pyarrow", packages["pyarrow"]),
-            _line("Petastorm", petastorm, "pip install petastorm opencv-python-headless"),
+            _line("Petastorm", petastorm, "pip install 'petastorm<0.13' opencv-python-headless"),
         ],
     }
     lines = [f"spark_hvd {spark_hvd.__version__}, Python {sys.version.split()[0]} ({sys.executable})"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from spark_hvd.runner.diagnosis.facts import HostFacts, Package, StoreTrial
 from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.watch import words
+from spark_hvd.store.needs import to_install
 from spark_hvd.world.words import count
 
 _MIB = 1 << 20
@@ -20,7 +21,7 @@ _CLOCK_MOST = 2.0
 
 # What has to be there; what differs only deserves a warning where it is not exactly ours.
 _NEEDED = ("spark_hvd", "torch", "pyarrow", "numpy", "cloudpickle", "zmq", "psutil", "fsspec")
-_INSTALL = {"zmq": "pyzmq", "spark_hvd": "spark_hvd"}
+_INSTALL = {"zmq": "pyzmq"}
 
 
 def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -193,11 +194,7 @@ def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -
 
 
 def _store_remedy(url: str) -> str:
-    protocol = url.partition("://")[0] if "://" in url else ""
-    package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow"}.get(protocol)
-    if package is not None:
-        return f"pip install {package}   # on every host; and credentials for {url} there"
-    return f"mkdir -p {url} && chmod a+rwx {url}   # on storage that all hosts share"
+    return to_install(url) or f"mkdir -p {url} && chmod a+rwx {url}   # on storage that all hosts share"
 
 
 def _minor(version: str) -> str:
@@ -211,6 +208,8 @@ def _why(package: Package | None) -> str:
 
 
 def _pinned(name: str, version: str | None) -> str:
+    if name == "spark_hvd":  # which no index has: the wheel that docs/quickstart.md builds
+        return f"dist/spark_hvd-{version}-py3-none-any.whl"
     package = _INSTALL.get(name, name)
     return f"'{package}=={version.partition('+')[0]}'" if version and version != "unknown" else package
 

@@ -25,5 +25,5 @@ def check_pyspark() -> None:
     if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(
             f"PySpark {pyspark.__version__} ({pyspark.__file__}) is too old: expected 3.5 or newer. Use a newer "
-            "cluster, or pip install 'pyspark>=3.5' where there is none"
+            "cluster, or, where there is none, pip install 'pyspark>=3.5'"
         )

@@ -327,7 +327,7 @@ def _listing(what: str, package: str) -> Iterator[None]:
     except ImportError as error:
         raise TableError(
             f"which files make up {what} the package {package} tells, which cannot be imported ({error}). Next: "
-            f"pip install {package} where the run is started, {_FRAME}"
+            f"pip install {package}, where the run is started, {_FRAME}"
         ) from error
     except Exception as error:  # the packages raise what they like
         raise TableError(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
+from spark_hvd.store.needs import expected, to_install
+
 
 class StoreError(RuntimeError):
     """A store cannot be reached, read or written, or holds something unexpected."""
@@ -100,7 +102,7 @@ def _next_step(path: str, cause: Exception) -> str:
     code = cause.errno if isinstance(cause, OSError) else None
     kind = type(cause).__name__
     if any(word in str(cause) for word in ("libjvm", "libhdfs")):
-        return "HDFS needs Java and Hadoop on every host: set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+        return f"Next: {to_install(path)}. Without that package, set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
     if path.startswith("dbfs:") and kind == "TypeError":
         return (
             "Here is no /dbfs, the mount of Databricks' clusters. Expected a path of a volume there, "
@@ -112,7 +114,7 @@ def _next_step(path: str, cause: Exception) -> str:
     if code == errno.EROFS:
         return "The file system is mounted read-only: choose another store"
     if "Credential" in kind or "Auth" in kind:
-        return "Pass credentials in storage_options, or set them up on every host of the cluster"
+        return _with_expected("Pass credentials in storage_options, or set them up on every host of the cluster", path)
     if isinstance(cause, PermissionError):
         if remote:
             return (
@@ -128,6 +130,10 @@ def _next_step(path: str, cause: Exception) -> str:
         return "A part of the path is a file where a directory is expected: choose another path"
     if isinstance(cause, IsADirectoryError):
         return "It is a directory where a file is expected"
-    if any(word in f"{kind} {cause}".lower() for word in _UNREACHABLE):
+    if kind != "ValueError" and any(word in f"{kind} {cause}".lower() for word in _UNREACHABLE):
         return "Check the address (endpoint_url in storage_options) and the network of this host"
-    return "Check the path and storage_options"
+    return _with_expected("Check the path and storage_options", path)
+
+
+def _with_expected(step: str, path: str) -> str:
+    return ". ".join(filter(None, (step, expected(path))))

@@ -324,16 +324,33 @@ class Store:
         try:
             with explaining("write", path):
                 filesystem.put_file(local, temporary)
-                filesystem.mv(temporary, target)
-                if filesystem.exists(temporary):  # WebHDFS renames nothing onto a file, and says nothing
-                    filesystem.rm_file(target)
-                    filesystem.mv(temporary, target)
+                options = {"overwrite": True} if protocol_of(self.url) == "hdfs" else {}  # which hdfs-native has
+                _replace(filesystem, temporary, target, options)
         except BaseException:
-            with contextlib.suppress(
-                Exception
-            ):  # whatever fsspec's file systems raise: the first error is the one to tell
+            # whatever fsspec's file systems raise: the first error is the one to tell
+            with contextlib.suppress(Exception):
                 filesystem.rm_file(temporary)
             raise
+
+
+def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str, Any]) -> None:
+    """Give ``temporary`` the name ``target``, also where that is a file and the file system renames onto none."""
+    try:
+        filesystem.mv(temporary, target, **options)
+    except OSError:
+        if not filesystem.isfile(target):
+            raise
+    if not filesystem.exists(temporary):
+        return
+    # HDFS: libhdfs raises, WebHDFS says nothing. The old content goes only once the new one has its name.
+    old = posixpath.join(posixpath.dirname(target), temporary_name(posixpath.basename(target)))
+    filesystem.mv(target, old)
+    try:
+        filesystem.mv(temporary, target)
+    except BaseException:
+        filesystem.mv(old, target)
+        raise
+    filesystem.rm_file(old)
 
 
 def _remove_if_left(temporary: str) -> None:

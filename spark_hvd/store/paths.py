@@ -9,11 +9,11 @@ import uuid
 import fsspec
 
 from spark_hvd.store.errors import StoreError
+from spark_hvd.store.needs import to_install
 
 # A PUT to these is atomic: an object has its old content until the upload is complete. They have no rename.
 OBJECT_STORES = frozenset({"s3", "gs", "gcs", "abfs", "az", "adl", "oss", "oci", "r2"})
 _ALIASES = {"s3a": "s3", "s3n": "s3", "abfss": "abfs"}  # what Hadoop calls them: always over TLS, as adlfs does
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _DBFS_MOUNT = "/dbfs"
 
 
@@ -51,8 +51,7 @@ def check_protocol(url: str) -> None:
             "abfs://, hdfs://, or another that an installed package gives to fsspec"
         ) from error
     except ImportError as error:
-        package = _PACKAGES.get(protocol)
-        todo = f"pip install {package}, on every host of the cluster" if package else str(error)
+        todo = to_install(url) or str(error)
         raise StoreError(f"cannot use {url}: the package for {protocol}:// is not installed. Next: {todo}") from error
 
 

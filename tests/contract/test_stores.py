@@ -1,13 +1,18 @@
-"""One contract for every kind of store, on real file systems and a real S3 server."""
+"""One contract for every kind of store, on real file systems, a real S3 server and, where there are some, others.
+
+`make matrix ROWS=stores` installs servers of Google's and of Azure's storage and of HDFS, and runs this with them.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +24,16 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.files import arrow_filesystem
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
+from spark_hvd.store.row_groups import RowGroupWriter
 from tests import stores
 from tests.stores import everything, scratch
 
-s3 = stores.s3  # pytest finds fixtures among the names of a module
+s3, gs, abfs, hdfs = stores.s3, stores.gs, stores.abfs, stores.hdfs  # pytest finds fixtures among the names of a module
+REMOTE = stores.remote()
 
 
 class Unforgiving(MemoryFileSystem):
@@ -40,13 +48,27 @@ class Unforgiving(MemoryFileSystem):
             super().mv(path1, path2, **kwargs)
 
 
+class Unwilling(MemoryFileSystem):
+    """Refuses to rename a file onto another, as libhdfs and hdfs-native do."""
+
+    protocol = "unwilling"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.exists(path2):
+            raise FileExistsError(f"rename destination {path2} already exists")
+        super().mv(path1, path2, **kwargs)
+
+
 fsspec.register_implementation("unforgiving", Unforgiving, clobber=True)
+fsspec.register_implementation("unwilling", Unwilling, clobber=True)
 
 
-@pytest.fixture(params=["local", "memory", "unforgiving", "s3"])
+@pytest.fixture(params=["local", "memory", "unforgiving", "unwilling", *REMOTE])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "s3":
-        return Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=request.getfixturevalue("s3"))
+    if request.param in REMOTE:
+        return stores.created(request.param, request.getfixturevalue(request.param))
     return Store.create(tmp_path / "store" if request.param == "local" else f"{request.param}://{uuid.uuid4().hex}")
 
 
@@ -167,9 +189,11 @@ def test_a_reader_sees_whole_files_only(store: Store) -> None:
     store.write_bytes(path, bytes([0]) * 300_000)
 
     def write() -> None:
-        for value in range(1, 21):
-            store.write_bytes(path, bytes([value]) * 300_000)
-        done.set()
+        try:
+            for value in range(1, 21):
+                store.write_bytes(path, bytes([value]) * 300_000)
+        finally:
+            done.set()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -177,7 +201,7 @@ def test_a_reader_sees_whole_files_only(store: Store) -> None:
         try:
             data = store.read_bytes(path)
         except StoreError:
-            assert store.url.startswith("unforgiving")
+            assert store.url.startswith(("unforgiving", "unwilling"))
             continue
         assert data == data[:1] * 300_000
         seen.add(data[0])
@@ -211,7 +235,7 @@ def test_pickles_as_data(store: Store) -> None:
 
 
 def test_other_processes_see_what_is_shared(store: Store) -> None:
-    if store.url.startswith("unforgiving"):
+    if store.url.startswith(("unforgiving", "unwilling")):
         pytest.skip("its class is in this file only")
     store.write_bytes(store.join("a"), b"from the first")
     code = (
@@ -227,3 +251,32 @@ def test_other_processes_see_what_is_shared(store: Store) -> None:
     assert store.is_shared == (not store.url.startswith("memory"))
     if store.is_shared:
         assert store.read_bytes(store.join("b")) == b"from the first, seen"
+
+
+def test_folders_of_databricks_take_bytes_in_order_and_have_no_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As /Volumes and /dbfs do: what is written there is never sought in, and nothing waits for a lock."""
+    monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for name in ("seek", "truncate"):
+        monkeypatch.setattr(f"spark_hvd.store.errors._CheckedFile.{name}", refuse, raising=False)
+    store = Store.create("dbfs:/fits")
+    store.check_writable()
+    for step in (1, 2):
+        with store.writing(store.join("last.ckpt")) as file:
+            torch.save({"x": torch.arange(1000.0) * step}, file)
+    with Store.create("dbfs:///fits").open(store.join("last.ckpt")) as saved:
+        assert torch.load(saved)["x"].sum() == 2 * 499_500
+    with ExitStack() as stack:
+        writer = RowGroupWriter(store, store.join("rows", "part.parquet"), 2, stack)
+        writer.add(pa.table({"x": range(10_000)}))
+        groups = writer.finish()
+    assert pq.read_metadata(store.join("rows", "part.parquet")).num_row_groups == len(groups) > 1
+    assert dataset_of(Store.create("dbfs:/fits/rows"), store.join("rows"), None).rows == 10_000
+    with pytest.raises(OSError, match="Operation not supported"), store.writing(store.join("x")) as file:
+        file.seek(0)

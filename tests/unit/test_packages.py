@@ -1,12 +1,14 @@
-"""What packages say of themselves: the recipe for conda is that of pyproject.toml, and both say what is true."""
+"""What packages say of themselves, and what pages and messages say that is to be typed to install them: all true."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import spark_hvd
 
@@ -51,3 +53,69 @@ def test_classifiers_name_the_versions_that_the_matrix_has(project: dict[str, An
     page = (ROOT / "docs" / "versions.md").read_text()
     ran = set(re.findall(r"^\|[^|]*\| 3\.(\d+)\.\d+ \|", page, re.MULTILINE))
     assert named == ran, "Python's versions of the classifiers, and of the rows that ran in docs/versions.md"
+
+
+# -- lines of pip
+
+OPTION = r"--no-deps|--no-cache-dir|--index-url \S+|-e"
+BARE = r"(?:\.(?![\w/])|[\w{/.](?:[\w.{}/=*-]*[\w}/*])?)(?:\[[\w,]*\]|[<>]\S+)?"  # without the full stop of a sentence
+TOKEN = rf"""(?:'[^'\n]+'|"[^"\n]+"|{OPTION}|{BARE})"""
+LINE = re.compile(rf"pip install ({TOKEN}(?: {TOKEN})*)")
+OTHERS = {"databricks-connect", "hdfs-native", "mxnet", "venv-pack"}
+"""Packages that lines name and pyproject.toml does not."""
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """What people read, by its path: of Python's files the joined strings, of notebooks the lines of cells."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    examples = [each for each in (ROOT / "examples").rglob("*") if each.suffix in (".py", ".md", ".ipynb")]
+    ours = [each for folder in ("spark_hvd", "runner", "estimators") for each in (ROOT / folder).rglob("*.py")]
+    for path in sorted({each.resolve() for each in (*pages, *examples, *ours) if ".venv" not in each.parts}):
+        text = path.read_text().replace('\\"', '"').replace("\\n", "\n")
+        yield str(path.relative_to(ROOT)), re.sub(r'\\\n *|(?<=\w )"\n +f?"', "", text)
+
+
+def lines_of_pip() -> list[tuple[str, list[str]]]:
+    """By the path of a text what stands behind ``pip install``."""
+    return [(path, re.findall(TOKEN, line)) for path, text in texts() for line in LINE.findall(text)]
+
+
+def fault(token: str, project: dict[str, Any]) -> str | None:
+    """Why what is written behind ``pip install`` does not install what it says; None if it does."""
+    if token.startswith("-") or "{" in token:  # an option, or filled in by a line that another test covers
+        return None
+    bare = token.strip("'\"")
+    if bare == token and re.search(r"[][<>*]", token):
+        return "a shell reads this otherwise without quotes"
+    told = project["project"]
+    if bare.startswith((".", "/")) or ".whl" in bare:
+        where, _, extras = bare.rstrip("]").partition("[")
+        wheel = f"spark_hvd-{spark_hvd.__version__}-py3-none-any.whl"
+        if not (where.endswith(wheel) if where.endswith(".whl") else (ROOT / where).is_dir()):
+            return "no such folder, or a wheel of another version"
+        unknown = set(filter(None, extras.split(","))) - told["optional-dependencies"].keys()
+        return f"no such extras: {unknown}" if unknown else None
+    asked = Requirement(bare)
+    if asked.name == told["name"]:
+        return "no index has it"
+    known = [Requirement(each) for group in told["optional-dependencies"].values() for each in group]
+    bounds = [each for each in (*known, *map(Requirement, told["dependencies"])) if each.name == asked.name]
+    if not bounds and asked.name not in OTHERS:
+        return "a package that pyproject.toml does not name"
+    upper = {str(one) for each in bounds if each.name == "petastorm" for one in each.specifier if one.operator == "<"}
+    return f"pip takes a version that is not {upper}" if upper - {str(one) for one in asked.specifier} else None
+
+
+def test_lines_of_pip_can_be_typed_as_they_are(project: dict[str, Any]) -> None:
+    """In a clone, of a wheel, or from an index: with extras and versions that there are, and quoted for a shell."""
+    lines = lines_of_pip()
+    assert len(lines) > 60
+    faults = [(path, each, why) for path, tokens in lines for each in tokens if (why := fault(each, project))]
+    assert faults == []
+
+
+def test_what_is_wrong_with_a_line_is_noticed(project: dict[str, Any]) -> None:
+    for token in ("spark_hvd", "'spark_hvd[spark]'", ".[torch]", '".[tensor]"', "petastorm", "no-such-package"):
+        assert fault(token, project), token
+    for token in (".", '".[torch,spark]"', "'petastorm<0.13'", "keras", "--no-deps", "./examples/horovod_package"):
+        assert fault(token, project) is None, token

@@ -117,15 +117,26 @@ def test_unknown_protocols_and_missing_packages() -> None:
 def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
-    with pytest.raises(StoreError, match=r"Next: pip install gcsfs, on every host"):
+    with pytest.raises(StoreError, match=r"Next: pip install gcsfs, on every host .* gs://bucket/fits, and GOOGLE_APP"):
         Store.create("gs://bucket/x")
 
 
 def test_long_causes_are_cut_and_hdfs_says_what_it_needs() -> None:
     error = store_error("open", "hdfs:///x", OSError("Unable to load libjvm " + "dlopen failed " * 900))
-    assert len(str(error)) < 700
+    assert len(str(error)) < 800
     assert str(error).endswith(
-        "HDFS needs Java and Hadoop on every host: set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+        "Next: pip install hdfs-native, on every host of the cluster. Expected a path such as "
+        "hdfs://namenode:8020/fits, and HADOOP_CONF_DIR on every host, or storage_options. Without that package, set "
+        "JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+    )
+
+
+def test_an_account_that_was_not_named_is_not_one_out_of_reach() -> None:
+    cause = ValueError("unable to connect to account for Must provide either a connection_string or account_name")
+    assert str(store_error("open", "abfs://container/x", cause)).endswith(
+        "Check the path and storage_options. Expected a path such as "
+        "abfss://container@account.dfs.core.windows.net/fits, and AZURE_STORAGE_ACCOUNT_KEY on every host, or "
+        "storage_options"
     )
 
 

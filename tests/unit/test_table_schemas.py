@@ -26,7 +26,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import Asked, ParquetSource, parquet_source
-from tests.delta_log import added, column, head, logged, vector
+from tests.delta_log import added, column, head, logged, vector, vector_beside
 
 NESTED = tuple(map(int, pa.__version__.split(".")[:2])) >= (20, 0)
 """Whether Arrow adds fields to structs."""
@@ -133,6 +133,16 @@ def test_rows_that_deletion_vectors_mark(tmp_path: Path) -> None:
     some = {**actions[2]["add"], "deletionVector": vector(*range(7))}
     with pytest.raises(DataError, match="has no rows"):
         parquet_source(logged(folder, [*actions[:2], {"add": some}]))
+
+
+def test_deletion_vectors_in_files_of_their_own_and_columns_by_name(tmp_path: Path) -> None:
+    """As Databricks writes both today."""
+    log = head([column("x", "long", 1, "c1")], ["deletionVectors", "columnMapping"], **mapping("name"))
+    tmp_path.joinpath("t").mkdir()
+    marked = vector_beside(tmp_path / "t", 1, 2)
+    file = added(tmp_path / "t", "a.parquet", pa.table({"c1": [*range(5)]}), deletionVector=marked)
+    source = parquet_source(logged(tmp_path / "t", [*log, file]))
+    assert rows_of(source) == deltalake_rows(tmp_path / "t") == [{"x": 0}, {"x": 3}, {"x": 4}]
 
 
 def test_types_that_delta_has_widened(tmp_path: Path) -> None:
@@ -355,34 +365,6 @@ def test_files_of_iceberg_without_ids(iceberg: Any, tmp_path: Path) -> None:
     with iceberg.transaction() as change:
         change.remove_properties("schema.name-mapping.default")
     with pytest.raises(TableError, match=r"older\.parquet has no field IDs, by which snapshot .* no mapping of names"):
-        parquet_source(iceberg)
-
-
-def test_rows_that_delete_files_of_iceberg_mark(iceberg: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyiceberg writes none, but reads them: a plan that names some is what there is of them."""
-    manifest = pytest.importorskip("pyiceberg.manifest")
-    tasks = list(iceberg.scan().plan_files())
-    paths = [task.file.file_path for task in tasks for _ in range(task.file.record_count)]
-    positions = [at for task in tasks for at in range(task.file.record_count)]
-    marked = []
-    for name, chosen in (("one", slice(0, 2)), ("two", slice(1, 3))):
-        table = pa.table({"file_path": paths[chosen], "pos": pa.array(positions[chosen], pa.int64())})
-        pq.write_table(table, tmp_path / f"{name}.parquet")
-        content, kind = manifest.DataFileContent.POSITION_DELETES, manifest.FileFormat.PARQUET
-        told = {"file_path": str(tmp_path / f"{name}.parquet"), "file_format": kind, "content": content}
-        marked.append(manifest.DataFile.from_args(**told, partition=None, record_count=2, file_size_in_bytes=1))
-    for task in tasks:
-        task.delete_files = set(marked)
-    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda scan: tasks)
-    source = parquet_source(iceberg)
-    assert rows_of(source) == ordered(iceberg.scan().to_arrow())
-    assert source.rows == 2
-
-    def refuse(scan: Any) -> None:
-        raise ValueError("PyIceberg does not yet support equality deletes")
-
-    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", refuse)
-    with pytest.raises(TableError, match=r"cannot list the files of the Iceberg table .* equality deletes\. Next: "):
         parquet_source(iceberg)
 
 

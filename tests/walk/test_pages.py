@@ -72,16 +72,6 @@ def test_each_block_is_python_that_fits_the_page(page: Path) -> None:
         assert wide == []  # the site shows so many columns on a laptop's screen
 
 
-def test_lines_of_pip_can_be_typed() -> None:
-    """In a clone or of a wheel, with extras that there are: no index has spark_hvd."""
-    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for package, extras in re.findall(r"pip install [^`\n]*?(\S*)\[([\w,]+)\]", page.read_text()):
-            assert package.endswith((".", ".whl", "pyspark")), (page.name, package, extras)
-            known = {"connect"} if package.endswith("pyspark") else project["optional-dependencies"].keys()
-            assert set(extras.split(",")) <= known, (page.name, extras)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pages", RUNS, ids=" ".join)
