@@ -149,17 +149,21 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    if isinstance(error, SystemExit):
-        end_process(exit_code(error))
-    if error is not None:
-        sys.stderr.write(format_error(error))
-    end_process(int(error is not None))
+    try:
+        if isinstance(error, SystemExit):
+            end_process(exit_code(error))
+        if error is not None:
+            sys.stderr.write(format_error(error))
+        end_process(int(error is not None))
+    finally:
+        os._exit(1)  # whatever fails here: it would go on as the rank
 
 
 def exit_code(left: SystemExit) -> int:
     """What the process is to end with; prints a text, as Python does."""
     if isinstance(left.code, str):
-        print(left.code, file=sys.stderr)
+        with contextlib.suppress(Exception):  # stderr may be closed
+            print(left.code, file=sys.stderr)
     return left.code if isinstance(left.code, int) else int(left.code is not None)
 
 
@@ -192,6 +196,12 @@ def end_process(code: int) -> NoReturn:
         if (found := each.peek()) is not None and getattr(found[1], "__module__", None) == "torch.library":
             each.atexit = False
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    flush_output()
+    os._exit(code & 0xFF)  # as sys.exit does with larger numbers
+
+
+def flush_output() -> None:
+    """Let go of what is printed. A program may have closed its streams, put others in their place, or None."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -87,6 +87,39 @@ class Locked(ValueError):
         self.lock = threading.Lock()
 
 
+class ToldByInit(Exception):
+    """Its ``__init__`` takes something else than its ``args``, and accepts these, too."""
+
+    def __init__(self, code: object, text: str = "disk") -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_says_what_it_said_where_it_was_raised() -> None:
+    rebuilt = load_exception(dump_exception(ToldByInit(3)))
+    assert isinstance(rebuilt, ToldByInit)
+    assert (str(rebuilt), rebuilt.code) == ("3: disk", 3)
+    holder = load_exception(dump_exception(ValueError(Holder)))
+    assert isinstance(holder, ValueError)
+    assert isinstance(load_exception(dump_exception(Mute("x"))), Mute)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
+def test_a_group_brings_the_exceptions_in_it() -> None:
+    inner = ExceptionGroup("inner", [ToldByInit(3), Locked()])
+    rebuilt = load_exception(dump_exception(ExceptionGroup("outer", [NeedsTwo(1, 2), inner])))
+    assert isinstance(rebuilt, ExceptionGroup)
+    first, second = rebuilt.exceptions
+    assert isinstance(first, NeedsTwo)
+    assert isinstance(second, ExceptionGroup)
+    assert [str(each) for each in second.exceptions] == ["3: disk", "Locked: ('it is', 'locked')"]
+
+
 def test_exceptions_can_be_raised_again() -> None:
     rebuilt = load_exception(dump_exception(NeedsTwo(1, 2, c=3)))
     assert isinstance(rebuilt, NeedsTwo)

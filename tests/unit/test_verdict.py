@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_an_error_raised_from_an_echo_is_an_echo() -> None:
     error = ValueError("step failed")
     error.__cause__ = RuntimeError("Connection closed by peer")
     assert is_echo(error)
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    one, two = ValueError("one"), KeyError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert not is_echo(one)
+    two.__cause__ = two  # raise error from error
+    assert not is_echo(two)
+
+
+def test_an_error_that_cannot_say_what_it_is_is_no_echo() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise RuntimeError("Connection closed by peer")
+
+    assert not is_echo(Mute())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
+def test_a_group_of_echoes_is_an_echo() -> None:
+    gone = RuntimeError("Connection closed by peer")
+    assert is_echo(ExceptionGroup("tasks", [gone, ExceptionGroup("more", [gone])]))
+    assert not is_echo(ExceptionGroup("tasks", [gone, ValueError("bad batch")]))
 
 
 def test_the_cause_comes_before_echoes_that_were_heard_earlier() -> None:
