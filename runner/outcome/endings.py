@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
 from spark_hvd.world.words import text_of
 
+GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 _HINTS = {
     "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
     "SIGSEGV": " (a crash in native code)",
@@ -80,7 +82,7 @@ def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
     text = text_of(error)
     if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX has it as a ValueError
         return True
-    if sys.version_info >= (3, 11) and isinstance(error, BaseExceptionGroup):
+    if isinstance(error, GROUPS):
         return all(_is_echo(each, {*seen}) for each in error.exceptions)
     return _is_echo(error.__cause__, seen)
 

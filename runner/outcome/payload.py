@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import pickle
 import reprlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from spark_hvd.runner.outcome.endings import GROUPS
 from spark_hvd.runner.tracebacks import Brief
 from spark_hvd.world.pickles import dumps
 from spark_hvd.world.words import bounded, text_of
@@ -127,14 +127,16 @@ class _Group:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if sys.version_info < (3, 11) or not isinstance(self._error, BaseExceptionGroup):
+        group: Any = self._error
+        if not isinstance(group, GROUPS):
             raise TypeError("no group")
-        return _grouped, (self._error.message, [dump_exception(each) for each in self._error.exceptions])
+        return _grouped, (group.message, [dump_exception(each) for each in group.exceptions])
 
 
 def _grouped(message: str, exceptions: Sequence[bytes]) -> BaseException:
     found = [load_exception(each) for each in exceptions]
-    return BaseExceptionGroup(message, [each for each in found if each is not None])
+    made: BaseException = GROUPS(message, [each for each in found if each is not None])
+    return made
 
 
 class _Parts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -109,6 +111,28 @@ def test_a_list_of_paths_is_one_data_set(tmp_path: Path) -> None:
 def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
     assert given({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
+
+
+def test_a_table_has_the_types_that_files_have() -> None:
+    """One for all ways to lay out dates, runs and what other libraries store in types of their own."""
+    columns = {
+        "days": pa.array([0, 86_400_000], pa.date64()),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"])),
+        "images": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8).reshape(2, 2, 2)),
+        "flags": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
+        "inside": pa.array([[datetime.date(1970, 1, 2)], []], pa.list_(pa.date64())),
+    }
+    table = given({"train": pa.table(columns)}).tables["train"]
+    assert table.schema.types == [
+        pa.date32(),
+        pa.string(),
+        pa.list_(pa.int64(), 4),
+        pa.int8(),
+        pa.list_(pa.date32()),
+    ]
+    assert table.column("days").cast(pa.int32()).to_pylist() == [0, 1]
+    assert table.column("runs").to_pylist() == ["x", "x"]
+    assert table.column("images").to_pylist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
-import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from spark_hvd.runner.outcome.endings import is_echo, is_echoing_abort, rank_fai
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
+
+Group: Any = getattr(builtins, "ExceptionGroup", None)
 
 
 def failed(rank: int, error: str = "ValueError: bad", **fields: object) -> Failed:
@@ -74,11 +77,11 @@ def test_an_error_that_cannot_say_what_it_is_is_no_echo() -> None:
     assert not is_echo(Mute())
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups")
+@pytest.mark.skipif(Group is None, reason="Python 3.10 has no groups")
 def test_a_group_of_echoes_is_an_echo() -> None:
     gone = RuntimeError("Connection closed by peer")
-    assert is_echo(ExceptionGroup("tasks", [gone, ExceptionGroup("more", [gone])]))
-    assert not is_echo(ExceptionGroup("tasks", [gone, ValueError("bad batch")]))
+    assert is_echo(Group("tasks", [gone, Group("more", [gone])]))
+    assert not is_echo(Group("tasks", [gone, ValueError("bad batch")]))
 
 
 def test_the_cause_comes_before_echoes_that_were_heard_earlier() -> None:
