@@ -308,7 +308,7 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
 
     try:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
-    except (TypeError, pa.ArrowInvalid) as error:
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         raise TypeError(
             f"data[{name!r}] is of type {type(value).__qualname__}, of which Arrow makes no table: {error}"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -150,9 +151,19 @@ def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: s
         given({"train": value})
 
 
-def test_what_arrow_makes_no_table_of_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"data\['train'\] is of type ChunkedArray, of which Arrow makes no table"):
-        run_local(read, ("train",), num_proc=2, data={"train": NAMES})
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (NAMES, "of type ChunkedArray"),
+        (pd.DataFrame(np.ones((2, 2)), columns=["a", "a"]), "of type DataFrame, .*Duplicate column names found"),
+        (pd.DataFrame({"a": [1j]}), "of type DataFrame, .*column a with type complex128"),
+        (pd.DataFrame({"a": pd.Series([2**70], dtype=object)}), "of type DataFrame, .*too large"),
+    ],
+)
+def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=rf"data\['train'\] is {why}") as refused:
+        given({"train": value})
+    assert "of which Arrow makes no table" in str(refused.value)
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:
