@@ -25,7 +25,7 @@ _STANDING_IN = (KeyError, IndexError, OSError, ValueError, TypeError, AttributeE
 _INSIDE = "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
 _OF_SPARK = (
     "Ranks have no Spark. Write a DataFrame to Parquet and pass the path, pass df.toPandas() if it is small, or train "
-    "on it with an estimator."
+    "on it with an estimator. Pass the value of a broadcast variable; return what an accumulator would add up."
 )
 
 
