@@ -111,7 +111,7 @@ class Given:
 
     def in_spark(self, session: SparkSession) -> Given:
         """The same data sets, with all tables as Spark DataFrames, for tasks that may run on any host."""
-        made = {name: _frame_of(session, table) for name, table in self.tables.items()}
+        made = {name: _frame_of(session, name, table) for name, table in self.tables.items()}
         return replace(self, frames={**self.frames, **made}, tables={})
 
 
@@ -308,12 +308,12 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
 
     try:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
-    except (TypeError, pa.ArrowInvalid) as error:
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         raise TypeError(
             f"data[{name!r}] is of type {type(value).__qualname__}, of which Arrow makes no table: {error}"
         ) from error
     for at, column in enumerate(table.columns):
-        if pa.types.is_dictionary(column.type):
+        if pa.types.is_dictionary(column.type) or pa.types.is_run_end_encoded(column.type):
             table = table.set_column(at, table.column_names[at], _decoded(column))
     # In pieces, because the text of a whole table may exceed the capacity of a string array.
     pieces = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
@@ -321,11 +321,17 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a dictionary-encoded column. Arrow cannot decode dictionaries of view types, so they are cast."""
+    """The values of a dictionary-encoded or run-end encoded column.
+
+    Arrow cannot decode dictionaries of view types, so they are cast; it cannot cast runs.
+    """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     from spark_hvd.data.schemas.table import plain_type
 
+    if pa.types.is_run_end_encoded(column.type):
+        return pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
     kind = plain_type(column.type.value_type)
     values = [
         pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind)).dictionary_decode()
@@ -334,10 +340,7 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pa.chunked_array(values, kind)
 
 
-def _frame_of(session: SparkSession, table: pa.Table | Windows) -> DataFrame | Windows:
-    import pyspark
+def _frame_of(session: SparkSession, name: str, table: pa.Table | Windows) -> DataFrame | Windows:
+    from spark_hvd.runner.spark.tables import frame_of  # and so pyarrow, which a run without data does not need
 
-    rows: pa.Table = table.rows if _is_windows(table) else table
-    arrow = int(pyspark.__version__.partition(".")[0]) >= 4
-    frame: DataFrame = session.createDataFrame(rows if arrow else rows.to_pandas())
-    return table.over(frame) if _is_windows(table) else frame
+    return table.over(frame_of(session, name, table.rows)) if _is_windows(table) else frame_of(session, name, table)

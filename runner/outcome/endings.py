@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
+from spark_hvd.world.words import text_of
 
+GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 _HINTS = {
     "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
     "SIGSEGV": " (a crash in native code)",
@@ -64,17 +68,23 @@ _JAX_ABORTS = re.compile("because the JAX distributed service detected fatal err
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception, or one it was raised from, only says that a peer or the network has gone."""
-    seen: BaseException | None = error
-    while seen is not None:
-        names = {cls.__name__ for cls in type(seen).__mro__}
-        if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
-            return True
-        text = str(seen)
-        if _GONE.search(text) and (isinstance(seen, RuntimeError) or "Gloo" in text):  # JAX has it as a ValueError
-            return True
-        seen = seen.__cause__
-    return False
+    """Whether an exception, one it was raised from, or all of a group only say that a peer or the network has gone."""
+    return _is_echo(error, set())
+
+
+def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
+    if error is None or id(error) in seen:  # `raise error from error` leads back to itself
+        return False
+    seen.add(id(error))
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
+        return True
+    text = text_of(error)
+    if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX has it as a ValueError
+        return True
+    if isinstance(error, GROUPS):
+        return all(_is_echo(each, {*seen}) for each in error.exceptions)
+    return _is_echo(error.__cause__, seen)
 
 
 def is_echoing_abort(exitcode: int, output: str) -> bool:

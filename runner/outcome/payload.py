@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from spark_hvd.runner.outcome.endings import GROUPS
 from spark_hvd.runner.tracebacks import Brief
 from spark_hvd.world.pickles import dumps
-from spark_hvd.world.words import bounded
+from spark_hvd.world.words import bounded, text_of
 
 R = TypeVar("R")
 
@@ -24,7 +25,7 @@ _STANDING_IN = (KeyError, IndexError, OSError, ValueError, TypeError, AttributeE
 _INSIDE = "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
 _OF_SPARK = (
     "Ranks have no Spark. Write a DataFrame to Parquet and pass the path, pass df.toPandas() if it is small, or train "
-    "on it with an estimator."
+    "on it with an estimator. Pass the value of a broadcast variable; return what an accumulator would add up."
 )
 
 
@@ -100,20 +101,42 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 def dump_exception(error: BaseException) -> bytes:
     """Pickle an exception without its traceback; a built-in one stands for what is too large or cannot travel."""
-    for made in (error, _Parts(error)):  # many exceptions pickle and then cannot be rebuilt from their args
-        try:
-            data = dumps(made)
-            if len(data) <= _MOST_OF_AN_EXCEPTION and isinstance(pickle.loads(data), BaseException):
-                return data
-        except Exception:  # whatever a user's __reduce__ or __init__ raises
-            continue
-    try:
-        text = str(error)
-    except Exception:  # whatever a user's __str__ raises
-        text = "its text cannot be told"
+    # Many exceptions pickle and cannot be rebuilt from their args, or become others: __init__ takes something else.
+    for alike in (True, False):
+        for way in (error, _Parts(error), _Group(error)):
+            try:
+                data = dumps(way)
+                made = pickle.loads(data) if len(data) <= _MOST_OF_AN_EXCEPTION else None
+                if isinstance(made, BaseException) and (not alike or _told(made) == _told(error)):
+                    return data
+            except Exception:  # whatever a user's __reduce__ or __init__ raises
+                continue
     base = next((each for each in type(error).__mro__ if each in _STANDING_IN), RuntimeError)
     name = "" if type(error) is base else f"{type(error).__qualname__}: "
-    return dumps(base(bounded(f"{name}{text}", _MOST_OF_A_TEXT)))
+    return dumps(base(bounded(f"{name}{text_of(error)}", _MOST_OF_A_TEXT)))
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    return str(error), repr(error.args)
+
+
+class _Group:
+    """Pickles a group, each of the exceptions in it by itself."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        group: Any = self._error
+        if not isinstance(group, GROUPS):
+            raise TypeError("no group")
+        return _grouped, (group.message, [dump_exception(each) for each in group.exceptions])
+
+
+def _grouped(message: str, exceptions: Sequence[bytes]) -> BaseException:
+    found = [load_exception(each) for each in exceptions]
+    made: BaseException = GROUPS(message, [each for each in found if each is not None])
+    return made
 
 
 class _Parts:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import faulthandler
 import socket
-import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
 from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
 from spark_hvd.runner.rank.order import RankOrder
-from spark_hvd.runner.rank.process import SetupFailure, check_torch, end_process, exit_code, format_error, one_line
+from spark_hvd.runner.rank.process import (
+    SetupFailure,
+    check_torch,
+    end_process,
+    exit_code,
+    flush_output,
+    format_error,
+    one_line,
+)
 from spark_hvd.world.env import carried_dialect
 from spark_hvd.world.words import bounded
 
@@ -96,6 +103,5 @@ def _send_failure(control: socket.socket, kind: str, error: str, exception: Base
 
 
 def _linger(world: StaticRank | ElasticRank) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     world.linger()

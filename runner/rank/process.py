@@ -149,18 +149,21 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    if isinstance(error, SystemExit):
-        end_process(exit_code(error.code))
-    if error is not None:
-        sys.stderr.write(format_error(error))
-    end_process(int(error is not None))
+    try:
+        if isinstance(error, SystemExit):
+            end_process(exit_code(error.code))
+        if error is not None:
+            sys.stderr.write(format_error(error))
+        end_process(int(error is not None))
+    finally:
+        os._exit(1)  # whatever fails here: it would go on as the rank
 
 
 def exit_code(code: object) -> int:
     """The exit code that Python itself would make of ``sys.exit(code)``; text is written to stderr."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # stderr may be closed
         print(code, file=sys.stderr, flush=True)
     return 1
 
@@ -194,6 +197,12 @@ def end_process(code: int) -> NoReturn:
         if (found := each.peek()) is not None and getattr(found[1], "__module__", None) == "torch.library":
             each.atexit = False
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    flush_output()
+    os._exit(code & 0xFF)  # as sys.exit does with larger numbers
+
+
+def flush_output() -> None:
+    """Let go of what is printed. A program may have closed its streams, put others in their place, or None."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

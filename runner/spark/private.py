@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.ml.param import Param, Params
     from pyspark.resource import ResourceProfile
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 CALL_SITE, CALL_STACK = "callSite.short", "callSite.long"
 """Local properties that name the stages a thread starts: org.apache.spark.util.CallSite."""
@@ -344,6 +346,16 @@ def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
 def _cached(execution: Any) -> list[Any]:
     leaves = items(execution.withCachedData().collectLeaves())
     return [leaf for leaf in leaves if leaf.getClass().getSimpleName() == "InMemoryRelation"]
+
+
+# -- tables of this program
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """Spark's types for those of Arrow, where a timestamp without a zone stays one. Spark Connect has it, too."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return from_arrow_schema(schema, prefer_timestamp_ntz=True)
 
 
 # -- what tasks are sent

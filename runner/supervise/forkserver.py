@@ -28,6 +28,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -129,7 +130,12 @@ class _ServerLoop:
                 other.close()
             for fd in (*self.wake, status_fd, *(rank.status_fd for rank in self.ranks.values())):
                 os.close(fd)
-            _become_rank(request, server_pid, *rank_fds)
+            try:
+                _become_rank(request, server_pid, *rank_fds)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)  # it must not go on as the server
         # Here too, before anybody knows the process: who kills the group must find it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)

@@ -131,7 +131,13 @@ def _collate(made: Callable[[str, Values, Offsets], dict[str, Any]], features: F
         names = [each.name for each in batch.schema if is_list(each.type) and _is_number(_leaf_of(each.type))]
         found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
         for name in names:
-            found |= made(name, *_flat(batch.column(name), name, shapes))
+            added = made(name, *_flat(batch.column(name), name, shapes))
+            if twice := found.keys() & added.keys() or added.keys() & set(names) - {name}:
+                raise DataError(
+                    f"column {name!r} of arrays comes with {min(twice)!r}, which is a column, too: expected names that "
+                    "differ. Next: rename that column"
+                )
+            found |= added
         return found
 
     return collate
@@ -149,7 +155,9 @@ def values_of(array: pa.Array, name: str) -> Values:
     if pa.types.is_decimal(kind):
         array, kind = to_doubles(array, name), pa.float64()
     if pa.types.is_timestamp(kind) and kind.unit != "us":
-        array, kind = array.cast(pa.timestamp("us", kind.tz)), pa.timestamp("us", kind.tz)
+        array, kind = _in_micros(array, pa.timestamp("us", kind.tz), name), pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind):
+        array = _in_micros(array, pa.time64("us"), name)
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         _check_nulls(array, name)
         return array.to_numpy(zero_copy_only=False)
@@ -164,18 +172,40 @@ def values_of(array: pa.Array, name: str) -> Values:
         }
     if is_list(kind):
         return _arrays(array, name)
-    if pa.types.is_map(kind):
-        return [None if row is None else dict(row) for row in array.to_pylist()]
     if pa.types.is_nested(kind):
-        return array.to_pylist()
+        return _listed(array, name)
     found = np.empty(len(array), object)
     found[:] = array.to_pylist()
     return found
 
 
+def _in_micros(array: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
+    """Times in microseconds, as Spark and Python have them."""
+    try:
+        return array.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"column {name!r} of {array.type} has a time that {kind} cannot hold: {error}. Next: round it to "
+            "microseconds where the column is made, or take arrow_batches"
+        ) from error
+
+
+def _listed(array: pa.Array, name: str) -> list[Any]:
+    """Values as Python has them; maps are dicts, wherever they are."""
+    try:
+        listed: list[Any] = array.to_pylist(maps_as_pydicts="strict")
+        return listed
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"column {name!r} of {array.type} has a map that no dict can stand for: expected keys that differ, and "
+            f"are no arrays or maps. Next: take arrow_batches, or a collate_fn ({error})"
+        ) from error
+
+
 def is_array_like(kind: pa.DataType) -> bool:
     """Whether values of this type become an array, with a row for each."""
-    kind = _leaf_of(kind)
+    if is_list(kind):
+        return _is_number(_leaf_of(kind))
     if pa.types.is_struct(kind):
         return {field.name for field in kind} == _VECTOR
     return _is_number(kind) or pa.types.is_date(kind) or bool(pa.types.is_timestamp(kind))
@@ -196,7 +226,7 @@ _ONE_SHAPE = (
 def _arrays(array: pa.Array, name: str, expected: str = ONE_LENGTH) -> Values:
     """Arrays of one length, of numbers or of arrays of such; ``expected`` is told where they are not."""
     if not _is_number(_leaf_of(array.type)):
-        return array.to_pylist()
+        return _listed(array, name)
     shape = [len(array)]
     while is_list(array.type):
         _check_nulls(array, name)
@@ -256,6 +286,12 @@ def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> 
         raise DataError(f"features={features!r}: expected a list of names of columns, or a dict of such lists")
     stacks = features if isinstance(features, Mapping) else {"features": features}
     there = set(batch.schema.names)
+    stacked = {column for columns in stacks.values() for column in columns}
+    if same := [name for name in stacks if name in there - stacked]:
+        raise DataError(
+            f"features: {same[0]!r} is the name of a stack and of a column beside it. Next: give the stack another "
+            f"name, features={{'stack': [...]}}, or leave the column out with columns="
+        )
     for name, columns in stacks.items():
         missing = [column for column in columns if column not in there]
         if missing or not columns:
@@ -282,8 +318,8 @@ def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[st
         parts.append(values.reshape(len(values), -1))
     stack = np.concatenate(parts, axis=1)
     for column, part in zip(columns, parts, strict=True):
-        if stack.dtype.kind == "f" and part.dtype == np.int64:
-            check_stack(torch.tensor(part, device="cpu"), getattr(torch, stack.dtype.name), column)
+        if stack.dtype.kind == "f" and part.dtype in (np.int64, np.uint64):
+            check_stack(torch.from_numpy(part.copy()), getattr(torch, stack.dtype.name), column)
     return stack
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError, TableError
-from spark_hvd.data.readers.files import arrow_filesystem, gone
+from spark_hvd.data.readers.files import arrow_filesystem, gone, parquet_file
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.schemas.table import Deleted, TableSchema, plain_schema
 from spark_hvd.data.tables import TableFiles, files_of
@@ -116,6 +116,8 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
             raise gone(file, table.version) from error
         raise
     metadata, schema = parquet.metadata, plain_schema(parquet.schema_arrow)
+    if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise DataError(f"{file} has more than one column {twice[0]!r}: write it again with a name for each")
     rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     deleted = _deleted_in(rows, table.deleted.get(file))
     rows = [number - (deleted[index][1] if index in deleted else 0) for index, number in enumerate(rows)]
@@ -159,7 +161,7 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
             explaining("read the footer of", file),
             arrow_filesystem(store).open_input_file(store.inner_path(file)) as source,
         ):
-            return pq.ParquetFile(source)
+            return parquet_file(source)
     except StoreError as error:
         cause = error.__cause__
         if isinstance(cause, pa.ArrowInvalid) or "thrift" in str(cause):

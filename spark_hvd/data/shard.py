@@ -189,6 +189,8 @@ class DatasetShard:
             raise DataError(
                 f"columns={list(wanted)!r}: expected some of those of data set {self.name!r}: {listed(names)}"
             )
+        if len(wanted) > len(set(wanted)):
+            raise DataError(f"columns={list(wanted)!r}: expected each name once")
         for argument, value in (("window_rows", window_rows), ("workers", workers)):
             if value is not None and value < 1:
                 raise DataError(f"{argument}={value}: expected at least 1")

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from spark_hvd.data.parquet import dataset_in, dataset_of
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.data.readers.files import arrow_filesystem, check_columns, told
+from spark_hvd.data.readers.files import arrow_filesystem, check_columns, parquet_file, told
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
@@ -79,7 +78,9 @@ class ParquetSource(DataSource):
         first = self.dataset.row_groups[0]
         if self.dataset.table is None:
             with told(first, self.dataset.version):
-                found = pq.read_schema(self.store.inner_path(first.file), filesystem=arrow_filesystem(self.store))
+                inner = self.store.inner_path(first.file)
+                with parquet_file(inner, filesystem=arrow_filesystem(self.store)) as file:
+                    found = file.schema_arrow
             fields = {field.name: field for field in plain_schema(found)}
         else:
             fields = {field.name: field for field in self.dataset.table.plain}

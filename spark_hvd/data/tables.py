@@ -30,6 +30,10 @@ from spark_hvd.store.paths import complete, join, protocol_of
 _log = logging.getLogger(__name__)
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
+_WHOLE = re.compile("[+-]?[0-9]+")
+_NUMBER = re.compile(
+    r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+)  # not 0x1F and nan, which Arrow reads as such
 _FRAME = "or give the DataFrame that Spark reads from the table"
 
 
@@ -378,8 +382,14 @@ def _of_names(path: str, files: Sequence[str]) -> pa.Table | None:
 
 def _typed(texts: pa.Array) -> pa.Array:
     """Text as the first type that all of it can be read as, in Spark's order."""
-    if texts.null_count < len(texts):
-        for kind in (pa.int32(), pa.int64(), pa.float64(), pa.date32()):
-            with contextlib.suppress(pa.ArrowInvalid):
-                return texts.cast(kind)
+    there = [text for text in texts.to_pylist() if text is not None]
+    kinds: tuple[pa.DataType, ...] = (pa.date32(),) if there else ()
+    if there and all(map(_WHOLE.fullmatch, there)):
+        texts = pa.array([None if text is None else str(int(text)) for text in texts.to_pylist()])
+        kinds = (pa.int32(), pa.int64(), pa.decimal128(38, 0))
+    elif there and all(map(_NUMBER.fullmatch, there)):
+        kinds = (pa.float64(),)
+    for kind in kinds:
+        with contextlib.suppress(pa.ArrowInvalid):
+            return texts.cast(kind)
     return texts

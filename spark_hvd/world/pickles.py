@@ -36,6 +36,11 @@ def _alone(tensor: Any) -> Any:
     return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
+def _of_tasks(value: Any) -> Any:
+    """Spark's own tasks find a broadcast again, and hand over what is added to an accumulator. A rank does neither."""
+    raise pickle.PicklingError(f"only Spark's own tasks know a {type(value).__qualname__}")
+
+
 class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
     """cloudpickle's, which from 3.1.3 on calls the file of all code "<dynamic-code>"."""
 
@@ -46,6 +51,9 @@ class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpick
             # Storages of float8 and other young dtypes, whose own pickles torch cannot read.
             self.dispatch_table.setdefault(torch.UntypedStorage, _as_bytes)
             self.dispatch_table.setdefault(torch.Tensor, _alone)
+        for name in ("Broadcast", "Accumulator"):
+            if (kind := getattr(sys.modules.get("pyspark"), name, None)) is not None:
+                self.dispatch_table.setdefault(kind, _of_tasks)
         super().__init__(*args, **kwargs)
 
 

@@ -48,3 +48,11 @@ def bounded(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]}... ({len(text) - 2 * half:,} characters left out) ...{text[-half:]}"
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says; one of the user's may fail to."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be told"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -111,6 +114,28 @@ def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
     assert given({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
 
 
+def test_a_table_has_the_types_that_files_have() -> None:
+    """One for all ways to lay out dates, runs and what other libraries store in types of their own."""
+    columns = {
+        "days": pa.array([0, 86_400_000], pa.date64()),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"])),
+        "images": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8).reshape(2, 2, 2)),
+        "flags": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
+        "inside": pa.array([[datetime.date(1970, 1, 2)], []], pa.list_(pa.date64())),
+    }
+    table = given({"train": pa.table(columns)}).tables["train"]
+    assert table.schema.types == [
+        pa.date32(),
+        pa.string(),
+        pa.list_(pa.int64(), 4),
+        pa.int8(),
+        pa.list_(pa.date32()),
+    ]
+    assert table.column("days").cast(pa.int32()).to_pylist() == [0, 1]
+    assert table.column("runs").to_pylist() == ["x", "x"]
+    assert table.column("images").to_pylist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
@@ -126,9 +151,19 @@ def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: s
         given({"train": value})
 
 
-def test_what_arrow_makes_no_table_of_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"data\['train'\] is of type ChunkedArray, of which Arrow makes no table"):
-        run_local(read, ("train",), num_proc=2, data={"train": NAMES})
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (NAMES, "of type ChunkedArray"),
+        (pd.DataFrame(np.ones((2, 2)), columns=["a", "a"]), "of type DataFrame, .*Duplicate column names found"),
+        (pd.DataFrame({"a": [1j]}), "of type DataFrame, .*column a with type complex128"),
+        (pd.DataFrame({"a": pd.Series([2**70], dtype=object)}), "of type DataFrame, .*too large"),
+    ],
+)
+def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=rf"data\['train'\] is {why}") as refused:
+        given({"train": value})
+    assert "of which Arrow makes no table" in str(refused.value)
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:

@@ -309,12 +309,29 @@ def test_what_a_function_may_return(made: Any) -> None:
     assert found.column("x").to_pylist() == [[1.0, 1.0]] * 3
 
 
+def test_a_masked_value_is_null() -> None:
+    made = {"x": np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])}
+    assert apply(lambda rows: made, BATCH, None).column("x").to_pylist() == [1.0, None, 3.0]
+    made = {"x": np.ma.array([[1], [2], [3]], mask=[[True], [False], [False]])}
+    assert apply(lambda rows: made, BATCH, None).column("x").to_pylist() == [[None], [2], [3]]
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         ({"x": [1, 2]}, "returned 2 rows for 3: expected as many"),
         ([1, 2, 3], "returned a list: expected a dict of columns"),
         ({"y": [1, 2, 3]}, "returned no column 'x' but 'y'"),
+        (
+            {"x": torch.ones(3, dtype=torch.bfloat16)},
+            "returned a Tensor as 'x', of which Arrow makes no column: .*BFloat16",
+        ),
+        ({"x": torch.ones(3, requires_grad=True)}, "returned a Tensor as 'x', .*requires grad"),
+        ({"x": np.ones(3, np.complex64)}, "returned a ndarray as 'x', .*numpy type"),
+        ({"x": np.ones((3, 0))}, "returned a ndarray as 'x', .*list_size"),
+        ({"x": [2**64, 1, 1]}, "returned a list as 'x', .*too large"),
+        ({"x": 1}, "returned a int as 'x', .*not iterable"),
+        ({1: [1, 2, 3]}, "returned a list as 1, .*names are of type str"),
     ],
 )
 def test_what_it_may_not(made: Any, message: str) -> None:

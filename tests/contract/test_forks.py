@@ -41,6 +41,30 @@ def summed() -> float:
     return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
 
 
+def ends_without_output(close: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        close()
+        return 0
+    code = exit_code(pid)
+    close()
+    return code
+
+
+def forget_output() -> None:
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+
+def close_output() -> None:
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def test_processes_without_output_end_as_others_do() -> None:
+    for close in (forget_output, close_output):
+        assert run_local(ends_without_output, (close,), num_proc=1, verbose=0) == [0]
+
+
 def child_of_a_rank(rank: int, step: Callable[[], None], handle: Any) -> None:
     """What a forked child may do, and may not."""
     assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (rank, 2, True)

@@ -223,6 +223,17 @@ def test_an_exception_that_cannot_be_pickled_still_shows_its_traceback(launch: L
     assert "Stubborn: odd one" in str(error)
 
 
+def test_an_exception_that_cannot_say_what_it_is(launch: Launcher) -> None:
+    def raise_it() -> None:
+        class Mute(Exception):
+            def __str__(self) -> str:
+                raise TypeError("no")
+
+        raise Mute
+
+    assert "Mute: <exception str() failed>" in caught(launch, fail(1, raise_it)).first.error
+
+
 def test_a_rank_that_exits_with_a_code(launch: Launcher) -> None:
     error = caught(launch, fail(1, lambda: os._exit(7)))
     assert (error.rank, error.first.kind) == (1, FailureKind.EXIT)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,7 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
             "score": [row / 2 for row in rows],
             "pair": [[row, -row] for row in rows],
             "tags": [["x"] * (row % 3) for row in rows],
+            "days": [[datetime.date(2020, 1, 1 + row)] * (row % 2) for row in rows],
             "inner": [{"half": row / 2, "name": str(row)} for row in rows],
         }
     )
@@ -90,17 +93,67 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     loader = get_dataset_shard("train").torch_batches(5, shuffle=True, features={"wide": ["row", "pair"]})
     seen, weight = [], torch.full((), 2.0, requires_grad=True)
     for batch in loader:
-        assert list(batch) == ["wide", "text", "score", "tags", "inner"]
+        assert list(batch) == ["wide", "text", "score", "tags", "days", "inner"]
         found = batch["wide"][:, 0].tolist()
         assert batch["wide"].tolist() == [[row, row, -row] for row in found]
         assert batch["text"] == batch["inner"]["name"] == [str(row) for row in found]
         assert batch["tags"] == [["x"] * (row % 3) for row in found]
+        assert batch["days"] == [[datetime.date(2020, 1, 1 + row)] * (row % 2) for row in found]
         assert batch["inner"]["half"].tolist() == [row / 2 for row in found]
         seen += found
         assert not batch["score"].requires_grad
         assert batch["score"].mul_(weight).tolist() == found
     assert sorted(seen) == list(rows)
     assert seen != list(rows)
+
+
+def test_timestamps_as_spark_writes_them(tmp_path: Path) -> None:
+    """As INT96. In nanoseconds, 64 bits reach from 1677 to 2262."""
+    far = [datetime.datetime(*day) for day in ((1, 1, 1), (1582, 10, 15), (2024, 2, 29), (9999, 12, 31, 23, 59, 59, 1))]
+    table = pa.table({"at": pa.array(far, pa.timestamp("us")), "all": pa.array([[each] for each in far])})
+    pq.write_table(table, tmp_path / "rows.parquet", use_deprecated_int96_timestamps=True)
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    shard = get_dataset_shard("train")
+    assert shard.schema.field("at").type == pa.timestamp("us")
+    (batch,) = shard.arrow_batches(4)
+    assert batch.to_pydict() == {"at": far, "all": [[each] for each in far]}
+    (arrays,) = shard.numpy_batches(4)
+    assert arrays["at"].tolist() == far
+    (tensors,) = shard.torch_batches(4)
+    assert tensors["at"].tolist() == pa.array(far).cast(pa.int64()).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["1", "+02"], [1, 2]),
+        (["3000000000", "-1"], [3_000_000_000, -1]),
+        (["12345678901234567891", "1"], [Decimal("12345678901234567891"), Decimal(1)]),
+        (["1e3", ".5"], [1000.0, 0.5]),
+        (["0x10", "0x11"], ["0x10", "0x11"]),
+        (["nan", "inf"], ["nan", "inf"]),
+        (["1", "a"], ["1", "a"]),
+        (["2024-02-29", "1969-12-31"], [datetime.date(2024, 2, 29), datetime.date(1969, 12, 31)]),
+        (["7", "__HIVE_DEFAULT_PARTITION__"], [7, None]),
+    ],
+)
+def test_names_of_directories_are_the_values_that_spark_reads(
+    tmp_path: Path, names: list[str], values: list[Any]
+) -> None:
+    for number, name in enumerate(names):
+        (tmp_path / f"key={name}").mkdir()
+        pq.write_table(pa.table({"row": [number]}), tmp_path / f"key={name}" / "rows.parquet")
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    rows = [row for batch in get_dataset_shard("train").arrow_batches(4) for row in batch.to_pylist()]
+    assert sorted(rows, key=lambda row: row["row"]) == [{"row": at, "key": each} for at, each in enumerate(values)]
+
+
+def test_a_file_with_two_columns_of_one_name(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"]), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet has more than one column 'a'"):
+        parquet_source(tmp_path)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -294,6 +347,7 @@ def test_what_is_asked_for_wrongly(shard: DatasetShard) -> None:
         (lambda: shard.torch_batches(0), "batch_size=0: expected at least 1"),
         (lambda: shard.torch_batches(1, workers=0), "workers=0: expected at least 1"),
         (lambda: shard.numpy_batches(1, columns=["row", "nope"]), "of data set 'train': 'row', 'half', 'other'"),
+        (lambda: shard.arrow_batches(columns=["row", "row"]), r"columns=\['row', 'row'\]: expected each name once"),
         (lambda: shard.arrow_batches(columns="row"), r"columns='row': expected a list of names, \['row'\]"),
     ]:
         with pytest.raises(DataError, match=text):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import os
 import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +23,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+import spark_hvd.torch
 from spark_hvd import DataError
 from spark_hvd.runner import RankFailedError, RunError, run
 from spark_hvd.runner.launch.data import given
@@ -149,6 +154,58 @@ def test_several_data_sets_of_every_kind(spark: SparkSession, tmp_path: Path) ->
     assert one == other
     assert one["none"] == one["train"]  # where there is no row, the types are the same
     assert url == str(files)
+
+
+def test_a_table_keeps_its_values_in_spark(spark: SparkSession, session_zone: str) -> None:
+    """Also times without a zone that the session's has twice or not at all."""
+    times = [datetime.datetime(2024, 3, 10, 2, 30), datetime.datetime(2024, 11, 3, 1, 30)]
+    small, large = [2**32 - 1, 0], [2**63 - 1, 1]
+    table = pa.table(
+        {
+            "at": pa.array(times, pa.timestamp("ns")),
+            "instant": pa.array(times, pa.timestamp("ms", "UTC")),
+            "inside": pa.array([{"at": each} for each in times]),
+            "small": pa.array(small, pa.uint32()),
+            "large": pa.array(large, pa.uint64()),
+            "half": pa.array(np.array([0.5, 65504], np.float16)),
+            "price": pa.array([Decimal("1.5"), None], pa.decimal256(50, 2)),
+            "days": pa.array([0, 86_400_000], pa.date64()),
+        }
+    )
+
+    def fn() -> Any:
+        (batch,) = spark_hvd.torch.get_dataset_shard("train").torch_batches(2)
+        return {name: batch["inside"]["at"] if name == "inside" else batch[name] for name in batch}
+
+    (found,) = run(fn, num_proc=1, data={"train": table}, spark=spark)
+    micros = pa.array(times).cast(pa.int64()).to_pylist()
+    expected = [micros, micros, micros, small, large, [0.5, 65504.0], [1.5, math.nan], [0, 1]]
+    rows = [sorted(zip(*[values.tolist() for values in found.values()], strict=True), key=lambda row: row[0])]
+    assert str(rows[0]) == str(list(zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        (
+            pa.array([2**63], pa.uint64()),
+            r"column 'x' of uint64 has a value that int64, its type in Spark, cannot hold",
+        ),
+        (pa.array([1001], pa.timestamp("ns")), r"column 'x' of timestamp\[ns\] has a value .*1001"),
+        (pa.array([[1]], pa.list_view(pa.int8())), r"column 'x' is list_view<.*for which Spark has no type"),
+    ],
+)
+def test_a_table_that_spark_cannot_have_names_the_column(spark: SparkSession, column: pa.Array, text: str) -> None:
+    with pytest.raises(DataError, match=r"data\['train'\]: " + text):
+        given({"train": pa.table({"x": column})}).in_spark(spark)
+
+
+@pytest.fixture
+def session_zone(spark: SparkSession) -> Iterator[str]:
+    name, before = "spark.sql.session.timeZone", spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set(name, "America/New_York")
+    yield "America/New_York"
+    spark.conf.set(name, str(before))
 
 
 def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Path) -> None:

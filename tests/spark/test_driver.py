@@ -116,6 +116,13 @@ def test_spark_itself_cannot_travel(spark: SparkSession) -> None:
         run(lambda: context.parallelize([1]), num_proc=2, spark=spark)
     with pytest.raises(UnpicklableError, match=r"args\[0\] is a DataFrame of Spark.*\n.*Parquet"):
         run(print, args=(frame,), num_proc=2, spark=spark)
+    sent, count = context.broadcast([1]), context.accumulator(0)
+    with pytest.raises(UnpicklableError, match=r"closure variable 'sent' is a Broadcast of Spark.*\n.*Pass the value"):
+        run(lambda: sent.value, num_proc=2, spark=spark)
+    with pytest.raises(UnpicklableError, match=r"closure variable 'count' is a Accumulator of Spark.*\n.*return what"):
+        run(lambda: count.add(1), num_proc=2, spark=spark)
+    assert spark.range(2).rdd.map(lambda row: count.add(sent.value[0])).count() == 2  # type: ignore[func-returns-value]
+    assert count.value == 2
 
 
 def blocking_python(tmp_path: Path, module: str, error: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
+import pyarrow as pa
 import pytest
 from pyspark.ml.param import Params
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
@@ -61,6 +62,8 @@ def test_the_application(spark: SparkSession) -> None:
     assert spark_private.count_executors(spark) == 0
     assert spark_private.executor_ports(spark) == {}
     assert spark_private.qualified(spark, "/models") == "file:/models"
+    times = pa.schema({"here": pa.timestamp("us"), "at": pa.timestamp("us", "UTC")})
+    assert spark_private.spark_schema(times).simpleString() == "struct<here:timestamp_ntz,at:timestamp>"
 
 
 def test_python_workers(spark: SparkSession, tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ CASES: dict[str, tuple[pa.Array, Any, Any]] = {
         [{"a": 1}, None],
         [{"a": 1}, None],
     ),
+    "maps in maps and arrays": (
+        pa.array([[[("a", [("b", 1)])]], None], pa.list_(pa.map_(pa.string(), pa.map_(pa.string(), pa.int32())))),
+        [[{"a": {"b": 1}}], None],
+        [[{"a": {"b": 1}}], None],
+    ),
+    "arrays of dates": (pa.array([[DAY], [DAY, None]]), [[DAY], [DAY, None]], [[DAY], [DAY, None]]),
+    "arrays of vectors": (
+        pa.array([[{"type": 1, "size": None, "indices": None, "values": [1.0]}]] * 2, pa.list_(VECTOR)),
+        [[{"type": 1, "size": None, "indices": None, "values": [1.0]}]] * 2,
+        [[{"type": 1, "size": None, "indices": None, "values": [1.0]}]] * 2,
+    ),
+    "nanoseconds": (
+        pa.array([1000, -1000], pa.timestamp("ns")),
+        np.array([1, -1], "datetime64[us]"),
+        torch.tensor([1, -1]),
+    ),
     "dictionaries": (
         pa.array(["a", "b"]).dictionary_encode(),
         np.array(["a", "b"], object),
@@ -117,6 +133,11 @@ def test_by_value(name: str) -> None:
         (pa.array([True, None]), r"column 'x' has 1 null\(s\)"),
         (pa.array([[1], None]), r"column 'x' has 1 null\(s\) among 2 values of type list"),
         (pa.array([{"a": 1}, None]), r"column 'x.a' has 1 null\(s\)"),
+        (pa.array([1001], pa.timestamp("ns")), r"column 'x' of timestamp\[ns\] .*1001.*Next: round it"),
+        (pa.array([2**60], pa.timestamp("s")), r"column 'x' of timestamp\[s\] .*Next: round it"),
+        (pa.array([1001], pa.time64("ns")), r"column 'x' of time64\[ns\] .*1001.*Next: round it"),
+        (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())), r"column 'x' of map.*keys that differ"),
+        (pa.array([[([1], 1)]], pa.map_(pa.list_(pa.int8()), pa.int8())), r"column 'x' of map.*no arrays"),
         (pa.array([[1], [1, 2], []]), r"column 'x' has arrays of 3 different lengths, from 0 to 2.*padded"),
     ],
 )
@@ -139,6 +160,27 @@ def test_tensors_have_memory_of_their_own() -> None:
     torch_batch(batch)["x"].zero_()
     torch_batch(batch, ["x", "y"])["features"].zero_()
     assert array.to_pylist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63 + 1, 2**64 - 1])
+def test_a_stack_rounds_no_integer(number: int) -> None:
+    for values in (pa.array([number, 1], pa.uint64()), pa.array([[number], [1]], pa.list_(pa.uint64()))):
+        batch = pa.RecordBatch.from_arrays([values, pa.array([1, 2])], ["x", "y"])
+        with pytest.raises(DataError, match=f"column 'x' has the uint64 {number}, which float64"):
+            torch_batch(batch, ["x", "y"])
+
+
+def test_what_is_made_of_columns_takes_the_place_of_none() -> None:
+    batch = pa.RecordBatch.from_pydict(
+        {"a": [1.0], "features": [2.0], "x": [[1]], "x_lengths": [3], "x_offsets": [[4]]}
+    )
+    for convert in (numpy_batch, torch_batch):
+        with pytest.raises(DataError, match="features: 'features' is the name of a stack and of a column"):
+            convert(batch, ["a"])
+        assert convert(batch, {"features": ["a", "features"]})["features"].tolist() == [[1.0, 2.0]]
+    for collate, other in ((padded(), "x_lengths"), (ragged(), "x_offsets")):
+        with pytest.raises(DataError, match=f"column 'x' of arrays comes with '{other}'"):
+            collate(batch)
 
 
 def test_features_are_stacked() -> None:

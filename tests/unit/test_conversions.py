@@ -13,7 +13,7 @@ import torch
 from spark_hvd.data.columns import torch_batch
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.tensors import converted
+from spark_hvd.data.readers.tensors import check_stack, converted
 from spark_hvd.estimators.data.columns import widened
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
@@ -65,6 +65,18 @@ def test_columns_keep_the_digits_that_a_dtype_needs() -> None:
 def test_an_integer_fits_into_a_wider_one(narrow: torch.dtype, wide: str) -> None:
     values = torch.tensor([0, 3, 127], dtype=narrow)
     assert converted(values, wide, "x").tolist() == [0, 3, 127]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_that_torch_does_not_compare(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max
+    assert converted(torch.tensor([0, 127], dtype=dtype), "int8", "x").tolist() == [0, 127]
+    for wrong in (128, most):
+        with pytest.raises(DataError, match=f"int8 cannot hold, first the {str(dtype)[6:]} {wrong}: .* 0 to 127"):
+            converted(torch.tensor([1, wrong], dtype=dtype), "int8", "x")
+    check_stack(torch.tensor([0, 2048], dtype=dtype), torch.float16, "x")
+    with pytest.raises(DataError, match=f"column 'x' has the {str(dtype)[6:]} 2049, which float16"):
+        check_stack(torch.tensor([1, 2049], dtype=dtype), torch.float16, "x")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import sys
 import threading
@@ -11,6 +12,8 @@ import pytest
 
 from spark_hvd.runner.outcome.payload import UnpicklableError, dump_call, dump_exception, dump_result, load_exception
 from spark_hvd.runner.rank.process import format_error, one_line
+
+Group: Any = getattr(builtins, "ExceptionGroup", None)
 
 
 class Holder:
@@ -85,6 +88,39 @@ class Locked(ValueError):
     def __init__(self) -> None:
         super().__init__("it is", "locked")
         self.lock = threading.Lock()
+
+
+class ToldByInit(Exception):
+    """Its ``__init__`` takes something else than its ``args``, and accepts these, too."""
+
+    def __init__(self, code: object, text: str = "disk") -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_says_what_it_said_where_it_was_raised() -> None:
+    rebuilt = load_exception(dump_exception(ToldByInit(3)))
+    assert isinstance(rebuilt, ToldByInit)
+    assert (str(rebuilt), rebuilt.code) == ("3: disk", 3)
+    holder = load_exception(dump_exception(ValueError(Holder)))
+    assert isinstance(holder, ValueError)
+    assert isinstance(load_exception(dump_exception(Mute("x"))), Mute)
+
+
+@pytest.mark.skipif(Group is None, reason="Python 3.10 has no groups")
+def test_a_group_brings_the_exceptions_in_it() -> None:
+    inner = Group("inner", [ToldByInit(3), Locked()])
+    rebuilt = load_exception(dump_exception(Group("outer", [NeedsTwo(1, 2), inner])))
+    assert isinstance(rebuilt, Group)
+    first, second = rebuilt.exceptions
+    assert isinstance(first, NeedsTwo)
+    assert isinstance(second, Group)
+    assert [str(each) for each in second.exceptions] == ["3: disk", "Locked: ('it is', 'locked')"]
 
 
 def test_exceptions_can_be_raised_again() -> None:

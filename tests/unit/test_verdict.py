@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from spark_hvd.runner.outcome.endings import is_echo, is_echoing_abort, rank_fai
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
+
+Group: Any = getattr(builtins, "ExceptionGroup", None)
 
 
 def failed(rank: int, error: str = "ValueError: bad", **fields: object) -> Failed:
@@ -55,6 +59,29 @@ def test_an_error_raised_from_an_echo_is_an_echo() -> None:
     error = ValueError("step failed")
     error.__cause__ = RuntimeError("Connection closed by peer")
     assert is_echo(error)
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    one, two = ValueError("one"), KeyError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert not is_echo(one)
+    two.__cause__ = two  # raise error from error
+    assert not is_echo(two)
+
+
+def test_an_error_that_cannot_say_what_it_is_is_no_echo() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise RuntimeError("Connection closed by peer")
+
+    assert not is_echo(Mute())
+
+
+@pytest.mark.skipif(Group is None, reason="Python 3.10 has no groups")
+def test_a_group_of_echoes_is_an_echo() -> None:
+    gone = RuntimeError("Connection closed by peer")
+    assert is_echo(Group("tasks", [gone, Group("more", [gone])]))
+    assert not is_echo(Group("tasks", [gone, ValueError("bad batch")]))
 
 
 def test_the_cause_comes_before_echoes_that_were_heard_earlier() -> None:

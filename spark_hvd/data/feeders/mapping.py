@@ -127,7 +127,7 @@ def _table_of(made: Any) -> pa.Table:
     if isinstance(made, pa.Table):
         return made
     if isinstance(made, Mapping) and made:
-        return pa.table({name: _column(values) for name, values in made.items()})
+        return pa.table({name: _column(name, values) for name, values in made.items()})
     if type(made).__module__.startswith("pandas.") and hasattr(made, "columns"):
         return pa.Table.from_pandas(made, preserve_index=False)
     raise DataError(
@@ -136,11 +136,24 @@ def _table_of(made: Any) -> pa.Table:
     )
 
 
-def _column(values: Any) -> pa.Array | pa.ChunkedArray:
-    if isinstance(values, pa.Array | pa.ChunkedArray) or not hasattr(values, "__array__"):
-        return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
+def _column(name: Any, values: Any) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, pa.Array | pa.ChunkedArray) and isinstance(name, str):
+        return values
+    try:
+        if not isinstance(name, str):
+            raise TypeError("names are of type str")
+        return _array(values) if hasattr(values, "__array__") else pa.array(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError, pa.ArrowException) as error:
+        raise DataError(
+            f"the function of Mapped returned a {type(values).__qualname__} as {name!r}, of which Arrow makes no "
+            f"column: {error}. Expected a numpy array or a tensor (rows, ...) on the CPU without gradients, or a list"
+        ) from error
+
+
+def _array(values: Any) -> pa.Array:
     array = np.asarray(values)
-    column = pa.array(np.ascontiguousarray(array).reshape(-1))
+    mask = np.ma.getmaskarray(values).reshape(-1) if isinstance(values, np.ma.MaskedArray) else None
+    column = pa.array(np.ascontiguousarray(array).reshape(-1), mask=mask)
     for length in reversed(array.shape[1:]):
         column = pa.FixedSizeListArray.from_arrays(column, length)
     return column

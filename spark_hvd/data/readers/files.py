@@ -38,6 +38,15 @@ class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
         return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
+def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
+    """A Parquet file: a path with its ``filesystem``, or a file that is open. Its timestamps are what Spark reads.
+
+    Spark writes timestamps as INT96, which Arrow takes for nanoseconds of 64 bits unless it is told otherwise: those
+    before 1677 and after 2262, such as 9999-12-31, would be others.
+    """
+    return pq.ParquetFile(source, coerce_int96_timestamp_unit="us", **options)
+
+
 KEPT_OPEN = 16
 """Files that stay open for the next row group."""
 
@@ -156,7 +165,7 @@ class RowGroups:
         inner = self._inner_path(group.file)
         # Several row groups are streamed at once, each a bit at a time: on a disk, no more of each is in memory.
         buffer = BUFFER_BYTES if streamed and not self._pre_buffer else 0
-        file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer, buffer_size=buffer)
+        file = parquet_file(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer, buffer_size=buffer)
         try:
             if self._table is None:
                 check_columns(self._stored, file.schema_arrow.names, where(group))

@@ -75,10 +75,12 @@ def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     low, high = (limits.min, limits.max) if limits else (0, 1)
     if not tensor.is_floating_point():  # a bound that its dtype does not have would be wrapped
         low, high = max(low, torch.iinfo(tensor.dtype).min), min(high, torch.iinfo(tensor.dtype).max)
-    # 2.0**63 and 2.0**64, to which the largest integers are rounded, are outside; NaN is nowhere.
-    inside = (tensor >= low) & ((tensor < float(high) + 1) if tensor.is_floating_point() else (tensor <= high))
     if tensor.is_floating_point():
-        inside &= tensor == tensor.floor()
+        # 2.0**63 and 2.0**64, to which the largest integers are rounded, are outside; NaN is nowhere.
+        inside = (tensor >= low) & (tensor < float(high) + 1) & (tensor == tensor.floor())
+    else:
+        whole = _signed(tensor)
+        inside = (whole >= low) & (whole <= min(high, torch.iinfo(torch.int64).max))
     if not inside.all():
         odd = tensor[~inside]
         was = str(tensor.dtype).removeprefix("torch.")
@@ -129,7 +131,8 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     if not dtype.is_floating_point or tensor.is_floating_point() or not tensor.numel():
         return
     exact = int(2 / torch.finfo(dtype).eps)  # beside integers, torch takes a float for a float32
-    large = tensor[(tensor > exact) | (tensor < -exact)]
+    whole = _signed(tensor)
+    large = tensor[(whole > exact) | (whole < (0 if tensor.dtype == torch.uint64 else -exact))]
     odd = [number for number in large.tolist() if int(torch.tensor(number, dtype=dtype, device="cpu").item()) != number]
     if odd:
         was, into = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
@@ -137,6 +140,11 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
             f"column {name!r} has the {was} {odd[0]}, which {into}, the dtype of the stacked features, cannot hold. "
             "Next: leave it out of the stack, or ask for float64 (input_dtypes), which holds whole numbers to 2**53"
         )
+
+
+def _signed(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers as int64, as torch compares no unsigned ones but uint8; of uint64 those from 2**63 on are negative."""
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
 
 
 def _at(column: Column, where: str) -> str:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """A file's schema as rows of it are given: one type for all ways in which programs lay out text, bytes and lists.
+    """A file's schema as rows of it are given: one type for all ways to lay out text, bytes, lists and dates.
 
     Files of one table have different ones, and Arrow's functions do not take them all.
     """
@@ -24,23 +24,31 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """A column's type as :func:`plain_schema` has it."""
     types = pa.types
-    if types.is_dictionary(kind):
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return plain_type(kind.value_type)
     if types.is_string_view(kind) or types.is_large_string(kind):
         return pa.string()
     if types.is_binary_view(kind) or types.is_large_binary(kind):
         return pa.binary()
+    return pa.date32() if types.is_date64(kind) else type_of_types(kind, plain_type)
+
+
+def type_of_types(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A list, struct or map of what its types are changed to, with lists laid out as lists; others as they are."""
+    types = pa.types
+
+    def changed(field: pa.Field) -> pa.Field:
+        return field.with_type(change(field.type))
+
     if types.is_list(kind) or types.is_large_list(kind):
-        return pa.list_(_plain_field(kind.value_field))
+        return pa.list_(changed(kind.value_field))
     if types.is_fixed_size_list(kind):
-        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+        return pa.list_(changed(kind.value_field), kind.list_size)
     if types.is_map(kind):
-        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
-    return pa.struct(list(map(_plain_field, kind))) if types.is_struct(kind) else kind
-
-
-def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(plain_type(field.type))
+        return pa.map_(changed(kind.key_field), changed(kind.item_field))
+    return pa.struct(list(map(changed, kind))) if types.is_struct(kind) else kind
 
 
 ID = b"PARQUET:field_id"

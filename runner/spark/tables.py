@@ -1,0 +1,64 @@
+"""Tables in this program's memory as DataFrames of Spark's, with the values that they have here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyspark
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.schemas.table import type_of_types
+from spark_hvd.runner.spark.private import spark_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_WIDER = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.int64(),
+    pa.float16(): pa.float32(),
+    pa.time32("s"): pa.time64("us"),
+    pa.time32("ms"): pa.time64("us"),
+    pa.time64("ns"): pa.time64("us"),
+}
+
+
+def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
+    """The rows of ``data[name]``; numbers and times are widened to types that Spark has.
+
+    Raises:
+        DataError: a column has a type or a value that Spark has not.
+    """
+    for at, field in enumerate(table.schema):
+        if (kind := _type_in_spark(field.type)) != field.type:
+            try:
+                table = table.set_column(at, field.with_type(kind), table.column(at).cast(kind))
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"data[{name!r}]: column {field.name!r} of {field.type} has a value that {kind}, its type in "
+                    f"Spark, cannot hold: {error}. Next: convert it in the table, or write Parquet and give the path"
+                ) from error
+        try:
+            spark_schema(table.schema.empty_table().select([at]).schema)
+        except Exception as error:  # PySpark's classes of errors differ between its versions and Connect
+            raise DataError(
+                f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
+                "it to another, or leave it out"
+            ) from error
+    if int(pyspark.__version__.partition(".")[0]) < 4:
+        return session.createDataFrame(table.to_pandas())
+    # Without a schema Spark takes timestamps that have no zone for local times of the session.
+    return session.createDataFrame(table, spark_schema(table.schema))
+
+
+def _type_in_spark(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind):
+        return pa.duration("us")
+    if pa.types.is_decimal256(kind) and kind.scale <= 38:
+        return pa.decimal128(min(kind.precision, 38), kind.scale)
+    return _WIDER.get(kind) or type_of_types(kind, _type_in_spark)
