@@ -152,9 +152,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             "loss": [Described.of(settings["loss"]), settings["loss_weights"]],
             "loss_weights": None,
             "metrics": Described.of(settings["metrics"]),
-            "text": tuple(
-                settings["feature_cols"] if _backend_takes_text() and settings["reader"] != "petastorm" else ()
-            ),
+            "text": _text(settings),
         }
         if keras.config.backend() == "torch" and not settings["backend_env"]:  # which is for before Keras is imported
             derived["env"] = {PRELOAD: "spark_hvd.estimators.keras.on_torch"}
@@ -254,6 +252,12 @@ def _check_late(settings: Settings) -> None:
                     f"{each.monitor} when the model has the weights of a later epoch, and keep these. Leave {keeps} "
                     "out, and give restore_best_weights=True to the estimator, which returns those of the best epoch"
                 )
+
+
+def _text(settings: Settings) -> tuple[str, ...]:
+    """The columns that may be text. Labels are compared, and may not."""
+    takes = _backend_takes_text() and settings["reader"] != "petastorm"
+    return tuple(name for name in settings["feature_cols"] if takes and name not in settings["label_cols"])
 
 
 def _backend_takes_text() -> bool:

@@ -31,7 +31,7 @@ rows = [
     (i, cities[i % 5], words[i % 4], i % 7, [i / 80, i % 3 / 3], float(i % 5 - i % 4), i % 3 == 0) for i in range(80)
 ]
 df = spark.createDataFrame(rows, "id int, city string, title string, day int, x array<float>, y float, held boolean")
-df = df.coalesce(2).cache()
+df = df.coalesce(1).cache()
 layers, features = keras.layers, ["city", "title", "day", "x"]
 
 def net(scores=1):
@@ -103,7 +103,7 @@ assert fresh.transform(df).select("out").count() == 80
 df.where("not held").write.parquet(sys.argv[1] + "/rows")
 df.where("held").write.parquet(sys.argv[1] + "/held")
 again = estimator(
-    batch_size=8, shuffle=True, store=sys.argv[1] + "/store", epochs=2,
+    num_proc=1, batch_size=8, shuffle=True, store=sys.argv[1] + "/store", epochs=2,
     transformation_fn=lambda frame: frame.assign(city=frame.city.fillna("Genf")),
 )
 parquet = [sys.argv[1] + "/rows", sys.argv[1] + "/held"]
@@ -128,7 +128,7 @@ else:
 """
 
 
-@pytest.mark.timeout(900)  # seven processes import TensorFlow, and more beside them have work
+@pytest.mark.timeout(900)  # five processes import TensorFlow, and more beside them have work
 def test_text_on_tensorflow(tmp_path: Path) -> None:
     """Fits by the feed and from files, compared with plain Keras on the same rows; transform, saved, nulls, errors."""
     pytest.importorskip("tensorflow")
