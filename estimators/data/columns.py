@@ -2,7 +2,7 @@
 
 Floating point numbers, decimals and vectors become float32, or float64 on the way to a dtype that float32 would lose
 numbers of; integers and booleans keep their type. What no tensor can
-be made of (text, times, maps) is refused before any job runs, with what to do about it.
+be made of (times, maps, and text but for models that take it) is refused before any job runs, with what to do about it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _DOUBLE_DIGITS = 15
 """Every decimal of so many digits is a double of its own."""
 
 _REMEDIES = {
-    "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer",
+    "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer. A KerasEstimator takes "
+    "columns of type string in feature_cols as they are where Keras is on TensorFlow (KERAS_BACKEND=tensorflow)",
     "timestamp": "turn it into numbers first, for example F.unix_timestamp(c), F.hour(c), F.dayofweek(c)",
     "date": "turn it into numbers first, for example F.unix_date(c), F.dayofyear(c), F.dayofweek(c)",
     "map": "take the values that you need into columns of their own, for example F.element_at(c, 'key')",
@@ -105,6 +106,7 @@ def columns_of(
     *,
     decoders: Collection[str] = frozenset(),
     collated: bool = False,
+    text: Collection[str] = frozenset(),
     compress_sparse: bool = False,
 ) -> tuple[Column, ...]:
     """The columns called ``names`` as they will lie in the files.
@@ -114,6 +116,7 @@ def columns_of(
         names: Of the columns, in the order wanted; a name that repeats counts once.
         decoders: Names of the binary columns that a function will turn into tensors.
         collated: A function makes tensors of whole rows, so that there may be text and bytes.
+        text: Names of the columns that may be text, which a model takes as it is.
         compress_sparse: Store vectors as size, indices and values; worth it where most of their entries are zero.
 
     Returns:
@@ -124,7 +127,7 @@ def columns_of(
     """
     check_columns(schema, names, "columns")
     return tuple(
-        _column(name, schema[name].dataType, name in decoders, collated, compress_sparse)
+        _column(name, schema[name].dataType, name in decoders, collated, name in text, compress_sparse)
         for name in dict.fromkeys(names)
     )
 
@@ -177,13 +180,13 @@ def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
     return result.alias(column.name)
 
 
-def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, compress_sparse: bool) -> Column:
-    text = kind.simpleString()
-    if isinstance(kind, T.UserDefinedType) and text == "vector":
-        return Column(name, "float32", None, text, "sparse" if compress_sparse else "plain")
+def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, text: bool, sparse: bool) -> Column:
+    spark_type = kind.simpleString()
+    if isinstance(kind, T.UserDefinedType) and spark_type == "vector":
+        return Column(name, "float32", None, spark_type, "sparse" if sparse else "plain")
     raw = isinstance(kind, T.BinaryType | T.StringType | T.StructType) and collated
-    if raw or (isinstance(kind, T.BinaryType) and decoded):
-        return Column(name, "object", None, text)
+    if raw or (isinstance(kind, T.BinaryType) and decoded) or (isinstance(kind, T.StringType) and text):
+        return Column(name, "object", None, spark_type)
     inner: T.DataType = kind
     while isinstance(inner, T.ArrayType):
         inner = inner.elementType
@@ -191,8 +194,8 @@ def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, compress
     if dtype is None:
         family = re.split(r"[^a-z_]", inner.simpleString())[0]
         remedy = _REMEDIES.get(family, _REMEDIES[""])
-        raise DataError(f"column {name!r} has the type {text}, of which no tensor can be made: {remedy}")
-    return Column(name, dtype, None if isinstance(kind, T.ArrayType) else (), text)
+        raise DataError(f"column {name!r} has the type {spark_type}, of which no tensor can be made: {remedy}")
+    return Column(name, dtype, None if isinstance(kind, T.ArrayType) else (), spark_type)
 
 
 def _sparse(source: SparkColumn, kind: str) -> SparkColumn:

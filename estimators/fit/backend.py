@@ -45,6 +45,12 @@ def max_num_proc_of(backend: Backend) -> int | None:
     return most
 
 
+def tracker_of(backend: Backend) -> Any:
+    """What records the runs of a backend elsewhere; None where nothing does."""
+    options = getattr(backend, "_options", {})
+    return options.get("tracker") or getattr(options.get("reporting"), "tracker", None)
+
+
 class SparkBackend(Backend):
     """Ranks in one barrier stage of the Spark application, by :func:`spark_hvd.run`.
 

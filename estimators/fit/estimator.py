@@ -24,7 +24,8 @@ from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.reuse import in_use
-from spark_hvd.estimators.fit.backend import SparkBackend
+from spark_hvd.estimators.fit.backend import SparkBackend, tracker_of
+from spark_hvd.estimators.fit.logged import log_checkpoints
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
@@ -105,6 +106,11 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
         plan = self._plan()
         settings, store = plan.settings, plan.store
+        if plan.spec.keeps_epochs:
+            raise ValueError(
+                "MlflowTracker(checkpoints=True) with fit_on_parquet: the signature of models comes from rows of a "
+                "DataFrame. Call fit(spark.read.parquet(...)), or leave checkpoints out"
+            )
         prepared = (settings["store"] or store).prepared
         train_path, val_path = train_path or prepared[0], val_path or prepared[1]
         if settings["validation"] is not None and val_path is None:
@@ -152,7 +158,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         if feeds(plan):
             rows = rows_for_ranks(dataset, columns, validation, seed)
             spec = replace(spec, train=rows.train, validation=rows.validation)
-            return self._trained(plan, spec, num_proc, rows.data)
+            return self._trained(plan, spec, num_proc, rows.data, dataset)
         if plan.spec.returns_state:
             raise ValueError(store_missing("this reader reads files"))
         train_data, val_data = materialize(
@@ -169,7 +175,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
             who=plan.name,
         )
         with in_use(plan.store, train_data):
-            return self._trained(plan, replace(spec, train=train_data, validation=val_data), num_proc)
+            return self._trained(plan, replace(spec, train=train_data, validation=val_data), num_proc, None, dataset)
 
     def _plan(self) -> FitPlan:
         name = self.shown_as or type(self).__name__
@@ -186,11 +192,21 @@ class SparkEstimator(SavedParams, Estimator[M]):
             spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
-    def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
+    def _trained(
+        self,
+        plan: FitPlan,
+        spec: TrainSpec,
+        num_proc: int,
+        data: Mapping[str, Any] | None = None,
+        dataset: DataFrame | None = None,
+    ) -> M:
         # Only for a tracker, which a backend may have: an optimizer is made for it, of a copy of the model.
         is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
         facts = self._optimizer_facts(plan) if is_tracked else {}
         state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
+        if spec.keeps_epochs and dataset is not None:
+            tracker = tracker_of(plan.backend)
+            log_checkpoints(tracker, spec, dataset, history, lambda kept: self._model(plan, spec, kept, history))
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds
@@ -281,6 +297,7 @@ def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
         plan.spec.columns,
         decoders=set(settings["decoders"]),
         collated=bool(settings.get("collate") or settings["transformation_fn"]),
+        text=settings.get("text", ()),
         compress_sparse=settings["compress_sparse_cols"],
     )
     return widened(columns, dtypes_asked(settings))

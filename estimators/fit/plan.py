@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend, max_num_proc_of
+from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend, max_num_proc_of, tracker_of
 from spark_hvd.estimators.training.elastic import COMMIT_EVERY
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.runner.config import Reporting
@@ -79,6 +79,14 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
     if alone and elastic:
         raise ValueError(store_missing("ranks that come and go (max_num_proc) read their rows from files"))
+    keeps = bool(getattr(tracker_of(backend), "checkpoints", False))
+    if keeps and settings.get("collate"):
+        raise ValueError(
+            f"MlflowTracker(checkpoints=True) with {name}, whose models take raw columns, which MLflow's do not: leave "
+            "checkpoints out"
+        )
+    if keeps and alone:
+        raise ValueError(store_missing("MlflowTracker(checkpoints=True) reads the checkpoint of each epoch"))
     if beside := settings.get("validation_in_background", 0):
         backend = _leaving_slots(backend, settings, beside)
         if alone:
@@ -97,6 +105,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
         "returns_state": alone,
         "elastic": elastic,
+        "keeps_epochs": keeps,
         "commit_every": _commit_every(settings, elastic),
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
         "reshape_labels": settings["label_shapes"] is None,
@@ -108,6 +117,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
             "pool": settings["reader_pool_type"],
             "edit_fields": tuple(settings["transformation_edit_fields"] or ()),
             "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
+            "text": settings.get("text", ()),
         },
     }
     functions = {name: settings.get(name) for name in ("decoders", "transformation_fn", "collate")}

@@ -196,6 +196,8 @@ def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
 
 def describe(value: Any) -> str:
     """Dtype and shape of a tensor, or the type of what is none."""
-    if not isinstance(value, torch.Tensor):
+    if not hasattr(value, "shape"):
         return type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return f"text {list(value.shape)}"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

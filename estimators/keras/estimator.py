@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,12 @@ from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import check_loss, describe, failed
-from spark_hvd.estimators.keras.loop import KerasFramework, batch_of, compiled
+from spark_hvd.estimators.keras.loop import KerasFramework
+from spark_hvd.estimators.keras.measure import batch_of, compiled
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
 from spark_hvd.estimators.params.params import TableParams
+from spark_hvd.estimators.torch.mlflow import with_metrics
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.head import Head
@@ -64,19 +67,47 @@ class KerasModel(_OfKeras, TorchModel):
 
     _table = MODEL
 
-    def log_to_mlflow(self, df: Any, name: str = "model", **options: Any) -> Any:
-        """Not supported for Keras, for which MLflow has its own function.
+    def log_to_mlflow(
+        self, df: Any = None, name: str = "model", *, registered_model_name: str | None = None, **options: Any
+    ) -> Any:
+        """Log the model to MLflow by ``mlflow.keras``, whose ``load_model`` gives the keras.Model.
+
+        Into the active run, or a new one. The metrics of the epoch whose weights it has are linked to it.
+
+        Args:
+            df: Not used: MLflow's models of Keras take arrays, and have no signature but one that is given.
+            name: Of the model in the run.
+            registered_model_name: Register it under this name, as a new version.
+            options: More of ``mlflow.keras.log_model``, such as ``signature``, ``pip_requirements``, ``metadata``.
+
+        Returns:
+            The ``ModelInfo`` of MLflow.
 
         Raises:
-            NotImplementedError: Always.
+            ImportError: MLflow is not installed.
         """
-        raise NotImplementedError(
-            "log_to_mlflow is for torch models: mlflow.keras.log_model(model.getModel()) logs this"
-        )
+        try:
+            import mlflow.keras as of_keras
+        except ImportError as error:
+            raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
+        model, backend = self.getModel(), self.value_of("model").backend
+        if not {"pip_requirements", "conda_env"} & options.keys():  # to find them out MLflow would load the model
+            modules = ((each, importlib.import_module(each)) for each in ("keras", backend))
+            options["pip_requirements"] = [f"{name}=={module.__version__}" for name, module in modules]
+            options["pip_requirements"] += options.pop("extra_pip_requirements", ())
+        options |= {"name": name, "registered_model_name": registered_model_name}
+        return with_metrics(lambda: of_keras.log_model(model, **options), self._row())
+
+    def _takes_text(self) -> bool:
+        return _backend_takes_text()
 
     def _head(self) -> Head:
         meta = self.value_of("metadata")
         return meta.head if meta is not None else Head("other")
+
+    def _heads(self, outputs: int) -> tuple[Head, ...]:
+        made_by_hand = self.value_of("metadata") is None  # there is no loss then
+        return (Head("other"),) * outputs if made_by_hand else super()._heads(outputs)
 
 
 class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
@@ -105,6 +136,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         from spark_hvd.keras.backend import require_backend
 
         require_backend()
+        _check_late(settings)
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
                 "scale_lr=True: the optimizer has a learning rate schedule, which cannot be multiplied. Make it for "
@@ -120,6 +152,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             "loss": [Described.of(settings["loss"]), settings["loss_weights"]],
             "loss_weights": None,
             "metrics": Described.of(settings["metrics"]),
+            "text": _text(settings),
         }
         if keras.config.backend() == "torch" and not settings["backend_env"]:  # which is for before Keras is imported
             derived["env"] = {PRELOAD: "spark_hvd.estimators.keras.on_torch"}
@@ -207,6 +240,30 @@ def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
         fits = wanted != there and None not in wanted and math.prod(wanted) == math.prod(there)
         shapes.append([-1, *wanted] if fits else None)
     return shapes
+
+
+def _check_late(settings: Settings) -> None:
+    """Refuse callbacks of Keras that keep the weights of the moment for those that a value was told of."""
+    for each in settings["callbacks"] if settings["validation_in_background"] else ():
+        for keeps in ("restore_best_weights", "save_best_only"):
+            if getattr(each, keeps, False) and str(getattr(each, "monitor", "")).startswith("val_"):
+                raise ValueError(
+                    f"callbacks: {type(each).__name__}({keeps}=True) with validation_in_background: it would hear of "
+                    f"{each.monitor} when the model has the weights of a later epoch, and keep these. Leave {keeps} "
+                    "out, and give restore_best_weights=True to the estimator, which returns those of the best epoch"
+                )
+
+
+def _text(settings: Settings) -> tuple[str, ...]:
+    """The columns that may be text. Labels are compared, and may not."""
+    takes = _backend_takes_text() and settings["reader"] != "petastorm"
+    return tuple(name for name in settings["feature_cols"] if takes and name not in settings["label_cols"])
+
+
+def _backend_takes_text() -> bool:
+    import keras
+
+    return bool(keras.config.backend() == "tensorflow")  # torch has no tensors of text
 
 
 def _optimizer(settings: Settings) -> Any:

@@ -6,27 +6,33 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.keras.module import Described, given_to_keras
-from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.inputs import tensors_of, weights_of
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
-from spark_hvd.estimators.training.train import Framework, Job, not_finite, speed
+from spark_hvd.estimators.keras.measure import NOTHING, Logs, Measure, batch_of, in_validation, joined, means_of
+from spark_hvd.estimators.keras.module import Described
+from spark_hvd.estimators.training.history import History, Row
+from spark_hvd.estimators.training.train import Job, Validates, not_finite, speed
 from spark_hvd.store.errors import CheckpointError
 
-Logs = dict[str, float]
 _BEGINNING: dict[str, Any] = {"step": 0, "seconds": 0.0, "lr": None, "ranks": []}
 """The state of an epoch that begins."""
 
 
-class KerasFramework(Framework):
+class KerasFramework(Validates):
     """Trains a Keras model."""
+
+    def validate(self, job: Job, ranks: int) -> dict[str, float]:
+        import keras
+
+        module: Any = job.objects.model
+        measure = Measure(job, Described.made(job.objects.optimizer, module.custom_objects))
+        return measure.means(measure.validated(keras.callbacks.CallbackList(model=measure.model), ranks))
 
     def fit(self, job: Job) -> History:
         try:
@@ -39,49 +45,19 @@ class KerasFramework(Framework):
             raise cause from error
 
 
-def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
-    """The model, with its losses and metrics and this optimizer."""
-    module: Any = objects.model
-    model, custom = module.keras_model, module.custom_objects
-    loss, weights = objects.loss
-    metrics = Described.made(objects.metrics, custom) or None
-    model.compile(
-        optimizer,
-        Described.made(loss, custom),
-        loss_weights=weights,
-        jit_compile=False,
-        auto_scale_loss=False,  # a LossScaleOptimizer is outside what reduces gradients
-        **{"weighted_metrics" if spec.sample_weight_col else "metrics": metrics},
-    )
-    return model
-
-
-def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
-    """What a step takes: inputs, labels and weights, each alone or as a list of several."""
-    inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-    weights = weights_of(spec.sample_weight_col, batch)
-    several = None if weights is None else [weights.to(device)] * len(labels)
-    return _one(inputs), _one(labels), several if several is None else _one(several)
-
-
-def _one(values: Sequence[torch.Tensor]) -> Any:
-    taken = [given_to_keras(value) for value in values]
-    return taken[0] if len(taken) == 1 else taken
-
-
-class _KerasFit:
+class _KerasFit(Measure):
     def __init__(self, job: Job) -> None:
         import spark_hvd.keras as keras_hvd
 
-        self.job, self.spec, self.keras_hvd = job, job.spec, keras_hvd
+        self.keras_hvd = keras_hvd
         module: Any = job.objects.model
         self.optimizer = keras_hvd.DistributedOptimizer(
             Described.made(job.objects.optimizer, module.custom_objects),
             compression=job.objects.gradient_compression or hvd.Compression.none,
-            backward_passes_per_step=self.spec.backward_passes_per_step,
+            backward_passes_per_step=job.spec.backward_passes_per_step,
             average_aggregated_gradients=True,
         )
-        self.model = compiled(self.spec, job.objects, self.optimizer)
+        super().__init__(job, self.optimizer)
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, now that there are so many ranks
@@ -154,7 +130,9 @@ class _KerasFit:
         for number, batch in enumerate(job.progress, done):
             given = batch_of(self.spec, batch, job.device)
             if number == done:
-                self._prepare(given)
+                self.prepare(given)
+                if self.model.train_function is None:
+                    self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # else they are none
                     assign(variable, value)
             self.optimizer.weigh(job.feed.weight)
@@ -169,16 +147,19 @@ class _KerasFit:
             if self.stops_at_batches and self._anyone_stops():
                 job.feed.skip(steps - number - 1)
                 break
-        seconds, mine = time.monotonic() - began, self._measured(rows, latest)
+        seconds, mine = time.monotonic() - began, self.measured(rows, latest)
         self._share_statistics()
-        validated = self._validate(callbacks)
+        validates = job.validates
+        validated = self._validate(callbacks) if validates else NOTHING
         ranks = hvd.allgather_object((mine, validated), name="spark_hvd.epoch")
         trained, validated_by_all = ([each[number] for each in ranks] for number in (0, 1))
-        val_means = {f"val_{name}": value for name, value in self._together(validated_by_all).items()}
-        means = self._together(trained) | val_means
+        means = in_validation(self.together(validated_by_all))
+        means = self.together(trained) | means
         job.add(means, lr=rate, **speed(seconds, sum(each["rows"] for each in trained)))
-        callbacks.on_epoch_end(epoch, dict(means))
-        self._anyone_stops()
+        with _without_warnings_of_late(job.late is not None):
+            callbacks.on_epoch_end(epoch, _late(job.came_late) | means)
+        if self._anyone_stops() and not validates and job.validation is not None:
+            job.validated(self.means(self._validate(callbacks)))
         job.report()
         job.save(job.objects.model.state_dict(), self._rest, stop=model.stop_training)
         return means
@@ -197,62 +178,19 @@ class _KerasFit:
     def _save_partial(self, step: int, rows: int, logs: Logs, seconds: float, rate: float) -> None:
         """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
         self._share_statistics()
-        ranks = hvd.allgather_object(self._measured(rows, logs), name="spark_hvd.partial_epoch")
+        ranks = hvd.allgather_object(self.measured(rows, logs), name="spark_hvd.partial_epoch")
         partial = {"step": step, "seconds": seconds, "lr": rate, "ranks": ranks}
         self.job.save(self.job.objects.model.state_dict(), self._rest, partial)
         self._seed(len(self.job.history), step)
 
-    def _measured(self, rows: int, logs: Logs) -> dict[str, Any]:
-        """What this rank has of an epoch: its rows, the variables of its metrics, and what they say."""
-        from spark_hvd.keras.backend import tensor_of
-
-        said = self.model.get_metrics_result() if rows else {}
-        # A train_step of the user's may log what is no metric, or under the name of one that it leaves alone.
-        own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
-        variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
-        return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
-
-    def _together(self, ranks: Sequence[Mapping[str, Any]]) -> Logs:
-        """What metrics say of the rows of all ranks, as one process would have it; means by rows of other numbers."""
-        from spark_hvd.keras.backend import assign
-
-        variables = [] if not ranks[0]["metrics"] else self.model.metrics_variables
-        for variable, *values in zip(variables, *(each["metrics"] for each in ranks), strict=True):
-            assign(variable, _joined(variable.aggregation, values))
-        own = set(ranks[0]["own"]).intersection(*(each["own"] for each in ranks))
-        said = self.model.get_metrics_result() if own else {}
-        return _means([(each["rows"], each["logs"]) for each in ranks]) | {name: float(said[name]) for name in own}
-
-    def _prepare(self, batch: tuple[Any, Any, Any]) -> None:
-        """Make the variables of the metrics, which takes a batch, and the function of a step."""
-        if self.model.train_function is None:
-            self.model.test_on_batch(*batch)  # trains nothing
-            self.model.make_train_function()
-            self.model.reset_metrics()
+    def _validate(self, callbacks: Any) -> dict[str, Any]:
+        if self.job.late is not None:
+            self.job.late.end()
+        return self.validated(callbacks)
 
     def _step(self, batch: tuple[Any, Any, Any]) -> Logs:
         """Train on a batch; the means of the epoch so far, which train_on_batch would begin anew."""
         return {name: float(value) for name, value in self.model.train_function([batch]).items()}
-
-    def _validate(self, callbacks: Any) -> dict[str, Any]:
-        if self.job.validation is None:
-            return {"rows": 0, "metrics": [], "logs": {}, "own": []}
-        model = self.model
-        model.make_test_function()
-        model.stop_evaluating = False
-        callbacks.on_test_begin()
-        model.reset_metrics()
-        rows, logs = 0, Logs()
-        for number, batch in enumerate(self.job.validation_batches()):
-            callbacks.on_test_batch_begin(number)
-            found = model.test_function([batch_of(self.spec, batch, self.job.device)])
-            logs = {name: float(value) for name, value in found.items()}
-            callbacks.on_test_batch_end(number, logs)
-            rows += len(next(iter(batch.values())))
-            if model.stop_evaluating:
-                break
-        callbacks.on_test_end(logs)
-        return self._measured(rows, logs)
 
     def _seed(self, epoch: int, done: int) -> None:
         """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""
@@ -261,6 +199,21 @@ class _KerasFit:
         for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
+
+
+def _late(rows: Sequence[Row]) -> Logs:
+    """For callbacks, what the latest of some epochs that were validated beside the training was told."""
+    latest = max(rows, key=lambda row: row["epoch"], default={})
+    return {name: value for name, value in latest.items() if name.startswith("val_")}
+
+
+@contextmanager
+def _without_warnings_of_late(late: bool) -> Iterator[None]:
+    """Keras' callbacks warn of an epoch that has no val_loss, as most have not yet where it comes late."""
+    with warnings.catch_warnings():
+        if late:
+            warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")
+        yield
 
 
 def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) -> None:
@@ -305,18 +258,5 @@ def _of_this_rank(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[torch.T
         return mine["rows"], mine["metrics"], dict(mine["logs"])
     if hvd.rank() or not ranks:
         return 0, [], {}
-    sums = [_joined("sum", each) for each in zip(*(rank["metrics"] for rank in ranks), strict=True)]
-    return sum(rank["rows"] for rank in ranks), sums, _means([(rank["rows"], rank["logs"]) for rank in ranks])
-
-
-def _joined(aggregation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One value of those that ranks have of a variable, by how Keras says that it adds up."""
-    total = torch.stack(list(values)).sum(0).to(values[0].dtype)
-    return total if aggregation == "sum" else total / len(values) if aggregation == "mean" else values[0]
-
-
-def _means(ranks: Sequence[tuple[int, Mapping[str, float]]]) -> Logs:
-    """Means over the rows of all ranks."""
-    rows = sum(count for count, _ in ranks)
-    names = dict.fromkeys(name for _, logs in ranks for name in logs)
-    return {name: sum(count * float(logs.get(name, 0.0)) for count, logs in ranks) / rows for name in names}
+    sums = [joined("sum", each) for each in zip(*(rank["metrics"] for rank in ranks), strict=True)]
+    return sum(rank["rows"] for rank in ranks), sums, means_of([(rank["rows"], rank["logs"]) for rank in ranks])

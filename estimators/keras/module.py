@@ -29,6 +29,7 @@ class KerasModule(torch.nn.Module):
     """A Keras model as what estimators and models here work with; made from its bytes when it is first needed.
 
     Attributes:
+        backend: Of Keras, "torch" or "tensorflow".
         custom_objects: Names -> classes and functions that Keras needs to know to make it.
         environment: Variables to set before Keras is imported.
     """
@@ -39,7 +40,7 @@ class KerasModule(torch.nn.Module):
         super().__init__()
         self.__dict__["_model"] = model  # on the torch backend a module, whose weights are not to have two names
         self._data = data
-        self._backend = backend or _require_keras("").config.backend()
+        self.backend = backend or _require_keras("").config.backend()
         self.custom_objects: Mapping[str, Any] = {}
         self.environment: Mapping[str, str | None] = {}
 
@@ -47,7 +48,7 @@ class KerasModule(torch.nn.Module):
     def keras_model(self) -> Any:
         """The model itself."""
         if self._model is None:
-            keras = _require_keras(self._backend, self.environment)
+            keras = _require_keras(self.backend, self.environment)
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, _FILE)
                 path.write_bytes(self._data)
@@ -92,11 +93,11 @@ class KerasModule(torch.nn.Module):
             own = _own_objects(written, self._model._flatten_layers())
             self.custom_objects = {**own, **self.custom_objects}
         # As bytes: they may need Keras, which must not be imported before the backend is set.
-        return restored, (data, self._backend, dict(self.environment), dumps(dict(self.custom_objects)))
+        return restored, (data, self.backend, dict(self.environment), dumps(dict(self.custom_objects)))
 
 
 def given_to_keras(tensor: Any) -> Any:
-    """A tensor as Keras takes it on its backend: numbers of numpy are everybody's, and no copies. Others stay."""
+    """A tensor as Keras takes it on its backend: arrays of numpy are everybody's, and no copies. Others stay."""
     import keras
 
     keeps = keras.config.backend() == "torch" or not isinstance(tensor, torch.Tensor)

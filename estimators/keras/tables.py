@@ -9,7 +9,7 @@ from typing import Any
 from spark_hvd.estimators.keras.module import KerasModule
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
-from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, COMMIT_EVERY, SHARED
+from spark_hvd.estimators.params.tables import BACKGROUND, CHECKPOINT_EVERY, COMMIT_EVERY, SHARED
 from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
 from spark_hvd.estimators.torch.model import TABLE
 
@@ -71,7 +71,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "label_dtypes": {"doc": "Dtype of each label; by default the column's, float32 for doubles."},
 }
 
-KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows(
+KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in (*SHARED, *BACKGROUND)) + rows(
     "Loss and optimizer",
     ("optimizer", None, optimizer, "An optimizer of Keras, or its name."),
     ("loss", None, c.anything, "A loss of Keras, its name, or a function; or a list or dict of these by output."),

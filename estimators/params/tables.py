@@ -132,7 +132,7 @@ _VALIDATION = rows(
     ("validation_steps_per_epoch", None, c.whole(1), "Batches per validation on each rank; by default all."),
 )
 
-_BACKGROUND = rows(
+BACKGROUND = rows(
     "Validation",
     (
         "validation_in_background",
@@ -240,7 +240,7 @@ _TORCH = rows(
 )
 
 SHARED = _MODEL + _WHERE + _LOOP + _VALIDATION + _DATA + _OUTPUTS
-TORCH = _MODEL + _WHERE + _LOOP + _VALIDATION + _BACKGROUND + _DATA + _OUTPUTS + _TORCH
+TORCH = _MODEL + _WHERE + _LOOP + _VALIDATION + BACKGROUND + _DATA + _OUTPUTS + _TORCH
 
 MODEL_SETTINGS = (
     "input_shapes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -69,19 +69,29 @@ def log_model(
         if not {"pip_requirements", "conda_env"} & given.keys():
             versions = [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED]
             given["pip_requirements"] = [*versions, *given.pop("extra_pip_requirements", ())]
-        with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need one
-            info = mlflow.pyfunc.log_model(
+        return with_metrics(
+            lambda: mlflow.pyfunc.log_model(
                 name=name,
                 loader_module=_LOADER,
                 data_path=data,
                 signature=infer_signature(example, predicted),
                 registered_model_name=registered_model_name,
                 **given,
-            )
-            if row is not None:
-                metrics = {allowed(key): value for key, value in row.items() if key != "epoch"}
-                mlflow.log_metrics(metrics, step=int(row["epoch"]), model_id=info.model_id)
-        return info
+            ),
+            row,
+        )
+
+
+def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any:
+    """The ``ModelInfo`` of what ``log`` logs into the active run or a new one; a row of the history is linked to it."""
+    import mlflow
+
+    with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need one
+        info = log()
+        if row is not None:
+            metrics = {allowed(key): value for key, value in row.items() if key != "epoch"}
+            mlflow.log_metrics(metrics, step=int(row["epoch"]), model_id=info.model_id)
+    return info
 
 
 def _as_pandas_has_it(column: Column) -> SparkColumn:

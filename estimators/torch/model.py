@@ -172,9 +172,12 @@ class TorchModel(SavedParams, Model):
         from spark_hvd.estimators.torch.mlflow import log_model
 
         planned = self._planned(df, "log_to_mlflow")
+        return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options, self._row())
+
+    def _row(self) -> Mapping[str, float] | None:
+        """The row of the history of the epoch whose weights these are."""
         history, meta = self.value_of("history") or (), self.value_of("metadata")
-        row = history[meta.epoch - 1] if meta is not None and 0 < meta.epoch <= len(history) else None
-        return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options, row)
+        return history[meta.epoch - 1] if meta is not None and 0 < meta.epoch <= len(history) else None
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         session = session_of(dataset, "transform")
@@ -208,7 +211,7 @@ class TorchModel(SavedParams, Model):
         if meta is not None:
             specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs, shapes, dtypes)
         else:
-            specs = inputs_of(dataset.schema, names, decoders, shapes, dtypes)
+            specs = inputs_of(dataset.schema, names, decoders, shapes, dtypes, self._takes_text())
         packed = pack(model)
         known = meta.shapes if meta is not None and meta.shapes else None
         labels = self.value_of("label_columns") or ()
@@ -216,6 +219,10 @@ class TorchModel(SavedParams, Model):
         plan = self._plan(self._label_types(dataset.schema), found)
         used = {name: decoder for name, decoder in decoders.items() if name in names}
         return Planned(model, packed, specs, used, plan, len(found), self._head())
+
+    def _takes_text(self) -> bool:
+        """Whether columns of text go to the model as they are."""
+        return False
 
     def _head(self) -> Head:
         meta: ModelMeta | None = self.value_of("metadata")

@@ -21,6 +21,11 @@ TRAINED = "trained.ckpt"
 """The weights that callbacks and the framework left at the end of a fit, where they differ from the last epoch's."""
 
 
+def of_epoch(epoch: int) -> str:
+    """The name of the checkpoint that is kept of an epoch, from 1."""
+    return f"epoch-{epoch}.ckpt"
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run."""

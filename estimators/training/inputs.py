@@ -31,24 +31,31 @@ class TensorSpec:
     stacked: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert the column's ``tensor`` (rows, *shape) to the form that the model gets, on the CPU.
+        """Convert the column's ``tensor`` (rows, *shape), or array of str, to the form that the model gets, on the CPU.
 
         Raises:
-            DataError: ``dtype`` is an integer type that cannot represent a value.
+            DataError: ``dtype`` is an integer type that cannot represent a value, or the column is text.
             ValueError: its elements do not fill ``shape``, or give another number of rows.
         """
         if self.shape is not None:
             rows = len(tensor)
             try:
                 tensor = tensor.reshape(self.shape)
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 tensor = tensor[:0]
             if len(tensor) != rows:
                 raise ValueError(
                     f"column {self.column.name!r}: a row has the shape {self.column.shape}, which does not fit into "
                     f"the shape {list(self.shape)} that was asked for (its first number stands for the rows)"
                 )
-        return tensor if self.dtype is None else converted(tensor, self.dtype, self.column.name)
+        if self.dtype is None:
+            return tensor
+        if not isinstance(tensor, torch.Tensor):
+            raise DataError(
+                f"column {self.column.name!r} is text, and {self.dtype} was asked for (input_dtypes): give None there, "
+                "or a column of numbers"
+            )
+        return converted(tensor, self.dtype, self.column.name)
 
 
 def tensors_of(
@@ -66,9 +73,16 @@ def stacked(
     ``tensors`` are on the CPU; the result is on ``device``.
 
     Raises:
-        DataError: no dtype holds all of them, because integers are too large for the dtype of the others.
+        DataError: no dtype holds all of them, because integers are too large for the dtype of the others, or because
+            one is text.
     """
     if specs and specs[0].stacked:
+        for spec, each in zip(specs, tensors, strict=True):
+            if not isinstance(each, torch.Tensor):
+                raise DataError(
+                    f"column {spec.column.name!r} is text, which stack_features=True cannot put beside numbers: leave "
+                    "stack_features out, for an input each"
+                )
         if all(each.dim() == 1 for each in tensors):
             stack = torch.stack([*tensors], 1)
         else:
@@ -78,7 +92,7 @@ def stacked(
             if each.dtype != dtype:
                 check_stack(each, dtype, spec.column.name)
         tensors = [stack]
-    return [moved(tensor, device) for tensor in tensors]
+    return [moved(tensor, device) if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
 
 
 def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
+from spark_hvd.data.readers.batches import Layout
 from spark_hvd.data.readers.blocks import TensorForm
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
@@ -17,7 +20,7 @@ from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
-from spark_hvd.data.readers.values import may_have_nulls
+from spark_hvd.data.readers.values import Values, columns_yielded, may_have_nulls
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
@@ -53,11 +56,14 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
 
 
 def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
-    """The form of rows until they become a batch."""
-    collate = spec.collate
-    return (
-        TensorForm(spec) if collate is None else CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
-    )
+    """What rows are in until they are a batch."""
+    if (collate := spec.collate) is not None:
+        return CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
+    columns = columns_yielded(spec)
+    if any(each.dtype == "object" and each.name in spec.text and each.name not in spec.decoders for each in columns):
+        values = Values(spec, Layout(columns))
+        return CollatedForm(lambda rows: values.columns_of(pa.Table.from_batches([rows]), "a batch"), spec.workers)
+    return TensorForm(spec)
 
 
 @dataclass(frozen=True)

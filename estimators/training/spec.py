@@ -35,6 +35,7 @@ class TrainSpec:
         seed: Seed of everything random.
         reshape_labels: Give labels the shape of outputs.
         reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
+        keeps_epochs: Whether the weights of each epoch are kept in the store.
         resume: Whether the run has a checkpoint to resume from.
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
@@ -79,6 +80,7 @@ class TrainSpec:
     checkpoint_every: int | None = None
     elastic: bool = False
     commit_every: int | None = None
+    keeps_epochs: bool = False
     resume: bool = False
     returns_state: bool = False
     restore_best_weights: bool = False
@@ -99,6 +101,8 @@ class TrainSpec:
         """The first column of a batch with NaN or infinite values, their place, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):  # text
+                continue
             odd = ~tensor.isfinite()
             if odd.any():
                 row, value = int(odd.nonzero()[0, 0]), float(tensor[odd][0])

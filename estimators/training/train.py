@@ -18,7 +18,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
-from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of
+from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of, of_epoch
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
 from spark_hvd.estimators.training.late import LateValidation, MeetingPlace
@@ -233,6 +233,8 @@ class Job:
                 known = not math.isnan(self.history[-1].get(key, math.nan))
                 if known and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                     states[BEST] = common
+                if self.spec.keeps_epochs:
+                    states[of_epoch(len(self.history))] = common
             states[LAST] = content
             superseded: Callable[[], Iterable[str]] = tuple
             if self.late is not None and partial_epoch is None and not done:

@@ -14,7 +14,7 @@ import torch
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import refuse_nulls
 from spark_hvd.data.readers.tensors import to_tensor
-from spark_hvd.data.readers.values import decoded, tensor_of
+from spark_hvd.data.readers.values import decoded, tensor_of, text_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 from spark_hvd.transport.host.pages import moved
@@ -88,11 +88,9 @@ class TensorFeed:
         return self._calls(columns, len(window), size, device), None
 
     def _calls(self, columns: list[torch.Tensor], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
-        if not rows:
-            return
-        for pieces in zip(*(torch.split(column, size) for column in columns), strict=True):
-            count = len(pieces[0])
-            tensors = [spec.of(each) for spec, each in zip(self.inputs, pieces, strict=True)]
+        for at in range(0, rows, size):
+            count = min(size, rows - at)
+            tensors = [spec.of(column[at : at + size]) for spec, column in zip(self.inputs, columns, strict=True)]
             tensors = stacked(self.inputs, tensors, device)
             if self.names:
                 yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))
@@ -100,15 +98,15 @@ class TensorFeed:
                 yield Arguments(count, tensors)
 
 
-def feature(
-    array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str
-) -> torch.Tensor:
-    """A feature's values (rows, *shape); ``what`` names the action, for messages.
+def feature(array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str) -> Any:
+    """A feature's values (rows, *shape), or text as an array of str; ``what`` names the action, for messages.
 
     Raises:
         DataError: there are nulls, or rows of different shapes.
     """
     column = spec.column
+    if column.name not in decoders and column.dtype == "object":
+        return text_of(array, column.name, what)
     if column.name not in decoders:
         return to_tensor(array, column, what)
     if not len(array):

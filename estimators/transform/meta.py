@@ -79,8 +79,9 @@ def inputs_of(
     decoders: Decoders,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     dtypes: Sequence[str | None] | None = None,
+    text: bool = False,
 ) -> tuple[TensorSpec, ...]:
-    """The inputs of a model from a DataFrame's columns; without a dtype they are float32, as in Horovod.
+    """The inputs of a model from a DataFrame's columns; without a dtype they are float32, as in Horovod, or ``text``.
 
     Raises:
         ValueError: there is not one shape or dtype for each column.
@@ -88,10 +89,14 @@ def inputs_of(
     """
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
-    columns = columns_of(schema, names, decoders=decoders)
+    columns = columns_of(schema, names, decoders=decoders, text=names if text else ())
     columns = widened(columns, zip(names, dtypes or [None] * len(names), strict=True))
     return tuple(
-        TensorSpec(column, dtypes[i] if dtypes and dtypes[i] else "float32", shapes[i] if shapes else None)
+        TensorSpec(
+            column,
+            dtypes[i] if dtypes and dtypes[i] else None if _is_text(column, decoders) else "float32",
+            shapes[i] if shapes else None,
+        )
         for i, column in enumerate(columns)
     )
 
@@ -126,8 +131,9 @@ def inputs_as_trained(
         raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected as many")
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
-    specs = []
-    for number, (column, spec) in enumerate(zip(columns_of(schema, names, decoders=decoders), trained, strict=True)):
+    text = [name for name, spec in zip(names, trained, strict=True) if _is_text(spec.column, decoders)]
+    specs, columns = [], columns_of(schema, names, decoders=decoders, text=text)
+    for number, (column, spec) in enumerate(zip(columns, trained, strict=True)):
         before = spec.column
         decoded = column.name in decoders  # its dtype in training was that of what the decoder made
         if before.spark_type and not decoded and _family(column) != _family(before):
@@ -145,6 +151,10 @@ def inputs_as_trained(
     return tuple(specs)
 
 
+def _is_text(column: Column, decoders: Decoders) -> bool:
+    return column.dtype == "object" and column.name not in decoders
+
+
 def _family(column: Column) -> tuple[str, int]:
     kind = column.dtype.rstrip("0123456789")
     return kind, 1 if column.spark_type == "vector" else column.spark_type.count("array<")
@@ -159,8 +169,8 @@ def probed_shapes(
 ) -> tuple[Shape, ...] | None:
     """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
 
-    ``labels`` are the targets of the outputs, in order. It asks Spark for a row only if neither ``specs`` nor the
-    metadata of a column have its shape.
+    ``labels`` are the targets of the outputs, in order. Text is empty in these rows. It asks Spark for a row only if
+    neither ``specs`` nor the metadata of a column have their shape.
 
     Raises:
         ModelError: the model fails on them, or returns outputs by name in another order than ``labels``.
@@ -168,8 +178,10 @@ def probed_shapes(
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):
         return None
-    zeros = [
-        torch.zeros(shape, dtype=getattr(torch, spec.dtype or _own_dtype(spec)), device="cpu")
+    zeros: list[Any] = [
+        np.full(shape, "", object)
+        if _is_text(spec.column, decoders)
+        else torch.zeros(shape, dtype=getattr(torch, spec.dtype or _own_dtype(spec)), device="cpu")
         for shape, spec in zip(shapes, specs, strict=True)
         if shape is not None
     ]

@@ -148,16 +148,37 @@ class MlflowTracker(Tracker):
         experiment: Name of the experiment for a new run, created if it does not exist. None for the current one.
         run_name: Name of a new run; None for a name chosen by MLflow.
         nested: Create a new run below the active one instead of using the active one.
+        checkpoints: For the fit of an estimator: when the training has ended, also log the checkpoint of each epoch as a
+            model (a LoggedModel "checkpoint-3" with the metrics of epoch 3).
+        registered_model_name: Register the best of these under this name, as a new version.
+
+    Raises:
+        ImportError: MLflow is not installed.
+        ValueError: ``registered_model_name`` without ``checkpoints``.
     """
 
     __module__ = "spark_hvd.runner"
 
-    def __init__(self, experiment: str | None = None, run_name: str | None = None, *, nested: bool = False) -> None:
+    def __init__(
+        self,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        *,
+        nested: bool = False,
+        checkpoints: bool = False,
+        registered_model_name: str | None = None,
+    ) -> None:
+        if registered_model_name is not None and not checkpoints:
+            raise ValueError(
+                f"registered_model_name={registered_model_name!r} without checkpoints=True, of which it is the best: "
+                "give both, or register the trained model by log_to_mlflow(df, registered_model_name=...)"
+            )
         try:
             import mlflow  # noqa: F401
         except ImportError as error:
             raise ImportError("MlflowTracker needs MLflow on the driver: pip install mlflow-skinny") from error
         self._experiment, self._run_name, self._nested = experiment, run_name, nested
+        self.checkpoints, self.registered_model_name = checkpoints, registered_model_name
         self.run_id: str | None = None
         """Of the run of MLflow; None before the first start."""
         self._ours = self._fits = False
@@ -178,9 +199,17 @@ class MlflowTracker(Tracker):
         """See base class.
 
         Raises:
+            ValueError: ``checkpoints`` in a run that is not the fit of an estimator.
             mlflow.exceptions.MlflowException: the server does not answer, or refuses. No rank was started.
         """
         import mlflow
+
+        self._fits = any(name.startswith(_FIT) for name in facts)
+        if self.checkpoints and not self._fits:
+            raise ValueError(
+                "MlflowTracker(checkpoints=True) is for the fit of an estimator; in a function of your own, log models "
+                "on rank 0 (mlflow.pytorch.log_model), and leave checkpoints out"
+            )
 
         active = mlflow.active_run()
         there: str | None
@@ -189,7 +218,6 @@ class MlflowTracker(Tracker):
         self.run_id = run_id = there if there is not None and not self._nested else self._new_run(there)
         self._reset()
         self._outbox = Outbox(run_id)
-        self._fits = any(name.startswith(_FIT) for name in facts)
         self._outbox.put(params={_param(name): str(value) for name, value in facts.items()})
 
     def take(self, vitals: Vitals) -> None:

@@ -141,6 +141,38 @@ def test_a_type_without_a_tensor(kind: str, store: Store) -> None:
         read(opened(kind, meta, store))
 
 
+@arrow
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_text_stays_text_where_it_is_asked_for(kind: str, store: Store, type_: pa.DataType) -> None:
+    words = [f"ü {number}" if number % 3 else "" for number in range(40)]
+    table = numbered(40).append_column("word", pa.array(words).cast(type_))
+    columns = [*(Column(name, "float32") for name in ("half", "other")), Column("row", "int64")]
+    meta = write(store, table, 2, columns=[*columns, Column("word", "object", None, "string")])
+    for shuffle in (False, True):
+        batches = read(opened(kind, meta, store, text=("word",), shuffle=shuffle))
+        assert [(batch["word"].dtype, batch["half"].dtype) for batch in batches] == [(object, torch.float32)] * 6
+        assert rows(batches, "word") == [words[row] for row in rows(batches)]
+    louder = opened(
+        kind, meta, store, text=("word",), transformation_fn=lambda frame: frame.assign(word=frame.word + "!")
+    )
+    assert rows(read(louder), "word") == [f"{word}!" for word in words]
+    with pytest.raises(DataError, match=r"column 'word' .*has no tensor"):
+        read(opened(kind, meta, store, text=("row",)))
+
+
+@arrow
+def test_text_with_nulls_or_bytes_in_it(kind: str, store: Store) -> None:
+    column = [Column("word", "object", None)]
+    holes = write(store, pa.table({"word": pa.array(["a", None, "b", None])}), columns=column)
+    with pytest.raises(DataError, match=r"column 'word' in a batch has 2 null\(s\) in 4 rows"):
+        read(opened(kind, holes, store, text=("word",)))
+    filled = opened(kind, holes, store, text=("word",), transformation_fn=lambda frame: frame.fillna({"word": "?"}))
+    assert rows(read(filled), "word") == ["a", "?", "b", "?"]
+    octets = write(store, pa.table({"word": pa.array([b"a", b"b"])}), columns=column)
+    with pytest.raises(DataError, match=r"column 'word' .* in row 0: expected numbers"):
+        read(opened(kind, octets, store, text=("word",)))
+
+
 @every
 def test_decoders(kind: str, store: Store) -> None:
     table = pa.table({"row": [0, 1, 2], "raw": [bytes([i, i + 1]) for i in range(3)]})

@@ -17,10 +17,12 @@ from pyspark.ml.functions import array_to_vector
 from torch import nn
 
 from spark_hvd import run_local
-from spark_hvd.estimators import DataError, KerasModel, LocalBackend, Store, TorchModel
+from spark_hvd.estimators import DataError, LocalBackend, Store, TorchModel
 from spark_hvd.runner import MlflowTracker, RankFailedError, Reporting, RunResult
 from tests.later import Later
 from tests.spark.estimator_support import estimator, frame
+from tests.spark.keras.support import estimator as of_keras
+from tests.spark.keras.support import net
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -274,11 +276,78 @@ def test_a_logged_model_has_the_metrics_of_its_epoch(df: DataFrame, tmp_path: Pa
     assert {each.model_id for each in versions} >= {info.model_id}
 
 
+def test_the_checkpoint_of_each_epoch_is_a_model_with_its_metrics(df: DataFrame, tmp_path: Path) -> None:
+    """In the run of the fit; the best, which is the first where more is better, is registered."""
+    tracker = MlflowTracker(checkpoints=True, registered_model_name="lateness")
+    store = Store.create(tmp_path / "store")
+    fitted = estimator(
+        tracker=tracker, store=store, validation="held", epochs=3, monitor="val_loss", monitor_mode="max"
+    ).fit(df)
+    (only,) = runs()
+    assert (only.info.run_id, only.info.status) == (tracker.run_id, "FINISHED")
+    logged = {each.name: each for each in mlflow.search_logged_models(output_format="list")}
+    assert sorted(logged) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    for row in fitted.getHistory():
+        found = logged[f"checkpoint-{row['epoch']}"]
+        assert found.source_run_id == tracker.run_id
+        assert {(each.key, each.value, each.step) for each in found.metrics} == {
+            (name, value, row["epoch"]) for name, value in row.items() if name != "epoch"
+        }
+    best = max(fitted.getHistory(), key=lambda row: row["val_loss"])["epoch"]
+    assert best < 3
+    (version,) = mlflow.MlflowClient().search_model_versions("name='lateness'")
+    assert version.model_id == logged[f"checkpoint-{best}"].model_id
+    rows = df.select("features").toPandas()
+    wanted = [row[0] for row in fitted.transform(df).select("prediction").collect()]
+    last, first = (mlflow.pyfunc.load_model(logged[f"checkpoint-{epoch}"].model_uri) for epoch in (3, 1))
+    assert list(last.predict(rows)["prediction"]) == pytest.approx(wanted, rel=1e-6)
+    assert list(first.predict(rows)["prediction"]) != pytest.approx(wanted, rel=1e-3)
+    assert {path.name for path in Path(store.run_path(fitted.value_of("run_id"))).glob("*.ckpt")} <= {
+        "last.ckpt",
+        "best.ckpt",
+    }
+
+
+def test_checkpoints_of_keras_are_models_of_keras(df: DataFrame, tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    backend = LocalBackend(2, reporting=Reporting(tracker=MlflowTracker(checkpoints=True)))
+    fitted = of_keras(net(), backend=backend, store=Store.create(tmp_path / "store")).fit(df)
+    logged = {each.name: each for each in mlflow.search_logged_models(output_format="list")}
+    assert sorted(logged) == ["checkpoint-1", "checkpoint-2"]
+    losses = [metric.value for name in sorted(logged) for metric in logged[name].metrics if metric.key == "loss"]
+    assert losses == [row["loss"] for row in fitted.getHistory()]
+    loaded = mlflow.keras.load_model(logged["checkpoint-2"].model_uri)
+    for one, two in zip(loaded.get_weights(), fitted.getModel().get_weights(), strict=True):
+        assert (one == two).all()
+
+
+def test_checkpoints_that_cannot_be_logged(
+    df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a training that is a warning, and they are kept; what is known before is an error before it."""
+    store, tracker = Store.create(tmp_path / "store"), MlflowTracker(checkpoints=True)
+    backend = LocalBackend(2, reporting=Reporting(tracker=tracker))
+    one = estimator(num_proc=None, backend=backend, store=store, epochs=1, run_id="one")
+    with pytest.raises(ValueError, match="with fit_on_parquet: the signature of models comes from rows"):
+        one.fit_on_parquet(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchModel, "log_to_mlflow", lambda *args, **options: {}["gone"])
+        assert len(one.fit(df).getHistory()) == 1
+    assert (
+        "MLflow has not got the checkpoints of all epochs, the trained model is not affected: KeyError" in caplog.text
+    )
+    assert Path(store.checkpoint_path("one", "epoch-1.ckpt")).exists()
+    assert len(one.fit(df).getHistory()) == 1, "nothing is left to train"
+    assert [each.name for each in mlflow.search_logged_models(output_format="list")] == ["checkpoint-1"]
+    with pytest.raises(ValueError, match=r"is for the fit of an estimator; .* leave checkpoints out"):
+        run_local(train, (0.5,), num_proc=2, reporting=Reporting(tracker=tracker), verbose=0)
+    with pytest.raises(ValueError, match="registered_model_name='lateness' without checkpoints=True"):
+        MlflowTracker(registered_model_name="lateness")
+
+
 def test_what_cannot_be_logged(df: DataFrame) -> None:
     model = TorchModel(model=nn.Linear(3, 1), feature_columns=["features"], label_columns=["value"])
     with pytest.raises(ValueError, match="a DataFrame without rows: some of them tell the signature"):
         model.log_to_mlflow(df.limit(0))
     with pytest.raises(DataError, match="feature_columns names 'features', which the DataFrame does not have"):
         model.log_to_mlflow(df.drop("features"))
-    with pytest.raises(NotImplementedError, match=r"mlflow\.keras\.log_model"):
-        KerasModel().log_to_mlflow(df)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spark_hvd.store import Store
 
 Batch = dict[str, "torch.Tensor"]
-"""Column name -> tensor of shape (rows, *shape of the column); all of one length."""
+"""Column name -> tensor of shape (rows, *shape of the column); all of one length; text is an array."""
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
@@ -43,6 +43,8 @@ class ReaderSpec:
         transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
         edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
+        text: Names of the columns that may be text: a batch has them as arrays of str, (rows,). Of others text is an
+            error. For the Arrow reader.
         collate: Function of a ``pyarrow.RecordBatch`` of the columns, and of ``training``, that makes a batch, in place
             of decoders and ``transformation_fn``; for the Arrow reader.
         training: Whether the rows are to train on, and not to validate.
@@ -62,6 +64,7 @@ class ReaderSpec:
     transformation_fn: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     edit_fields: tuple[tuple[str, Any, tuple[int, ...], bool], ...] = ()
     removed_fields: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
     collate: Callable[[pa.RecordBatch, bool], Batch] | None = None
     training: bool = True
 

@@ -13,7 +13,7 @@ import torch
 from spark_hvd.data.readers.batches import Blocks, Layout
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError, refuse_nulls
-from spark_hvd.data.readers.reader import ReaderSpec
+from spark_hvd.data.readers.reader import Batch, ReaderSpec
 from spark_hvd.data.readers.tensors import to_tensor
 
 
@@ -69,21 +69,33 @@ class Values:
         Raises:
             DataError: values do not fit their column, or a function failed or returned something else than expected.
         """
-        spec = self._spec
-        if spec.transformation_fn is None and not spec.decoders:
+        if self._spec.transformation_fn is None and not self._spec.decoders:
             return self._layout.blocks_of(table, where)
+        return self._layout.blocks_of_tensors(self.columns_of(table, where))
+
+    def columns_of(self, table: pa.Table, where: str) -> Batch:
+        """The columns of ``table``: tensors, and arrays of str where text was asked for.
+
+        Raises:
+            DataError: as :meth:`blocks_of`.
+        """
+        spec = self._spec
         cells = {column.name: self._cells(table.column(column.name), column, where) for column in self._read}
         if spec.transformation_fn is not None:
             frame = pd.DataFrame({name: _series(values) for name, values in cells.items()})
             cells = self._transformed(frame, spec.transformation_fn, where)
             _check_filled(table, cells, where)
-        columns = self._layout.columns
-        return self._layout.blocks_of_tensors({each.name: tensor_of(cells[each.name], each, where) for each in columns})
+        return {
+            each.name: tensor_of(cells[each.name], each, where, text=each.name in spec.text)
+            for each in self._layout.columns
+        }
 
     def _cells(self, array: pa.ChunkedArray, column: Column, where: str) -> Any:
         """A tensor where the column has one; else what the decoder returns, bytes, or values with nulls among them."""
         decoder = self._spec.decoders.get(column.name)
         if decoder is None:
+            if column.name in self._spec.text and self._spec.transformation_fn is None and is_text(array.type):
+                return text_of(array, column.name, where)
             plain = column.dtype != "object" and not (array.null_count and column.name in self._nullable)
             return to_tensor(array, column, where) if plain else array.to_pandas()
         return decoded(array, column.name, decoder, where)
@@ -150,14 +162,35 @@ def _series(values: Any) -> Any:
     return pd.Series(values, dtype=object) if isinstance(values, list) else values
 
 
-def tensor_of(values: Any, column: Column, where: str) -> torch.Tensor:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of this type are text."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+
+
+def text_of(array: pa.Array | pa.ChunkedArray, name: str, where: str) -> Any:
+    """Text as an array of str, (rows,).
+
+    Raises:
+        DataError: there are nulls.
+    """
+    refuse_nulls(name, array.null_count, f"{len(array)} rows", where)
+    text = array.cast(pa.string())
+    return (text.combine_chunks() if isinstance(text, pa.ChunkedArray) else text).to_numpy(zero_copy_only=False)
+
+
+def tensor_of(values: Any, column: Column, where: str, *, text: bool = False) -> Any:
     """Cells as the tensor that ``column`` asks for; a dtype "object" or a shape None takes what it finds.
+
+    With ``text``, cells that are all str become an array of them.
 
     Raises:
         DataError: they are no numbers, or arrays of another shape.
     """
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor | np.ndarray):
         return values
+    if text and all(isinstance(value, str) for value in values):
+        return np.array(list(values), object)
     if isinstance(values, pd.Series) and values.dtype != object:
         return to_tensor(pa.array(values.to_numpy(), from_pandas=False), column, where)
     arrays = [np.asarray(value) for value in values]

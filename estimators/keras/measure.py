@@ -1,0 +1,135 @@
+"""A batch through a Keras model to its losses and metrics, in training or not; and a validation as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.keras.module import Described, given_to_keras
+from spark_hvd.estimators.training.inputs import tensors_of, weights_of
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import Job
+
+Logs = dict[str, float]
+NOTHING: dict[str, Any] = {"rows": 0, "metrics": [], "logs": {}, "own": []}
+
+
+def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
+    """The model, with its losses and metrics and this optimizer."""
+    module: Any = objects.model
+    model, custom = module.keras_model, module.custom_objects
+    loss, weights = objects.loss
+    metrics = Described.made(objects.metrics, custom) or None
+    model.compile(
+        optimizer,
+        Described.made(loss, custom),
+        loss_weights=weights,
+        jit_compile=False,
+        auto_scale_loss=False,  # a LossScaleOptimizer is outside what reduces gradients
+        **{"weighted_metrics" if spec.sample_weight_col else "metrics": metrics},
+    )
+    return model
+
+
+def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
+    """What a step takes: inputs, labels and weights, each alone or as a list of several."""
+    inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
+    weights = weights_of(spec.sample_weight_col, batch)
+    several = None if weights is None else [weights.to(device)] * len(labels)
+    return _one(inputs), _one(labels), several if several is None else _one(several)
+
+
+def _one(values: Sequence[torch.Tensor]) -> Any:
+    taken = [given_to_keras(value) for value in values]
+    return taken[0] if len(taken) == 1 else taken
+
+
+class Measure:
+    """The model of a job, compiled with ``optimizer``, its losses and its metrics."""
+
+    def __init__(self, job: Job, optimizer: Any) -> None:
+        self.job, self.spec = job, job.spec
+        self.model = compiled(job.spec, job.objects, optimizer)
+        self._prepared = False
+
+    def validated(self, callbacks: Any, ranks: int | None = None) -> dict[str, Any]:
+        """What this rank has of a validation, see :meth:`measured`; nothing where there are no rows for it.
+
+        With ``ranks``, the batches are those that so many would have, and each of ours takes those of some of them.
+        """
+        if self.job.validation is None:
+            return NOTHING
+        model, size = self.model, max(ranks or 1, hvd.size())
+        model.make_test_function()
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        rows, number, logs = 0, 0, Logs()
+        for rank in range(hvd.rank(), size, hvd.size()):
+            for batch in self.job.validation_batches(rank, size):
+                given = batch_of(self.spec, batch, self.job.device)
+                self.prepare(given)
+                callbacks.on_test_batch_begin(number)
+                found = model.test_function([given])
+                logs = {name: float(value) for name, value in found.items()}
+                callbacks.on_test_batch_end(number, logs)
+                rows, number = rows + len(next(iter(batch.values()))), number + 1
+                if model.stop_evaluating:
+                    break
+        callbacks.on_test_end(logs)
+        return self.measured(rows, logs)
+
+    def prepare(self, batch: tuple[Any, Any, Any]) -> None:
+        """Make the variables of the metrics, which takes a batch, for once."""
+        if not self._prepared:
+            self._prepared = True
+            self.model.test_on_batch(*batch)  # trains nothing
+            self.model.reset_metrics()
+
+    def means(self, validated: Mapping[str, Any]) -> Logs:
+        """Those of a validation, as the history has them; to be called by all ranks."""
+        return in_validation(self.together(hvd.allgather_object(validated, name="spark_hvd.validated")))
+
+    def measured(self, rows: int, logs: Logs) -> dict[str, Any]:
+        """What this rank has of an epoch: its rows, the variables of its metrics, and what they say."""
+        from spark_hvd.keras.backend import tensor_of
+
+        said = self.model.get_metrics_result() if rows else {}
+        # A train_step of the user's may log what is no metric, or under the name of one that it leaves alone.
+        own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
+        variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
+        return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
+
+    def together(self, ranks: Sequence[Mapping[str, Any]]) -> Logs:
+        """What metrics say of the rows of all ranks, as one process would have it; means by rows of other numbers."""
+        from spark_hvd.keras.backend import assign
+
+        variables = [] if not ranks[0]["metrics"] else self.model.metrics_variables
+        for variable, *values in zip(variables, *(each["metrics"] for each in ranks), strict=True):
+            assign(variable, joined(variable.aggregation, values))
+        own = set(ranks[0]["own"]).intersection(*(each["own"] for each in ranks))
+        said = self.model.get_metrics_result() if own else {}
+        return means_of([(each["rows"], each["logs"]) for each in ranks]) | {name: float(said[name]) for name in own}
+
+
+def in_validation(means: Mapping[str, float]) -> Logs:
+    """Means by the names that the history has of validations."""
+    return {f"val_{name}": value for name, value in means.items()}
+
+
+def joined(aggregation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One value of those that ranks have of a variable, by how Keras says that it adds up."""
+    total = torch.stack(list(values)).sum(0).to(values[0].dtype)
+    return total if aggregation == "sum" else total / len(values) if aggregation == "mean" else values[0]
+
+
+def means_of(ranks: Sequence[tuple[int, Mapping[str, float]]]) -> Logs:
+    """Means over the rows of all ranks."""
+    rows = sum(count for count, _ in ranks)
+    names = dict.fromkeys(name for _, logs in ranks for name in logs)
+    return {name: sum(count * float(logs.get(name, 0.0)) for count, logs in ranks) / rows for name in names}
