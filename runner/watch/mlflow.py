@@ -148,8 +148,8 @@ class MlflowTracker(Tracker):
         experiment: Name of the experiment for a new run, created if it does not exist. None for the current one.
         run_name: Name of a new run; None for a name chosen by MLflow.
         nested: Create a new run below the active one instead of using the active one.
-        checkpoints: For the fit of an estimator: after the training, also log the checkpoint of each epoch as a model (a
-            LoggedModel "checkpoint-3" with the metrics of epoch 3).
+        checkpoints: For the fit of an estimator: after the training, also log the checkpoint of each epoch as a model
+            (a LoggedModel "checkpoint-3" with the metrics of epoch 3).
         registered_model_name: Register the best of these under this name, as a new version.
 
     Raises:
