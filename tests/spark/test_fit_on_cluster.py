@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import pytest
 
 from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class KillsItsExecutor(Callback):
