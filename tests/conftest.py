@@ -9,17 +9,16 @@ import re
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import psutil
 import pytest
 
 from tests.jvm import SHORT_LIVED
+from tests.ranks import wait_until as wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -258,27 +257,6 @@ def ranks_alive() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found += server.children()
     return found
-
-
-@contextlib.contextmanager
-def by_value(*names: str) -> Iterator[None]:
-    """What is in these modules travels by value, since executors do not have this folder on their path."""
-    modules = [sys.modules[name] for name in names if name not in cloudpickle.list_registry_pickle_by_value()]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
-    """Poll ``condition`` until it is true; fail after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not true within {timeout} s: {condition}")
-        time.sleep(0.02)
-    return value
 
 
 def listening() -> list[str]:

@@ -28,6 +28,16 @@ SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
+def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+    """Poll ``condition`` until it is true; fail after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not true within {timeout} s: {condition}")
+        time.sleep(0.02)
+    return value
+
+
 def left_in(folder: str, before: set[str]) -> set[str]:
     """The files that are in a folder for good and were not before; tests beside this one may have some for a moment."""
     left, deadline = {*os.listdir(folder)} - before, time.monotonic() + 10

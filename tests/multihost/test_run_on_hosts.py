@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from spark_hvd.estimators import Store
 from spark_hvd.runner import run
-from tests.conftest import by_value
 from tests.multihost.standalone import Cluster
 from tests.spark.estimator_support import estimator, frame, reference, same
 from tests.spark.test_torch_estimator import mse
@@ -27,12 +25,6 @@ def hvd() -> Any:
     import spark_hvd.torch
 
     return spark_hvd.torch
-
-
-@pytest.fixture
-def _support_travels_by_value() -> Iterator[None]:
-    with by_value("tests.spark.estimator_support", mse.__module__):
-        yield
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,7 +99,6 @@ def test_named_collectives_and_the_optimizer_cross_hosts(two_hosts: Cluster, bac
     assert all(parameters == ranks[0][2] for _, _, parameters in ranks), "the same weights on all hosts"
 
 
-@pytest.mark.usefixtures("_support_travels_by_value")
 def test_an_estimator_fits_on_hosts_that_share_a_folder(two_hosts: Cluster, tmp_path: Path) -> None:
     made = estimator(store=Store.create(tmp_path / "store"), run_id="hosts", epochs=3)
     fitted = made.fit(frame(two_hosts.session))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = 240
 _stores: list[Scratch] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import torch
 from pyspark.ml.feature import VectorAssembler
@@ -11,6 +13,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def hundred_rows(spark: SparkSession) -> DataFrame:

@@ -282,7 +282,7 @@ def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:
 
 
 def test_a_run_need_not_read_its_data(spark: SparkSession) -> None:
-    df = spark.range(0, 2_000_000, 1, 2).selectExpr("id", "cast(id as string) as text")
+    df = spark.range(0, 100_000, 1, 2).selectExpr("id", "repeat('x', 200) as text")  # 20 MB in ten batches
     assert run(lambda: 1, num_proc=2, data={"train": df}, spark=spark) == [1, 1]
 
 

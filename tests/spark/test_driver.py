@@ -72,6 +72,13 @@ def test_no_session() -> None:
     assert "run_local" in done.stderr
 
 
+def wait_for(file: Path, work: threading.Thread) -> None:
+    """Wait until the work has made a file, however long its processes take to start."""
+    while not file.exists():
+        assert work.is_alive(), "it ended without"
+        time.sleep(0.05)
+
+
 def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession, tmp_path: Path) -> None:
     begun, over = tmp_path / "begun", tmp_path / "over"
 
@@ -84,7 +91,7 @@ def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession, tmp
     busy = threading.Thread(target=lambda: spark.range(0, 1, 1, 1).mapInArrow(occupy, "id long").collect())
     busy.start()
     try:
-        wait_until(begun.exists, 30)
+        wait_for(begun, busy)
         with pytest.raises(StartTimeoutError, match=r"0 of 2 ranks had started after start_timeout=1 s"):
             run(lambda: 1, num_proc=2, spark=spark, start_timeout=1)
     finally:
@@ -103,7 +110,7 @@ def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession, tmp_
 
     first = threading.Thread(target=lambda: run(slow, num_proc=2, spark=spark))
     first.start()
-    wait_until(begun.exists, 30)
+    wait_for(begun, first)
     assert run(lambda: (reduce_one(), ended.exists()), num_proc=2, spark=spark) == [(2.0, True)] * 2
     first.join()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 IDS = [16_777_217, 16_777_219, 16_777_221, 16_777_223]
 

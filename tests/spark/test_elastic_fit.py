@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import lightning as L  # noqa: N812 - the name that everybody gives it
 import pytest
 import torch
@@ -32,6 +34,8 @@ from tests.spark.test_fit_restarts import network, plain, straight_line
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,6 @@ from spark_hvd.runner import (
     run_elastic,
 )
 from spark_hvd.testing import FaultPlan
-from tests.conftest import by_value
 from tests.elastic_jobs import Job, Result, checked, read, train
 from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elastic_cluster
 from tests.spark.estimator_support import estimator, frame
@@ -214,13 +213,10 @@ def test_a_fit_goes_on_without_a_lost_executor_and_with_its_replacement(
 
     settings = {**COUNTING, "num_proc": 2, "min_num_proc": 1, "max_num_proc": 2, "epochs": 5000}
     settings["callbacks"] = [Notes(progress.log, progress.until)]
-    with by_value("tests.spark.test_elastic_fit", "tests.spark.estimator_support"):
-        with pytest.raises(
-            ValueError, match=r"store is missing: ranks that come and go \(max_num_proc\) read their rows"
-        ):
-            estimator(Counts(), **settings).fit(df)
-        with directed(progress, script):
-            fitted = estimator(Counts(), **settings, store=Store.create(tmp_path / "store")).fit(df)
+    with pytest.raises(ValueError, match=r"store is missing: ranks that come and go \(max_num_proc\) read their rows"):
+        estimator(Counts(), **settings).fit(df)
+    with directed(progress, script):
+        fitted = estimator(Counts(), **settings, store=Store.create(tmp_path / "store")).fit(df)
     each_row_once_an_epoch(fitted)
     assert fitted.getHistory().restarts >= 1
     assert {line.size for line in read(progress.log) if line.generation > 0} >= {1, 2}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import pytest
 
 from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
 from spark_hvd.runner import ExecutorLostError
-from tests.conftest import by_value
 from tests.spark.estimator_support import estimator, frame, reference, same
 from tests.spark.test_restarts_on_cluster import kill_executor, limit_executors
 from tests.spark.test_torch_estimator import mse
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class KillsItsExecutor(Callback):
@@ -33,15 +35,8 @@ class KillsItsExecutor(Callback):
             kill_executor()
 
 
-@pytest.fixture
-def _tests_travel_by_value() -> Iterator[None]:
-    with by_value(__name__, "tests.spark.estimator_support", mse.__module__, kill_executor.__module__):
-        yield
-
-
 @pytest.mark.night
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSession, tmp_path: Path) -> None:
     killer = KillsItsExecutor(str(tmp_path / "killed"))
     made = estimator(
@@ -61,7 +56,6 @@ def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSe
 
 @pytest.mark.night
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
     df = frame(cluster)
     with pytest.raises(ValueError, match="store is missing: run_id='lost' goes on from checkpoints"):
@@ -81,7 +75,6 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
 
 @pytest.mark.night
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: SparkSession, tmp_path: Path) -> None:
     backend = SparkBackend(2, spark=cluster, verbose=0, max_restarts=1, min_num_proc=1, start_timeout=20.0)
     limit_executors(cluster, 1)  # none comes back
@@ -102,7 +95,6 @@ def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: Sp
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_a_model_larger_than_what_spark_can_collect_comes_back(
     cluster: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

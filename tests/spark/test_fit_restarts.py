@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import lightning as L  # noqa: N812 - the name that everybody gives it
 import pytest
 import torch
@@ -22,6 +24,8 @@ from tests.spark.estimator_support import ROWS, Watched, estimator, frame, means
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.slow
 

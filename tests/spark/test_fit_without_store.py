@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,6 +25,8 @@ from tests.spark.estimator_support import estimator, frame, means, ordered
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = 1000
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +24,8 @@ from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.reuse import clear_materialized_data
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

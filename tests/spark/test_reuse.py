@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pandas as pd
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -24,6 +25,8 @@ from spark_hvd.estimators.data.columns import columns_of
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.reuse import clear_materialized_data, delete_unused, fingerprint
 from spark_hvd.store import Store
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ from tests.spark.estimator_support import Watched
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow
 
 WORDS = {"fruit": ["apple", "pear", "plum"], "tree": ["oak", "elm", "ash"], "wind": ["gale", "storm", "breeze"]}

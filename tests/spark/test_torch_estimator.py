@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 FEATURES, VALUE, LATE = (torch.from_numpy(array) for array in numbers())
 
@@ -92,38 +96,44 @@ def test_same_seed_same_bytes(df: DataFrame, num_proc: int) -> None:
     assert not torch.equal(first["0.weight"], other["0.weight"])
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "optimizer instance": ({"optimizer": "instance"}, {}),
-    "optimizer without lr": (
-        {"optimizer": lambda params: torch.optim.Rprop(params), "scale_lr": False},
+    "optimizer without lr, loss made in the rank, cached in memory": (
+        {"optimizer": lambda params: torch.optim.Rprop(params), "scale_lr": False, "inmemory_cache_all": True}
+        | {"loss": None, "loss_constructors": [lambda: nn.MSELoss()]},
         {"optimizer": torch.optim.Rprop},
     ),
-    "unscaled": ({"scale_lr": False, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}, {}),
-    "one rank": ({"num_proc": 1, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}, {"ranks": 1}),
-    "batch that does not divide": ({"batch_size": 17}, {"batch": 17}),
-    "two passes a step": ({"backward_passes_per_step": 2}, {"passes": 2}),
-    "three passes, one left": ({"backward_passes_per_step": 3, "batch_size": 30}, {"passes": 3, "batch": 30}),
-    "clipped norm": (
-        {"gradient_clip_norm": 0.1},
-        {"before_step": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
+    "unscaled, two passes a step, clipped norm": (
+        {"scale_lr": False, "optimizer": sgd, "backward_passes_per_step": 2, "gradient_clip_norm": 0.1},
+        {"passes": 2, "before_step": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
     ),
-    "clipped value": (
-        {"gradient_clip_value": 0.05},
-        {"before_step": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05)},
+    "batch that does not divide, clipped value, function as loss": (
+        {"batch_size": 17, "gradient_clip_value": 0.05, "loss": functional.mse_loss},
+        {"batch": 17, "before_step": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05)},
     ),
-    "cached in memory": ({"inmemory_cache_all": True}, {}),
-    "loss made in the rank": ({"loss": None, "loss_constructors": [lambda: nn.MSELoss()]}, {}),
-    "function as loss": ({"loss": functional.mse_loss}, {}),
+    "optimizer instance, three passes, one left": (
+        {"optimizer": "instance", "backward_passes_per_step": 3, "batch_size": 30},
+        {"passes": 3, "batch": 30},
+    ),
+    "one rank": ({"num_proc": 1, "optimizer": sgd}, {"ranks": 1}),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_option_computes_what_it_says(df: DataFrame, name: str) -> None:
+def test_options_compute_what_they_say(df: DataFrame, name: str) -> None:
     given, expected = OPTIONS[name]
     model = linear()
     if given.get("optimizer") == "instance":
-        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
-    same(estimator(model, **given).fit(df).getModel(), reference(mse, **expected))
+        given = {**given, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+    fitted = estimator(model, **given).fit(df).getModel()
+    same(fitted, reference(mse, **expected))
+    for option in expected:  # none of them could have been left out
+        others = {other: value for other, value in expected.items() if other != option}
+        with pytest.raises(AssertionError):
+            same(fitted, reference(mse, **others))
 
 
 def test_parameter_groups_of_an_instance(df: DataFrame) -> None:
@@ -137,8 +147,7 @@ def test_parameter_groups_of_an_instance(df: DataFrame) -> None:
     assert [group["lr"] for group in fitted.getOptimizer().param_groups] == pytest.approx([0.02, 0.05])
 
 
-@pytest.mark.parametrize("as_instance", [False, True])
-@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize(("interval", "as_instance"), [("epoch", True), ("step", False)])
 def test_learning_rate_schedule(df: DataFrame, interval: str, as_instance: bool) -> None:
     def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -155,12 +164,12 @@ def test_learning_rate_schedule(df: DataFrame, interval: str, as_instance: bool)
 
     made: list[torch.optim.Optimizer] = []
 
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        made.append(torch.optim.SGD(params, lr=0.1))
+    def kept(params: Any) -> torch.optim.Optimizer:
+        made.append(sgd(params))
         return made[0]
 
     each = {"after_step": halve} if interval == "step" else {"after_epoch": lambda: halve(made[0])}
-    same(fitted.getModel(), reference(mse, optimizer=sgd, **each))
+    same(fitted.getModel(), reference(mse, optimizer=kept, **each))
     rates = [row["lr"] for row in fitted.getHistory()]
     assert rates == pytest.approx([0.1, 0.05] if interval == "epoch" else [0.1, 0.1 / 2**8])
 
@@ -251,12 +260,8 @@ def test_stacked_features_are_one_argument(df: DataFrame, tmp_path: Path) -> Non
 
 
 def test_class_numbers_as_double_become_integers(df: DataFrame) -> None:
-    fitted = estimator(
-        linear(2),
-        label_cols=["late"],
-        loss=nn.CrossEntropyLoss(),
-        epochs=6,
-    ).fit(df.withColumn("late", df["late"].cast("double")))
+    classes = df.withColumn("late", df["late"].cast("double"))
+    fitted = estimator(linear(2), label_cols=["late"], loss=nn.CrossEntropyLoss(), epochs=6).fit(classes)
 
     def entropy(model: nn.Module, rows: slice) -> torch.Tensor:
         return functional.cross_entropy(model(FEATURES[rows]), LATE[rows].long())
@@ -317,16 +322,13 @@ def test_bf16_computes_in_bf16(df: DataFrame) -> None:
 def test_steps_overridden(df: DataFrame) -> None:
     few = estimator(train_steps_per_epoch=3, epochs=1).fit(df)
 
-    def first_rows(model: nn.Module, rows: slice) -> torch.Tensor:
-        return mse(model, rows)
-
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
         for rank in range(2):
             start = step * 32 + rank * 16
-            (first_rows(model, slice(start, start + 16)) / 2).backward()
+            (mse(model, slice(start, start + 16)) / 2).backward()
         optimizer.step()
     same(few.getModel(), dict(model.state_dict()))
     # 8 batches are a pass; two epochs of 4 are one pass
@@ -342,12 +344,8 @@ def test_image_bytes_with_a_decoder(spark: SparkSession) -> None:
         return np.frombuffer(data, "uint8").astype("float32") / 255
 
     features, value = torch.from_numpy(pixels.astype("float32") / 255), torch.from_numpy(pixels.sum(1)).float()
-    fitted = estimator(
-        feature_cols=["image"],
-        decoders={"image": decode},
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.001),
-        epochs=1,
-    ).fit(df)
+    slow = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.001), "epochs": 1}
+    fitted = estimator(feature_cols=["image"], decoders={"image": decode}, **slow).fit(df)
     expected = reference(
         lambda model, rows: functional.mse_loss(model(features[rows])[:, 0], value[rows]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.002),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import pytest
 import torch
 from pyspark.sql import functions as F  # noqa: N812
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")

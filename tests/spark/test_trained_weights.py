@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,8 @@ from tests.spark.estimator_support import estimator, frame, numbers
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 keras: Any = None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,8 @@ from tests.spark.estimator_support import estimator, frame, linear, numbers, ord
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import cloudpickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +25,8 @@ from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.store import Store
 from tests.conftest import wait_until
 from tests.spark.elastic_cluster import elastic_cluster
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = 40_000
 HALF = 50_000  # bytes; of some 100,000
