@@ -65,7 +65,6 @@ class TrialTracker(Tracker):
         self._others: set[str] = set()
 
     def start(self, facts: Facts) -> None:
-        """See base class."""
         self._further.start(facts)
 
     def take(self, vitals: Vitals) -> None:

@@ -193,7 +193,6 @@ class MlflowTracker(Tracker):
         self._outbox.put(params={_param(name): str(value) for name, value in facts.items()})
 
     def take(self, vitals: Vitals) -> None:
-        """See base class."""
         if vitals.generation < self._generation:  # it was on its way when its world had ended
             return
         if vitals.generation > self._generation:
@@ -209,7 +208,6 @@ class MlflowTracker(Tracker):
             self._put(self._system(vitals, now))
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
-        """See base class."""
         outbox, self._outbox = self._outbox, None
         if outbox is None:
             return

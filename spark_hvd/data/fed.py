@@ -133,7 +133,6 @@ class FedReader(Reader[BatchT]):
             yield from one_ahead(thread, self._form.cut(made, sizes))
 
     def close(self) -> None:
-        """See base class."""
         self._inner.close()
 
 

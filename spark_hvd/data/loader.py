@@ -234,11 +234,9 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
     _passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """See base class."""
         return super().__getstate__() | {"_given": None}
 
     def __iter__(self) -> Iterator[T_co]:
-        """See base class."""
         worker = get_worker_info()
         if worker is None:
             return super().__iter__()
@@ -257,7 +255,6 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
         return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """See base class."""
         super().set_epoch(epoch)
         self._watch()
 
@@ -275,7 +272,6 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See base class."""
         super().load_state_dict(state)
         self._watch()
 
