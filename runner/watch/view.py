@@ -256,7 +256,6 @@ class RunView:
         return process
 
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
-        """The cost of the run."""
         seconds = now - self._started
         rank_seconds = self._rank_seconds + self._size * (now - self._sized)
         gpus = self._gpus_per_rank

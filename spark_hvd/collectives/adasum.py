@@ -107,7 +107,6 @@ class _Tree:
         self._held = _widened(self._nothing if self._extra else flat)
 
     def reduce(self) -> Steps[None]:
-        """Run all steps of the reduction."""
         if self._members < self._size:
             yield from self._hand_over()
         yield from self._halve(0, self._held.numel(), 1)
