@@ -74,7 +74,7 @@ def _require_like(tensor: torch.Tensor, first: torch.Tensor) -> None:
     if (tensor.dtype, tensor.device) != (first.dtype, first.device):
         raise ValueError(
             f"Adasum got tensors of {first.dtype} on {first.device} and of {tensor.dtype} on {tensor.device}; "
-            f"reduce those of each dtype and device in a call of their own."
+            f"use a separate call for each dtype and device."
         )
 
 

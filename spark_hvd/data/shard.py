@@ -186,9 +186,7 @@ class DatasetShard:
         wanted = tuple(names if columns is None else columns)
         missing = set(wanted).difference(names)
         if missing or not wanted:
-            raise DataError(
-                f"columns={list(wanted)!r}: expected some of those of data set {self.name!r}: {listed(names)}"
-            )
+            raise DataError(f"columns={list(wanted)!r}: expected columns of data set {self.name!r}: {listed(names)}")
         for argument, value in (("window_rows", window_rows), ("workers", workers)):
             if value is not None and value < 1:
                 raise DataError(f"{argument}={value}: expected at least 1")
