@@ -1,4 +1,4 @@
-"""What a closer look at one rank's process has found, as a message between task and driver."""
+"""The result of examining a rank's process, as a message between task and driver."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        cpu: Processors used by the rank and all that it has started, over a second: 1.0 is one core.
-        status: Of its process, in psutil's words: "running", "sleeping", "stopped", "disk-sleep" ...
-        stacks: The Python stacks of its threads; empty if it wrote none, as when it is stopped.
+        cpu: Cores used by the rank and its child processes, over a second: 1.0 is one core.
+        status: Status of its process in psutil's words: "running", "sleeping", "stopped", "disk-sleep" ...
+        stacks: The Python stacks of its threads; empty if it wrote none, for example because it is stopped.
     """
 
     cpu: float
@@ -22,10 +22,10 @@ class Examination:
     stacks: str
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data that JSON can carry."""
+        """Plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Examination:
-        """What :meth:`to_message` made."""
+        """The inverse of :meth:`to_message`."""
         return cls(message["cpu"], message["status"], message["stacks"])
