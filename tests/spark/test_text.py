@@ -213,7 +213,7 @@ def test_a_model_that_does_not_fit(texts: DataFrame) -> None:
     model = BertForSequenceClassification(config(vocab_size=64, num_labels=2))
     with pytest.raises(ValueError, match="tokenizer is missing: this model needs the tokenizer"):
         classifier(model=model).fit(texts)
-    with pytest.raises(ModelError, match="num_labels=2, and column 'kind' 3 classes"):
+    with pytest.raises(ModelError, match="num_labels=2, but column 'kind' has 3 classes"):
         classifier(model=model, tokenizer=whole_words()).fit(texts)
     model = BertForSequenceClassification(config(vocab_size=8, num_labels=3))
     with pytest.raises(ModelError, match="tokenizer has 11 tokens, but model has embeddings for 8"):
