@@ -118,7 +118,6 @@ class _Progress:
         self.struck: set[Fault] = set()
 
     def begin(self, plan: FaultPlan, generation: int, rank: int, size: int) -> None:
-        """Another generation."""
         if self.generation < 0:
             atexit.register(self._end, plan, os.getpid())
         else:
@@ -126,7 +125,6 @@ class _Progress:
         self.generation, self.rank, self.size, self.made = generation, rank, size, 0
 
     def note(self, step: int) -> None:
-        """Another step."""
         self.first, self.last = self.first if self.made else step, step
         self.made += 1
 

@@ -33,7 +33,6 @@ class Collate:
     labels: Labels
 
     def __call__(self, rows: pa.RecordBatch, training: bool) -> Batch:
-        """See the class."""
         batch = self.inputs(rows.column(self.column).to_pylist(), training)
         if self.labels.column in batch:
             raise DataError(f"label_col={self.labels.column!r} is the name of one of the model's inputs: rename it")

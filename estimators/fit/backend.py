@@ -158,7 +158,6 @@ class LocalBackend(Backend):
         self._options = options
 
     def num_processes(self) -> int:
-        """See base class."""
         return self._num_proc
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:

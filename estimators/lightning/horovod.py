@@ -40,7 +40,6 @@ class _OwnParams(TableParams):
     """Takes Params that a subclass declares itself by name too, as loading does; their values are not checked."""
 
     def setParams(self, **values: Any) -> Self:  # noqa: N802 - Spark's name
-        """See base class."""
         known = {row.name for row in self._table}
         own = {name: value for name, value in values.items() if name not in known and self.hasParam(name)}
         self._set(**own)

@@ -229,7 +229,6 @@ class TorchModel(SavedParams, Model):
         return meta.head if meta is not None else head_of(self.value_of("loss") or [])
 
     def _heads(self, outputs: int) -> tuple[Head, ...]:
-        """What each output is."""
         meta: ModelMeta | None = self.value_of("metadata")
         if meta is None:
             return heads_of(self.value_of("loss") or [], outputs)

@@ -138,7 +138,6 @@ class CSVLogger(Callback):
     __module__ = "spark_hvd.estimators"
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """See base class."""
         if state.rank == 0:
             keys = list(dict.fromkeys(key for row in state.history for key in row))
             text = io.StringIO()
@@ -149,7 +148,6 @@ class CSVLogger(Callback):
             state.store.write_bytes(path, text.getvalue().encode())
 
     def on_train_end(self, state: TrainState) -> None:
-        """See base class."""
         if state.validation_in_background:
             self.on_epoch_end(state)
 
@@ -169,7 +167,6 @@ class TensorBoard(Callback):
         self._folder: Scratch | None = None
 
     def on_train_begin(self, state: TrainState) -> None:
-        """See base class."""
         if state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -178,7 +175,6 @@ class TensorBoard(Callback):
             self._writer = SummaryWriter(self._folder.path)
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """See base class."""
         if self._writer is not None:
             for epoch, key, value in self._news.of(state.history):
                 name = f"validation/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
@@ -187,7 +183,6 @@ class TensorBoard(Callback):
             self._copy(state)
 
     def on_train_end(self, state: TrainState) -> None:
-        """See base class."""
         if state.validation_in_background:
             self.on_epoch_end(state)
         if self._writer is not None and self._folder is not None:
@@ -231,7 +226,6 @@ class MLflow(Callback):
         return MlflowClient(self._uri)
 
     def on_train_begin(self, state: TrainState) -> None:
-        """See base class."""
         if state.rank == 0:
             if not self._run:
                 self._run = self._client().create_run(self._experiment, run_name=self._name or state.run_id).info.run_id
@@ -239,13 +233,11 @@ class MLflow(Callback):
             self._news.skip(state.history)
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """See base class."""
         if state.rank == 0:
             for epoch, key, value in self._news.of(state.history):
                 self._client().log_metric(self._run, key, value, step=epoch)
 
     def on_train_end(self, state: TrainState) -> None:
-        """See base class."""
         if state.validation_in_background:
             self.on_epoch_end(state)
         if state.rank == 0 and self._ours:

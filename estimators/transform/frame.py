@@ -61,7 +61,6 @@ def _row_by_row(dataset: DataFrame) -> DataFrame:
 
 
 def _predicted(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
-    """The struct of all outputs."""
     ddl = ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
     columns = [each.alias(f"c{i}") for i, each in enumerate(inputs)]
     if hasattr(F, "arrow_udf"):  # from Spark 4.1 on
@@ -73,7 +72,6 @@ def _predicted(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
 
 
 def _taken_out(field: SparkColumn, output: Output) -> SparkColumn:
-    """One output as a column of its type."""
     if output.spark_type == "vector":
         from pyspark.ml.functions import array_to_vector
 

@@ -1,4 +1,4 @@
-"""By which of this host's addresses the other ranks reach it."""
+"""Chooses the address at which other ranks reach this host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 class NoAddressError(RuntimeError):
-    """This host has no address as it was asked for, or none that others can reach."""
+    """This host has no address of the requested kind, or none that others can reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ def own_addresses() -> list[Address]:
 def choose_address(
     host: str, wanted: Sequence[str] = (), towards: str | None = None, *, alone: bool, own: Sequence[Address]
 ) -> Address:
-    """Choose the address by which other ranks reach this host.
+    """Choose the address at which other ranks reach this host.
 
-    In order: what was asked for; what the cluster manager calls this host, if that is an address of this host which
-    others can reach; the address from which packets to the driver leave. Where ranks are ``alone`` on this host, its
-    loopback interface will do.
+    In order of preference: an address that was requested; the cluster manager's name of this host, if it is an address
+    that others can reach; the address from which packets to the driver leave. If all ranks are on this host
+    (``alone``), the loopback interface is enough.
 
-    ``host`` is the cluster manager's name or address of this host. ``wanted`` has interfaces by name, or networks as
-    10.0.0.0/8, of which the first that this host has is taken; empty: no wish. ``towards`` is a host that is known to
-    be reachable, such as the driver's; None: there is none.
+    ``host`` is the cluster manager's name or address of this host. ``wanted`` has names of interfaces, or networks such
+    as 10.0.0.0/8; the first one that this host has is used. ``towards`` is a reachable host, such as the driver's, or
+    None.
 
     Raises:
-        NoAddressError: There is none as wanted, or none but loopback addresses.
-        ValueError: An entry of `wanted` looks like a network and is none.
+        NoAddressError: No address matches `wanted`, or all are loopback addresses.
+        ValueError: An entry of `wanted` looks like a network but is invalid.
     """
     if wanted:
         return _as_wanted(host, wanted, own)
@@ -93,13 +93,13 @@ def _network(wish: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 
 def check_wishes(wanted: Sequence[str]) -> None:
-    """Raise ValueError for an entry of ``interfaces=`` that looks like a network and is none."""
+    """Raise ValueError for an entry of ``interfaces=`` that looks like a network but is invalid."""
     for wish in wanted:
         _network(wish)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host stands for this machine's loopback interface, so that others cannot mean the same by it."""
+    """Whether a host name means the loopback interface, which is a different machine for others."""
     found = _resolved(host)
     return bool(found) and all(ipaddress.ip_address(ip).is_loopback for ip in found)
 
@@ -112,10 +112,10 @@ def _resolved(host: str) -> list[str]:
 
 
 def way_to(host: str) -> str:
-    """The address of this machine from which packets to a host leave; none of them is sent.
+    """The address of this machine from which packets to a host would leave. Sends nothing.
 
     Raises:
-        OSError: the name is not known, or there is no way.
+        OSError: the name is unknown, or there is no route.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -62,8 +62,8 @@ def recv_exactly(sock: socket.socket, count: int) -> memoryview | None:
 def _memory(count: int) -> memoryview:
     """Memory for so many bytes.
 
-    A large bytearray is filled with zeros, and copies of it are made, while no other thread can run: of gigabytes, for
-    longer than a task may be silent. Pages of the kernel's are made as they are written to, without Python's lock.
+    A large bytearray is filled with zeros, and copied, while no other thread can run. For gigabytes, this takes longer
+    than a task may be silent. The kernel makes mapped pages only when they are written, without Python's lock.
     """
     if count < _LARGE:
         return memoryview(bytearray(count))
@@ -71,7 +71,7 @@ def _memory(count: int) -> memoryview:
 
 
 class FrameReader:
-    """Takes frames out of a socket piecewise, so that one large frame never blocks an event loop."""
+    """Reads frames from a socket piecewise, so that a large frame never blocks an event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

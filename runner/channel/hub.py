@@ -1,7 +1,7 @@
 """The hub as a socket: a ZeroMQ ROUTER with CURVE keys made for one run, and the tasks' end of it.
 
-Every message is one small JSON object. Both ends prove who they are: the server by its key, the tasks by a key pair
-that reached them in Spark's closure, so a stranger can neither listen nor speak (https://rfc.zeromq.org/spec/26).
+Every message is one small JSON object. Both ends authenticate, the server by its key, the tasks by a key pair from
+Spark's closure, so a stranger can neither read nor send messages (https://rfc.zeromq.org/spec/26).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _PATIENCE = 5.0
 
 
 class HubServer:
-    """Runs a hub's decisions behind a socket, in a thread of its own.
+    """Runs a hub's decisions behind a socket, in its own thread.
 
     The first malformed message, or error of ours, ends the run: tasks are told to stop, and :attr:`failure` says why.
-    ``public_host`` is the address that tasks connect to, where it is not the one to listen on. The hub may listen on
-    ``ports``; None: any. ``listener`` takes what ranks say besides; None: nobody does.
+    ``public_host`` is the address that tasks connect to, if it differs from the one to listen on. The hub listens on
+    one of ``ports``; None for any. ``listener`` takes the ranks' other messages; None to ignore them.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -99,15 +99,15 @@ class HubServer:
         self._ask(lambda: self._state.stop(reason))
 
     def examine(self, rank: int | None = None) -> None:
-        """Have one rank's task, or all (None), look at its rank's process and tell the listener; returns at once."""
+        """Let one rank's task, or all (None), examine its process and tell the listener; returns at once."""
         self._ask(lambda: self._state.tell({"type": "examine"}, rank))
 
     def profile(self, rank: int, number: int, steps: int) -> None:
-        """Have a rank profile its next ``steps``, and tell the listener in messages of this number; returns at once."""
+        """Let a rank profile its next ``steps``, and tell the listener in messages of this number; returns at once."""
         self._ask(lambda: self._state.tell({"type": "profile", "number": number, "steps": steps}, rank))
 
     def wait_gone(self, timeout: float) -> bool:
-        """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""
+        """Wait until no rank's process is left, as far as this hub knows; at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             with self._lock:
@@ -123,7 +123,7 @@ class HubServer:
             self._thread.join(_PATIENCE)  # libzmq 4.3.5 may never end a context, see channel.CoordinatorSockets
 
     def _ask(self, question: Callable[[], list[Send]]) -> None:
-        """Have the hub's thread ask the state something, soon; from any thread."""
+        """Let the hub's thread query the state soon; from any thread."""
         self._questions.append(question)
 
     def _release_sockets(self) -> None:
@@ -210,7 +210,7 @@ class HubServer:
             self._send(decisions)
 
     def _refuse(self, error: ValueError) -> None:
-        """A task has sent what is no message: nothing that it will say can be relied on."""
+        """Reject a malformed message: nothing else from that task can be relied on."""
         if self.failure is None:
             self.failure = RuntimeError(
                 f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
@@ -224,7 +224,7 @@ class HubServer:
         self._send([Send(rank, self._state.FAREWELL) for rank in self._identities])
 
     def _pass_on(self, message: Message) -> None:
-        """Tell the listener; what it cannot take ends no run."""
+        """Tell the listener; its errors do not end the run."""
         if self._listener is None:
             return
         try:
@@ -264,7 +264,7 @@ class Hub(HubServer):
 
     @property
     def lost(self) -> str | None:
-        """Ranks that have gone silent, their hosts and for how long; None while all are heard of."""
+        """Ranks that have gone silent, with their hosts and for how long; None if there are none."""
         with self._lock:
             return self._state.describe_lost() if self._state.lost else None
 

@@ -1,4 +1,4 @@
-"""A task's connection to the hub: a ZeroMQ DEALER that proves who it is, and sends no more than a hub takes at once."""
+"""A task's connection to the hub: an authenticated ZeroMQ DEALER that sends no more than a hub takes at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HUB = 0
 
 
 class Heartbeat:
-    """A task's signs of life: a thread that tells the hub every second that the task is there, and hears its answers.
+    """A task's heartbeat: a thread that sends the hub a sign of life every second, and receives its answers.
 
-    A thread, since the supervisor waits in one place for the fork server and in another for output to drain. It has a
-    connection of its own, so no output stands before it in a queue. ZeroMQ's own heartbeats would close a connection
-    whose other end is only suspended, and lose what is queued on it; TCP keeps both for as long as it takes. It ends
-    with :meth:`close`. The socket, connected to the hub, is the thread's from now on.
+    It is a thread because the supervisor sometimes waits for the fork server or for output to drain. It has its own
+    connection, so that no output is queued before it. ZeroMQ's own heartbeats would close a connection whose other end
+    is only suspended, and lose what is queued on it; TCP keeps both. It ends with :meth:`close`. The socket, which is
+    connected to the hub, now belongs to the thread.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], message: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Heartbeat:
         self._thread.start()
 
     def silence(self) -> float:
-        """Seconds in which the hub has not answered, to within a second or two."""
+        """Seconds since the hub's last answer, to within a second or two."""
         with self._lock:
             return self._liveness.expired(0.0, time.monotonic()).get(_HUB, 0.0)
 
@@ -75,7 +75,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Where a hub is and the keys to speak to it. A secret: send it through Spark's own channels only."""
+    """Address of a hub and the keys to talk to it. A secret: send it only through Spark's own channels."""
 
     host: str
     port: int
@@ -100,8 +100,8 @@ _PATIENCE = 5.0
 class Link:
     """A task's connection to the hub.
 
-    Use :meth:`wait_connected` first: until then nothing sent can have arrived. With a host, the hub is given signs of
-    life from hello on; not without, as of ranks beside their hub.
+    Call :meth:`wait_connected` first; nothing sent before can have arrived. With a host, the link sends heartbeats from
+    hello on. Ranks beside their hub have no host, and send none.
     """
 
     def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
@@ -126,10 +126,10 @@ class Link:
         return socket
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait until both ends have proved who they are, ``timeout`` seconds at most.
+        """Wait until both ends have authenticated, at most ``timeout`` seconds.
 
         Returns:
-            False when that did not happen in time; nothing has reached, or ever will reach, the hub.
+            False if they did not in time; then nothing has reached, or will ever reach, the hub.
         """
         connected = bool(self._monitor.poll(int(timeout * 1000)))
         self.socket.disable_monitor()
@@ -137,7 +137,7 @@ class Link:
         return connected
 
     def hello(self, attempt: int, **fields: Any) -> None:
-        """Tell the hub that this task, Spark's attempt ``attempt``, is there."""
+        """Announce this task, Spark's attempt ``attempt``, to the hub."""
         self.send("hello", attempt=attempt, host=self._host, **fields)
         if self._host is not None:
             socket = self._new_socket()
@@ -146,7 +146,7 @@ class Link:
             self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
 
     def hub_silence(self) -> float:
-        """Seconds in which the hub has not answered this task's signs of life."""
+        """Seconds since the hub last answered this task's heartbeats."""
         return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
@@ -155,7 +155,7 @@ class Link:
             self.socket.send(self._encoded(type_, fields))
 
     def try_send(self, type_: str, **fields: Any) -> bool:
-        """Send one message unless the hub is behind; False means try again later, or never."""
+        """Send one message unless the hub is slow; False means to try again later, or never."""
         try:
             self.socket.send(self._encoded(type_, fields), zmq.NOBLOCK)
         except zmq.Again:
@@ -166,7 +166,7 @@ class Link:
         """Send a value of any size, in parts, and wait until the hub has it.
 
         Returns:
-            Whether it has; not if it does not answer any more, or tells this task to stop.
+            Whether the hub has it; False if it no longer answers, or tells this task to stop.
         """
         parts = range(0, max(len(value), 1), _PART)
         for number, start in enumerate(parts):

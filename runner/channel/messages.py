@@ -1,7 +1,7 @@
-"""What tasks may say to a hub: each kind of message with the types of its fields, checked when it is decoded.
+"""The messages from tasks to a hub: each kind with the types of its fields, checked when it is decoded.
 
-Holders of a run's keys only get this far. What they send may be malformed all the same, for driver and executors may
-have different versions of this package. Fields that are not named here are a newer sender's, and are passed over.
+Only holders of a run's keys get this far. Their messages may still be malformed, because driver and executors may have
+different versions of this package. Unknown fields come from a newer sender, and are ignored.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _VITALS = {  # what the user gives for a count may be a float
 
 
 def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
-    """Read one message. ``kinds`` have the types of their fields, of which one that may be None may be absent.
+    """Decode one message. ``kinds`` have the types of their fields; a field that may be None may be absent.
 
     Raises:
-        ValueError: it is no message of a task of this run; says why.
+        ValueError: it is not a valid message of a task of this run; says why.
     """
     try:
         message = json.loads(body)
@@ -59,10 +59,10 @@ def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
 
 
 def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
-    """Read what a rank tells of itself.
+    """Decode a rank's record.
 
     Raises:
-        ValueError: it is no record of a rank of this run; says why.
+        ValueError: it is not a valid record of a rank of this run; says why.
     """
     for each in fields(Vitals):
         name, value = each.name, record.get(each.name)

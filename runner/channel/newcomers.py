@@ -1,8 +1,8 @@
-"""Bounds the connections that have said nothing yet, so that strangers cannot take all of the driver's descriptors.
+"""Limits the number of unauthenticated connections, so that strangers cannot use up the driver's descriptors.
 
-libzmq accepts whoever comes, and drops who has proved no key when the handshake's time is over. Where descriptors
-run out meanwhile, its accept loop spins, and the driver can open no file. Nor can it be told to accept nobody for a
-moment: unbinding would cut the connections of tasks, too.
+libzmq accepts every connection, and drops unauthenticated ones when the time for the handshake is over. If descriptors
+run out meanwhile, its accept loop spins, and the driver cannot open files. libzmq cannot stop accepting for a moment
+either: unbinding would also cut the connections of tasks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SOCKETS = 24
 
 
 class Newcomers:
-    """Cuts the oldest of the silent connections when there are too many.
+    """Cuts the oldest silent connections if there are too many.
 
-    The listener is not yet bound; all ``expected`` connections may be silent for a moment. The object belongs to the
-    thread that the socket belongs to.
+    The listener must not be bound yet. All ``expected`` connections may be silent for a moment. The object belongs to
+    the socket's thread.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:
@@ -38,7 +38,7 @@ class Newcomers:
         self._silent: dict[int, None] = {}  # descriptors, the oldest first
 
     def look(self) -> None:
-        """Take note of who has come and gone, and cut who is too many."""
+        """Handle new and closed connections, and cut the oldest if there are too many."""
         while self.events.poll(0):
             # zmq_socket_monitor(3). pyzmq's reader of these would load asyncio.
             event, descriptor = struct.unpack("=Hi", self.events.recv_multipart()[0])
@@ -52,7 +52,7 @@ class Newcomers:
             self._cut(oldest)
 
     def heard(self, descriptor: int) -> None:
-        """A message has come over this connection, so whoever is there holds a key."""
+        """Note that a message has arrived over this connection, so the other end holds a key."""
         self._silent.pop(descriptor, None)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Newcomers:
 
 
 def _descriptors() -> int:
-    """How many this process may have, raised as far as that is its own affair: the tasks of a large run need many."""
+    """The limit of descriptors of this process, raised as far as it may, because a large run needs many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -82,10 +82,10 @@ def _descriptors() -> int:
 
 
 def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
-    """Make sure that this process can open so many more files.
+    """Check that this process can open so many more files.
 
     Raises:
-        OSError: it cannot; with what to do.
+        OSError: it cannot; says what to do.
     """
     held: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""Unix sockets as files that only this user's processes in the same container can reach, and who is at their other end.
+"""Unix sockets that only this user's processes in the same container can reach, with a check of their other ends.
 
 They lie in a directory of mode 0700, in memory where the system has a place for that. The kernel shows the names under
 which sockets were bound to everybody (/proc/net/unix), so they are bound under random ones and then renamed.
@@ -101,10 +101,10 @@ class SocketFolder:
         os.close(self._fd)
 
     def listen(self, name: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-        """A socket that listens here; in the place of a dead one of that name.
+        """A socket that listens here, replacing a dead one of that name.
 
         Raises:
-            OSError: Somebody listens there, or this file system has no sockets.
+            OSError: Another process listens there, or this file system has no sockets.
         """
         if self._alive(name):
             raise OSError(errno.EADDRINUSE, "another process listens there", os.path.join(self.path, name))
@@ -119,7 +119,7 @@ class SocketFolder:
         return listener
 
     def connect(self, name: str) -> socket.socket | None:
-        """A connection to who listens under a name; None if nobody does."""
+        """A connection to the listener of a name; None if there is none."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(self._address(name))

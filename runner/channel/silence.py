@@ -1,4 +1,4 @@
-"""Who has not been heard of for how long, without a clock: time in which the listener itself slept does not count."""
+"""Which peers have been silent for how long, without a clock. Time in which the listener slept does not count."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SUSPENDED = 5.0
 
 @dataclass(slots=True)
 class AwakeClock:
-    """A clock that stands still while whoever looks at it several times a second is suspended for more than 5 s."""
+    """A clock, read several times a second, that stands still while its reader is suspended for more than 5 s."""
 
     _looked: float | None = None
     _slept: float = 0.0
 
     def at(self, now: float) -> float:
-        """What it shows now; to be called several times a second."""
+        """The time now; called several times a second."""
         if self._looked is not None and now - self._looked > _SUSPENDED:
             self._slept += now - self._looked - _AWAKE
         self._looked = now
@@ -37,7 +37,7 @@ class AwakeClock:
 
 @dataclass(slots=True)
 class LivenessTracker:
-    """When each of a listener's peers was last heard; who was never heard is not waited for."""
+    """When each of a listener's peers was last heard; peers that were never heard are not waited for."""
 
     _heard: dict[int, float] = field(default_factory=dict)
     _ticked: float | None = None
@@ -50,11 +50,11 @@ class LivenessTracker:
         self._heard[peer] = now
 
     def forget(self, peer: int) -> None:
-        """Stop to wait for a peer."""
+        """Stop waiting for a peer."""
         self._heard.pop(peer, None)
 
     def tick(self, now: float) -> None:
-        """Note that the listener is awake; to be called several times a second."""
+        """Note that the listener is awake; called several times a second."""
         if self._ticked is not None and (slept := now - self._ticked - _AWAKE) > 0:
             # What was sent meanwhile may still lie in the kernel, so everybody gets the time back.
             self._heard = {peer: min(now, heard + slept) for peer, heard in self._heard.items()}

@@ -1,8 +1,8 @@
 """The hub's decisions as a pure state machine: messages and clock ticks in, messages to ranks out.
 
-The hub is where the tasks of one run meet. It does no training work: it passes on the port of rank 0's store, tells
-everyone when a rank has failed or is not heard of any more, and lets all leave together at the end. It lives on the
-driver; where executors cannot reach the driver, in rank 0's task.
+The tasks of one run meet in the hub. It does no training work: it passes on the port of rank 0's store, tells all tasks
+when a rank has failed or gone silent, and lets all leave together at the end. It runs on the driver, or in rank 0's
+task if executors cannot reach the driver.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class HubLogic(Protocol):
         """Take note of the time; called several times a second."""
 
     def stop(self, reason: str) -> list[Send]:
-        """Tell every task to stop, and why."""
+        """Tell every task to stop, with the reason."""
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
-        """Send one rank's task a message; None: every task. Those whose ranks have yet to start are left out."""
+        """Send a message to one rank's task, or to all (None), except tasks whose ranks have not started."""
 
     @property
     def all_gone(self) -> bool:
@@ -74,9 +74,9 @@ class HubLogic(Protocol):
 class HubState(HubLogic):
     """Membership of one run.
 
-    Ranks may run for ``timeout`` seconds after all have met; None: for ever. With ``may_fall_back``, they can meet
-    elsewhere when some cannot reach this hub. Pickled values above ``max_result_bytes`` together come here, and not
-    through the heap of Spark's driver; None: no limit.
+    Ranks may run for ``timeout`` seconds after all have met; None for no limit. With ``may_fall_back``, they can meet
+    elsewhere if some cannot reach this hub. Pickled values that together exceed ``max_result_bytes`` are sent here
+    instead of through the heap of Spark's driver; None for no limit.
     """
 
     KINDS: ClassVar[Kinds] = {
@@ -194,7 +194,7 @@ class HubState(HubLogic):
 
     @property
     def all_met(self) -> bool:
-        """Whether every rank has said hello."""
+        """Whether every rank has sent hello."""
         return len(self.attempts) == self.size
 
     @property

@@ -100,7 +100,7 @@ def adapted(config: C) -> C:
     """
     if config.progress == "notebook" and not in_notebook():
         raise ValueError(
-            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
+            "progress='notebook': this program does not run in a notebook. Use 'auto', which shows a table in one."
         )
     tensorflow = {PRELOAD: "tensorflow"} if uses_tensorflow() else {}
     return replace(config, env={**tensorflow, **carried_dialect(), **config.env})

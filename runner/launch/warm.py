@@ -73,9 +73,8 @@ def warm_up(
     """
     if not outlives_runs(env or {}):
         raise ValueError(
-            f"env={dict(env or {})!r}: a run with variables that libraries read when they are loaded has a process "
-            f"of its own, that cannot be warmed up before; expected {PRELOAD} alone. Leave env out, or let the first "
-            "run take its time"
+            f"env={dict(env or {})!r}: a run with variables that libraries read when they load uses its own process, "
+            f"which cannot be warmed up; expected only {PRELOAD}. Leave env out, or skip the warm-up"
         )
     began = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""How ranks and runs end, and what is said of it: payloads, rows, causes, errors.
+"""The ends of ranks and runs: payloads, rows, causes, errors.
 
 May import watch.hang, tracebacks and spark_hvd.world. Doors: errors, collect.
 """

@@ -1,4 +1,4 @@
-"""From what the ranks sent back to what the caller gets: a list of values, or one exception."""
+"""Turns the ranks' outcomes into the result for the caller: a list of values, or one exception."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack outcomes. ``order`` is that in which failures were heard of; ``where`` is asked only if there are some.
+    """Unpack outcomes. ``order`` is the order in which failures arrived; ``where`` is called only if there are some.
 
     Returns:
         The values in rank order.

@@ -22,7 +22,7 @@ _OURS = re.compile(
 
 
 def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
-    """What an exit before fn returned was. An exit code is as of subprocess: negative for a signal."""
+    """The failure for an exit before fn returned. Exit codes are those of subprocess: negative for a signal."""
     if exitcode >= 0:
         return FailureKind.EXIT, f"the process exited with code {exitcode} before fn returned"
     name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
@@ -39,9 +39,9 @@ def stopped(reason: str, culprit: int | None) -> str:
 
 
 def start_took_too_long(start_timeout: float, mpi_seconds: float | None) -> str:
-    """What to say of a rank that is not in the world in time.
+    """The text for a rank that did not join the world in time.
 
-    ``mpi_seconds`` is how long MPI's process manager had, if it is what did not come up.
+    ``mpi_seconds`` is the time that MPI's process manager had, if that is what did not start.
     """
     if mpi_seconds is None:
         return f"this rank had not joined the others after start_timeout={start_timeout:g} s"
@@ -68,7 +68,7 @@ _JAX_ABORTS = re.compile("because the JAX distributed service detected fatal err
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception, one it was raised from, or all of a group only say that a peer or the network has gone."""
+    """Whether an exception, its cause, or all exceptions of a group only say that a peer or the network has gone."""
     return _is_echo(error, set())
 
 

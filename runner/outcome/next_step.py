@@ -1,4 +1,4 @@
-"""What to do about a failure, where its kind or its words tell: a pure function of it."""
+"""What to do about a failure, derived from its kind and its text; pure."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ _WORDS: list[tuple[re.Pattern[str], str]] = [
 
 
 def next_step(failure: Failed, *, on_spark: bool) -> str:
-    """What a person should do.
+    """What the user should do.
 
     Returns:
-        One or two sentences; empty where the error itself says it, or nothing helpful can be said.
+        One or two sentences; empty if the error itself says it, or if nothing helpful is known.
     """
     match failure.kind:
         case FailureKind.SIGNAL:

@@ -1,4 +1,4 @@
-"""Pickling what travels: the call on its way out, its value or exception on its way back."""
+"""Pickles the call for the ranks, and its value or exception for the driver."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _OF_SPARK = (
 
 
 class UnpicklableError(Brief, TypeError):
-    """Something that has to travel between processes cannot be pickled; the message names the part of it."""
+    """Something that must be sent between processes cannot be pickled; the message names the part at fault."""
 
     __module__ = "spark_hvd.runner"
 
 
 def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) travel by value.
+    """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) are pickled by value.
 
     Raises:
-        TypeError: it is not a function with the arguments that it takes.
-        UnpicklableError: naming the closure variable, global, argument or attribute that cannot travel.
+        TypeError: it is not a function, or the arguments do not match it.
+        UnpicklableError: naming the closure variable, global, argument or attribute that cannot be pickled.
     """
     _check_call(fn, args, kwargs)
     try:
@@ -84,10 +84,10 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
 
 
 def dump_result(value: Any, rank: int) -> bytes:
-    """Pickle what fn returned on ``rank``.
+    """Pickle the return value of fn on ``rank``.
 
     Raises:
-        UnpicklableError: naming the part of the value that cannot travel.
+        UnpicklableError: naming the part of the value that cannot be pickled.
     """
     try:
         data = dumps(value)
@@ -100,7 +100,7 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception without its traceback; a built-in one stands for what is too large or cannot travel."""
+    """Pickle an exception without its traceback. A built-in one replaces it if it is too large or unpicklable."""
     # Many exceptions pickle and cannot be rebuilt from their args, or become others: __init__ takes something else.
     for alike in (True, False):
         for way in (error, _Parts(error), _Group(error)):
@@ -158,7 +158,7 @@ def _from_parts(kind: type[BaseException], args: tuple[Any, ...], attributes: di
 
 
 def load_exception(data: bytes | None, told: str = "") -> BaseException | None:
-    """Rebuild an exception; a RuntimeError of what was ``told`` of it where its class does not exist here."""
+    """Rebuild an exception; a RuntimeError with the text ``told`` if its class does not exist here."""
     if not data:
         return None
     try:
@@ -236,7 +236,7 @@ def _names(code: Any) -> Iterator[str]:
 
 
 def renamed(fn: Callable[..., R], name: str, **facts: str | float) -> Callable[..., R]:
-    """`fn` under another name, as the Spark UI and whatever shows the run have it, and with facts for a tracker."""
+    """`fn` under another name, for the Spark UI and displays, and with facts for a tracker."""
     other = partial(fn)
     other.facts = facts  # type: ignore[attr-defined]
     other.__qualname__ = name  # type: ignore[attr-defined] # partials have a __dict__, which is pickled too
@@ -244,6 +244,6 @@ def renamed(fn: Callable[..., R], name: str, **facts: str | float) -> Callable[.
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What to call a function that runs: its name, or that of its class."""
+    """The displayed name of a function: its own name, or that of its class."""
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     return name.rpartition(".<locals>.")[2]

@@ -1,7 +1,7 @@
-"""What a person reads of a failed run: the cause whole, its own traceback first, all else in a line or two.
+"""The report of a failed run: the whole cause with its own traceback first, everything else in a line or two.
 
-The user's own lines, of tracebacks and output, are never cut or wrapped, so there are rules across and none at the
-sides; ours have 100 columns at most. Rules are drawn with box-drawing characters where this program can write them.
+The user's own lines of tracebacks and output are never cut or wrapped, so there are horizontal rules and no vertical
+ones. Our lines have at most 100 columns. Rules use box-drawing characters if this program can write them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ERROR_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a run's ranks were on Spark, and where to read more.
+    """The places of a run's ranks on Spark, and where to read more.
 
     Attributes:
-        executors: Spark's names of the ranks' executors, by rank; those that are not known are missing.
+        executors: Spark's names of the ranks' executors, by rank; unknown ones are missing.
         ui: Address of the stage's page in the Spark UI; empty without one.
     """
 
@@ -75,7 +75,7 @@ def failure_report(
 def timeout_report(
     failures: Sequence[Failed], size: int, timeout: float, hang: HangVerdict | None = None, where: Where | None = None
 ) -> str:
-    """Write a run that was ended because its time was up: where every rank stood."""
+    """The report of a run that has exceeded its time, with the stacks of every rank."""
     running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]
     lines = [
         f"{ranks_text([f.rank for f in running])} of {size} still running after timeout={timeout:g} s; all were stopped"
@@ -93,7 +93,7 @@ def timeout_report(
 
 
 def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> tuple[str, str]:
-    """The cause of an echo and the remedy, if the fate of the other ranks shows them; else two empty texts."""
+    """The cause of an echo and the remedy, if the other ranks show them; otherwise two empty texts."""
     if not first.echo:
         return "", ""
     vanished = _VANISHED.search(first.error)
@@ -113,7 +113,7 @@ def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[i
 
 
 def with_hang(text: str, hang: HangVerdict | None) -> str:
-    """A message of its own, and below it what the ranks did, if that is known."""
+    """A message followed by what the ranks did, if that is known."""
     return text if hang is None else "\n".join([text, *_hang(hang), _line() * WIDTH])
 
 
@@ -131,7 +131,7 @@ def _tail(failure: Failed) -> list[str]:
 
 
 def _others(failures: Sequence[Failed]) -> list[str]:
-    """A line for each different error; one for all echoes, which differ by the addresses in them alone."""
+    """A line for each different error, and one for all echoes, which differ only in their addresses."""
     groups: dict[str, list[int]] = {}
     echoes = [failure for failure in failures if failure.echo]
     for failure in failures:

@@ -1,4 +1,4 @@
-"""What becomes of a rank: ``Ok`` or ``Failed``, and how it travels as rows of a Spark result."""
+"""The outcome of a rank, ``Ok`` or ``Failed``, and its form as rows of a Spark result."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Failed:
 
     Attributes:
         rank: The rank in the world.
-        host: Address of the host it ran on, as Spark names it.
+        host: Address of its host, as Spark names it.
         kind: What ended it.
         error: One line, e.g. ``ValueError: bad batch``.
         traceback: The rank's own traceback, or the stacks of its threads after a crash or a timeout. May be empty.
         log_tail: Its last lines of output, oldest first.
         echo: Whether the error only says that a peer or the network has gone, so that another rank is the cause.
-        exception: The pickled exception, where it could be pickled.
-        ended_at: Seconds since the epoch, on that host's clock.
-        exitcode: Of a process that left by itself, or minus the signal that killed it; else None.
-        executor: Spark's name of the executor it ran on, "driver" in local mode; empty where that is not known.
-        gpus: Those that were assigned to it, as CUDA_VISIBLE_DEVICES names them; empty if none were.
+        exception: The pickled exception, if it could be pickled.
+        ended_at: Seconds since 1970, on that host's clock.
+        exitcode: Exit code of a process that left by itself, or minus the signal that killed it; otherwise None.
+        executor: Spark's name of its executor, "driver" in local mode; empty if unknown.
+        gpus: The assigned GPUs, as CUDA_VISIBLE_DEVICES names them; empty if none were assigned.
     """
 
     rank: int

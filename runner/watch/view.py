@@ -289,7 +289,6 @@ class RunView:
         return {"effective_training_time": counted / most, "lost_training_time": lost / most}
 
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
-        """The cost of the run."""
         seconds = now - self._started
         rank_seconds = self._rank_seconds_by(now)
         gpus = self._gpus_per_rank

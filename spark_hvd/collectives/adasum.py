@@ -74,7 +74,7 @@ def _require_like(tensor: torch.Tensor, first: torch.Tensor) -> None:
     if (tensor.dtype, tensor.device) != (first.dtype, first.device):
         raise ValueError(
             f"Adasum got tensors of {first.dtype} on {first.device} and of {tensor.dtype} on {tensor.device}; "
-            f"reduce those of each dtype and device in a call of their own."
+            f"use a separate call for each dtype and device."
         )
 
 
@@ -107,7 +107,6 @@ class _Tree:
         self._held = _widened(self._nothing if self._extra else flat)
 
     def reduce(self) -> Steps[None]:
-        """Run all steps of the reduction."""
         if self._members < self._size:
             yield from self._hand_over()
         yield from self._halve(0, self._held.numel(), 1)

@@ -275,7 +275,6 @@ class _Pieces:
     lengths: Ints
 
     def pieces(self) -> Iterator[Piece]:
-        """One by one."""
         return zip(self.units.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
 
     def cut(self, share: Sequence[Interval]) -> _Pieces:

@@ -142,7 +142,7 @@ class ShardLoader(Generic[T_co]):
         if differ:
             raise DataError(
                 f"the state does not fit data set {self._name!r}: it was taken with {', '.join(differ)}. Expected the "
-                "same data in the same order. Next: load it with those, or begin an epoch anew by set_epoch"
+                "same data in the same order. Next: load it with those, or restart an epoch with set_epoch"
             )
         self._next, self._now = Position.from_json(state["position"]), None
 

@@ -186,9 +186,7 @@ class DatasetShard:
         wanted = tuple(names if columns is None else columns)
         missing = set(wanted).difference(names)
         if missing or not wanted:
-            raise DataError(
-                f"columns={list(wanted)!r}: expected some of those of data set {self.name!r}: {listed(names)}"
-            )
+            raise DataError(f"columns={list(wanted)!r}: expected columns of data set {self.name!r}: {listed(names)}")
         if len(wanted) > len(set(wanted)):
             raise DataError(f"columns={list(wanted)!r}: expected each name once")
         for argument, value in (("window_rows", window_rows), ("workers", workers)):

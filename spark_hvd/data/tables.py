@@ -170,7 +170,9 @@ def _of_delta(table: Any) -> TableFiles:
                     positions = np.flatnonzero(~kept.values.to_numpy(zero_copy_only=False))
                     deleted[_below(url, path)] = positions
         if unknown := deleted.keys() - set(paths):
-            raise TableError(f"{version} marks rows of {min(unknown)}, which is none of its files. Next: {_FRAME[3:]}")
+            raise TableError(
+                f"{version} marks rows of {min(unknown)}, which is not one of its files. Next: {_FRAME[3:]}"
+            )
     if outside := [path for path in paths if not path.startswith(join(url, ""))]:
         _log.warning("%s has %d of its %d files elsewhere, as %s", version, len(outside), len(paths), outside[0])
     return TableFiles(

@@ -115,8 +115,8 @@ def _require_same_function(numbers: list[int]) -> None:
     if first != last:
         raise MismatchError(
             f"state.sync(): rank {numbers.index(first)} is in elastic function number {first} of fn, and rank "
-            f"{numbers.index(last)} in number {last}: a rank that starts anew runs fn from its start. Train in one "
-            "elastic function, with what was done in its state, so that new ranks go on where the others are."
+            f"{numbers.index(last)} in number {last}: a new rank runs fn from its start. Train in one elastic "
+            "function, and keep the progress in its state, so that new ranks continue where the others are."
         )
 
 

@@ -12,7 +12,6 @@ class BaseDataLoader:
     """A loader: subclasses define ``__len__`` and ``_iterate``, and may define ``_process_batch``."""
 
     def __len__(self) -> int:
-        """The number of batches."""
         raise NotImplementedError(f"{type(self).__name__}.__len__: the number of batches; define it")
 
     def _iterate(self) -> Iterator[Any]:

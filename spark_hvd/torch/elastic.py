@@ -50,7 +50,6 @@ class TorchState(ObjectState):
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """See base class."""
         return super().__getstate__() | {"_handlers": dict(self._handlers), "_watched": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -90,19 +89,16 @@ class TorchState(ObjectState):
                 handler.renewed()
 
     def save(self) -> None:
-        """See base class."""
         super().save()
         for handler in self._foreign():
             handler.save()
 
     def restore(self) -> None:
-        """See base class."""
         super().restore()
         for handler in self._foreign():
             handler.restore()
 
     def sync(self) -> None:
-        """See base class."""
         super().sync()
         for handler in self._foreign():
             handler.save()

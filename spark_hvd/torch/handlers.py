@@ -102,15 +102,12 @@ class ModelStateHandler(StateDictHandler):
         super().__init__(value)
 
     def state(self) -> Any:
-        """See base class."""
         return dict(self.value.state_dict())
 
     def load(self, state: Any) -> None:
-        """See base class."""
         self.value.load_state_dict(with_versions(state, self.value))  # the same code wrote and reads it
 
     def misfit(self, skeleton: Any) -> str | None:
-        """See base class."""
         return difference(self.value.state_dict(), skeleton)
 
 
@@ -129,23 +126,19 @@ class OptimizerStateHandler(StateDictHandler):
         super().__init__(value)
 
     def load(self, state: Any) -> None:
-        """See base class."""
         load_optimizer_state(self.value, state)
 
     def misfit(self, skeleton: Any) -> str | None:
-        """See base class."""
         ours = [len(group["params"]) for group in self.value.param_groups]
         theirs = [len(group["params"]) for group in skeleton["param_groups"]]
         return None if ours == theirs else f"it has parameter groups of {ours} parameters here, of {theirs} there"
 
     def stable(self) -> Collection[Hashable]:
-        """See base class."""
         params = [param for group in self.value.param_groups for param in group["params"]]
         tensors = [*params, *tensors_in(dict(self.value.state))]
         return [tensor_key(tensor) for tensor in tensors if tensor.layout is torch.strided]
 
     def renewed(self) -> None:
-        """See base class."""
         for group in self.value.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -56,7 +56,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
         if not isinstance(each, torch.nn.Module | torch.optim.Optimizer | DataLoader):
             raise TypeError(
                 f"argument {number} of hvd.prepare is a {type(each).__name__}: expected models, optimizers and "
-                "DataLoaders. Leave others out: schedulers of a prepared optimizer go on as they are"
+                "DataLoaders. Leave others out: schedulers of a prepared optimizer need no change"
             )
     loaders = {id(each): _dealt_out(each, seed) for each in objects if isinstance(each, DataLoader)}
     models = [each for each in objects if isinstance(each, torch.nn.Module)]

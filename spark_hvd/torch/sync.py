@@ -76,7 +76,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         if sizes != groups[root_rank]:
             raise MismatchError(
                 f"broadcast_optimizer_state: the optimizer of rank {rank} has parameter groups of {sizes} parameters, "
-                f"that of rank {root_rank} of {groups[root_rank]}; build it alike on every rank."
+                f"that of rank {root_rank} of {groups[root_rank]}; build the same optimizer on every rank."
             )
     mine = optimizer.state_dict()
     numbers = [number for group in mine["param_groups"] for number in group["params"]]

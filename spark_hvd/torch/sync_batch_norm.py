@@ -164,7 +164,6 @@ class _Link:
         return self._sum(table, "forward")
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
         return self._sum(sums, "backward")
 
     def _sum(self, tensor: torch.Tensor, moment: str) -> torch.Tensor:

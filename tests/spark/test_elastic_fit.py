@@ -231,7 +231,7 @@ def test_an_error_that_comes_again_ends_the_fit(df: DataFrame, tmp_path: Path) -
 def test_parameters(df: DataFrame) -> None:
     for settings, text in (
         ({"max_num_proc": 1}, "num_proc=2, max_num_proc=1: expected 1 <= min_num_proc <= num_proc"),
-        ({"max_num_proc": 2, "max_restarts": 1}, "max_restarts=1 with max_num_proc=2: an elastic fit goes on with"),
+        ({"max_num_proc": 2, "max_restarts": 1}, "max_restarts=1 with max_num_proc=2: an elastic fit continues with"),
         ({"commit_every": 2}, "commit_every=2 without max_num_proc"),
         ({"max_num_proc": 2, "commit_every": 3, "backward_passes_per_step": 2}, "commit_every=3 with backward_passes"),
         ({"num_proc": None, "max_num_proc": 2, "backend": LocalBackend(2)}, r"SparkBackend\(max_num_proc=...\)"),

@@ -146,7 +146,7 @@ def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame
     settings: dict[str, Any] = {"store": Store.create(tmp_path), "run_id": "cut", "epochs": 2, "checkpoint_every": 2}
     with pytest.raises(RankFailedError, match="SIGKILL"):
         estimator(**settings, callbacks=[Killed(5)]).fit(df)
-    with pytest.raises(CheckpointError, match=r"cut off within epoch 2.*batch_size changed, batch_size=16 then and 8"):
+    with pytest.raises(CheckpointError, match=r"interrupted within epoch 2.*batch_size changed, batch_size=16 then"):
         estimator(**settings, batch_size=8).fit(df)
     with pytest.raises(CheckpointError, match=r"random_seed changed, random_seed=3 then and 4 now"):
         estimator(**settings, random_seed=4).fit(df)

@@ -163,9 +163,9 @@ def test_column_names_can_be_chosen_or_left_out(numbers: DataFrame) -> None:
 
 def test_refusals(numbers: DataFrame) -> None:
     model = TorchModel(model=net(1), feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
-    with pytest.raises(DataError, match="a column 'prediction' already"):
+    with pytest.raises(DataError, match="already has a column 'prediction'"):
         model.transform(numbers.withColumn("Prediction", F.lit(1)))
-    with pytest.raises(DataError, match="a column 'label__output' already"):
+    with pytest.raises(DataError, match="already has a column 'label__output'"):
         model.transform(model.transform(numbers))
     with pytest.raises(ModelError, match=r"does not run on two rows of zeros \('a': torch.float32 \(2,\)\)"):
         model.copy({model.feature_columns: ["a"]}).transform(numbers)

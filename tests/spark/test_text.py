@@ -192,7 +192,7 @@ def test_a_null_that_comes_later_is_named_with_its_column(trained: TextClassific
         ({"label_col": "when"}, DataError, "label column 'when' is of type date: expected"),
         ({"label_col": "other"}, DataError, "label column 'other' has 240 arrays with other values than 0 and 1"),
         ({"label_col": "ragged"}, DataError, "label column 'ragged' has arrays of 1 to 2 values"),
-        ({"model": 3}, TypeError, "model=3: expected a model of transformers"),
+        ({"model": 3}, TypeError, "model=3: expected a sequence classification model of transformers"),
         ({"model": "/nowhere"}, ValueError, "there is no such folder"),
         ({"model": None}, ValueError, "model is missing: TextClassifier needs it"),
         ({"tokenizer": 3}, ValueError, "tokenizer=3: expected a fast tokenizer"),
@@ -214,12 +214,12 @@ def test_mistakes(texts: DataFrame, changed: dict[str, Any], error: type[Excepti
 
 def test_a_model_that_does_not_fit(texts: DataFrame) -> None:
     model = BertForSequenceClassification(config(vocab_size=64, num_labels=2))
-    with pytest.raises(ValueError, match="tokenizer is missing: a model that is there already"):
+    with pytest.raises(ValueError, match="tokenizer is missing: this model needs the tokenizer"):
         classifier(model=model).fit(texts)
-    with pytest.raises(ModelError, match="num_labels=2, and column 'kind' 3 classes"):
+    with pytest.raises(ModelError, match="num_labels=2, but column 'kind' has 3 classes"):
         classifier(model=model, tokenizer=whole_words()).fit(texts)
     model = BertForSequenceClassification(config(vocab_size=8, num_labels=3))
-    with pytest.raises(ModelError, match="tokenizer has 11 tokens and model embeddings of 8"):
+    with pytest.raises(ModelError, match="tokenizer has 11 tokens, but model has embeddings for 8"):
         classifier(model=model, tokenizer=whole_words()).fit(texts)
 
 

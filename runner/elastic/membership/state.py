@@ -368,7 +368,6 @@ class Membership:
         self._ends(ev.Verdict(end, text, culprit, ranks))
 
     def _ends(self, verdict: ev.Verdict | None) -> bool:
-        """End the run if there is a verdict."""
         if verdict is not None:
             self.verdict = verdict
             self._out += [ev.EndAgent(agent) for agent in self.roster.agents]

@@ -1,4 +1,4 @@
-"""Which display a run gets, and what becomes of one that fails: a run never ends because it cannot be shown."""
+"""Chooses the display of a run, and replaces one that fails: a run never ends because it cannot be shown."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _log = logging.getLogger(__name__)
 def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: TextIO | None) -> Display:
     """The display for a run.
 
-    The table and our own lines go to ``sys.stderr``, so that ``sys.stdout`` has what the ranks print there and nothing
-    else; with "json" it has JSON lines and nothing else. What ranks print goes to the streams given, if they are: then
-    an error of such a stream is raised, as one that the caller has to know of.
+    The table and our own lines go to ``sys.stderr``, so ``sys.stdout`` has only the ranks' output, or with "json" only
+    JSON lines. If streams are given, the ranks' output goes there, and errors of these streams are raised, because the
+    caller needs to know of them.
 
     Args:
         progress: One of `CHOICES`. "auto" is the notebook in a notebook's kernel, the table if ``sys.stderr`` is a
-            terminal, else plain lines.
-        verbose: 0 shows nothing but what goes to the streams given.
-        stdout: Where the ranks' stdout is to go; None for ``sys.stdout``.
-        stderr: Where their stderr is to go; None for ``sys.stderr``.
+            terminal, and otherwise plain lines.
+        verbose: 0 shows nothing; the given streams still get output.
+        stdout: Stream for the ranks' stdout; None for ``sys.stdout``.
+        stderr: Stream for the ranks' stderr; None for ``sys.stderr``.
     """
     if verbose < 1:
         return LinesDisplay(LineWriter(stdout, stderr))
@@ -63,14 +63,14 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
 
 
 class _Shown(Display):
-    """A display whose errors end the display and not the run, and past which some of the ranks' streams go.
+    """A display whose errors end the display and not the run. Some of the ranks' streams may bypass it.
 
     Args:
         display: Shows the rest.
-        writer: Writes the streams that go past it; its errors are raised.
-        past: "out", "err": those streams.
-        then: Takes the place of a display that has failed, to show at least what ranks print; None for nothing.
-        guarded: False: errors of the display are raised, too.
+        writer: Writes the streams that bypass it; its errors are raised.
+        past: Names of those streams, "out" and "err".
+        then: Replaces a display that has failed, to show at least the ranks' output; None for nothing.
+        guarded: False: errors of the display are raised too.
     """
 
     def __init__(

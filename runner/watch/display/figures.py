@@ -1,6 +1,6 @@
-"""What all plots of this project have in common: figures of one style, curves with bands, marks of generations.
+"""Common parts of all plots: figures of one style, curves with bands, marks of generations.
 
-Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed.
+Figures are made without pyplot, so they need no display and do not change a program's own plotting state.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NAME_WIDTH = 0.25
 class Curve:
     """A line, and the band around it, if there is one.
 
-    ``low`` and ``high`` are the band's edges, a value for each place. By default it has the next colour, and a dash
-    that tells it apart too.
+    ``low`` and ``high`` are the band's edges, with a value for each point. By default, each curve has the next colour
+    and its own dash pattern.
     """
 
     label: str
@@ -73,7 +73,7 @@ def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) 
 def draw(
     axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
 ) -> None:
-    """Draw curves and label them. A curve alone is not named; ``whole`` says that x has whole numbers only."""
+    """Draw curves and label them. A single curve gets no label; ``whole`` says that x has only whole numbers."""
     for number, curve in enumerate(curves):
         colour = curve.colour or COLOURS[number % len(COLOURS)]
         dash = curve.dash or DASHES[number % len(DASHES)]
@@ -91,7 +91,7 @@ def draw(
 
 
 def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
-    """Draw lines where worlds begin, and what they are; names that would meet are put above each other."""
+    """Draw labelled lines where worlds begin; labels that would overlap are stacked."""
     left, right = axes.get_xlim()
     ends: list[float] = []  # of the last name in each row, from 0 to 1 of the axes
     for place, one in generations:

@@ -1,4 +1,4 @@
-"""What displays have in common, what ranks print, and a run as lines: plain ones, or JSON for programs."""
+"""The base of displays, the ranks' output, and displays of lines: plain, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _MAX_BACKLOG = 32 << 20
 
 
 class Display(Protocol):
-    """Shows one run. Called by one thread, the one that called ``run``: a notebook's cell belongs to it."""
+    """Shows one run. Only the thread that called ``run`` calls it, because a notebook's cell belongs to that thread."""
 
     def lines(self, rank: int, stream: str, text: str) -> None:
         """Write whole lines that a rank has printed.
 
         Args:
-            rank: Whose; -1 for a note of ours.
+            rank: The rank; -1 for a note of ours.
             stream: "out" or "err".
             text: Lines, separated by newlines, without the last newline.
         """
 
     def show(self, view: RunView, now: float) -> None:
-        """The state of the run; called about four times a second. The display decides what of it to draw, and when.
+        """Take the state of the run, about four times a second. The display decides what to draw, and when.
 
         Args:
-            view: All there is to know.
+            view: The state.
             now: ``time.monotonic()``.
         """
 
     def end(self, summary: Summary | None) -> None:
-        """The run is over: show the summary, if there is one, and let go of the terminal. Idempotent."""
+        """Show the summary, if there is one, and release the terminal, after the run. Idempotent."""
 
 
 class OutputQueue:
-    """What ranks have said and nobody has written yet.
+    """The ranks' output that is not written yet.
 
     Lines arrive in the hub's thread (:meth:`put`) and are written by the thread that called ``run`` (:meth:`take`),
     because in a notebook a thread's output goes to the cell that the thread belongs to.
@@ -58,7 +58,7 @@ class OutputQueue:
         self._lock = threading.Lock()
 
     def put(self, rank: int, stream: str, text: str) -> None:
-        """Take lines of a rank, from any thread. Beyond 32 MiB not yet taken, the oldest go, and it is said."""
+        """Add lines of a rank, from any thread. Beyond 32 MiB, the oldest are dropped, with a note."""
         with self._lock:
             self._queue.append((rank, stream, text))
             self._queued += len(text)
@@ -68,7 +68,7 @@ class OutputQueue:
                 self._dropped += old.count("\n") + 1
 
     def take(self) -> Iterable[tuple[int, str, str]]:
-        """What has arrived: rank, or -1 for a note of ours, "out" or "err", and whole lines."""
+        """Take what has arrived: the rank, or -1 for a note of ours, "out" or "err", and whole lines."""
         with self._lock:
             items, self._queue = self._queue, deque()
             dropped, self._dropped, self._queued = self._dropped, 0, 0
@@ -78,16 +78,16 @@ class OutputQueue:
 
 
 class LineWriter:
-    """Writes what ranks say to text streams, each line as ``[rank] line``; to a terminal as text and colours only.
+    """Writes the ranks' output to text streams, each line as ``[rank] line``; a terminal gets only text and colours.
 
-    A stream that is None is nowhere.
+    Nothing is written for a stream that is None.
     """
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None) -> None:
         self._streams = {"out": stdout, "err": stderr}
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """Write whole lines of a rank; of -1 without a number."""
+        """Write whole lines of a rank; for -1 without a number."""
         target = self._streams[stream]
         if target is not None:
             text = harmless(text) if is_terminal(target) else text
@@ -97,7 +97,7 @@ class LineWriter:
 
 
 class LinesDisplay(Display):
-    """Writes what ranks print, and nothing else."""
+    """Writes only the ranks' output."""
 
     def __init__(self, writer: LineWriter) -> None:
         self._writer = writer
@@ -113,14 +113,14 @@ class LinesDisplay(Display):
 
 
 class Interval:
-    """Says when it is time for the next of what comes regularly; the first comes one interval after the first call."""
+    """Tells when a regular action is due; first one interval after the first call."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._next: float | None = None
 
     def over(self, now: float) -> bool:
-        """Whether it is time; then the next interval begins."""
+        """Whether the action is due; if so, the next interval begins."""
         if self._next is None:
             self._next = now + self._seconds
         if now < self._next:
@@ -130,9 +130,9 @@ class Interval:
 
 
 class PlainDisplay(LinesDisplay):
-    """Writes what ranks print, and now and then a line on how far they are.
+    """Writes the ranks' output, and regularly a line of progress.
 
-    A run that ends before the first interval is over, and reports no steps, shows only what its ranks print.
+    A run that ends within the first interval and reports no steps shows only the ranks' output.
     """
 
     def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = 30.0) -> None:
@@ -140,21 +140,21 @@ class PlainDisplay(LinesDisplay):
         self._notes, self._interval, self._ended = notes, Interval(interval), False
 
     def show(self, view: RunView, now: float) -> None:
-        """Write a line if it is time."""
+        """Write a line if it is due."""
         if self._interval.over(now) and (text := compact(view.snapshot(now))):
             self._notes.write(-1, "err", text)
 
     def end(self, summary: Summary | None) -> None:
-        """Write the summary of a run that has something to tell."""
+        """Write the summary if it is worth showing."""
         if not self._ended and summary is not None and summary.worth_showing:
             self._notes.write(-1, "err", str(summary))
         self._ended = True
 
 
 class JsonDisplay(Display):
-    """Writes an object a line with an ``event``: "output" for a line of a rank, "progress", and "summary" at the end.
+    """Writes a JSON object per line with an ``event``: "output" for a line of a rank, "progress", or "summary".
 
-    ``clock`` gives seconds since 1970, for the ``time`` of each event.
+    ``clock`` returns seconds since 1970, for the ``time`` of each event.
     """
 
     def __init__(self, stream: TextIO, interval: float = 1.0, clock: Callable[[], float] = time.time) -> None:
@@ -166,7 +166,7 @@ class JsonDisplay(Display):
         self._write(*({"event": "output", "rank": rank, "stream": stream, "text": line} for line in text.split("\n")))
 
     def show(self, view: RunView, now: float) -> None:
-        """Write the state if it is time."""
+        """Write the state if it is due."""
         if self._interval.over(now):
             self._write({"event": "progress", **view.snapshot(now).as_dict()})
 
@@ -185,7 +185,7 @@ class JsonDisplay(Display):
 
 
 def compact(snapshot: RunSnapshot) -> str:
-    """The run in one line; "" if nothing is known of it but that it runs."""
+    """The run in one line; "" if nothing is known but that it runs."""
     parts = [snapshot.title + ": " + words.duration(snapshot.seconds)]
     if not snapshot.heard:
         parts.append("nothing heard of the ranks yet")
@@ -216,7 +216,7 @@ def compact(snapshot: RunSnapshot) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value without what JSON has no word for (nan, inf), and without digits that mean nothing."""
+    """The value without nan and inf, which JSON lacks, and without insignificant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A run as a table in a notebook's cell, drawn in place; it needs no widgets, and stays in the saved notebook."""
+"""A run as a table in a notebook's cell, drawn in place without widgets, and kept in the saved notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALARM = f"color:{VERMILION};white-space:pre-wrap"
 
 
 class NotebookDisplay(LinesDisplay):
-    """Shows HTML in the cell that called ``run``; what ranks print goes below it."""
+    """Shows HTML in the cell that called ``run``, with the ranks' output below it."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__(writer)
@@ -64,7 +64,7 @@ class NotebookDisplay(LinesDisplay):
 
 
 def page(snapshot: RunSnapshot, summary: Summary | None = None) -> str:
-    """The run as HTML; all that comes from outside is escaped."""
+    """The run as HTML; everything from outside is escaped."""
     title = f'<b style="white-space:pre">{html.escape(head(snapshot, 1000))}</b>'
     if not snapshot.heard:
         return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
@@ -98,7 +98,7 @@ def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
 
 
 def _bar(of: RankRow | RunSnapshot) -> str:
-    """Where the time goes, as a strip of three colours."""
+    """The shares of time, as a strip of three colours."""
     known = {name: share for name in SHARES if (share := getattr(of, name)) is not None}
     parts = "".join(
         f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{SHARES[name]}">'

@@ -1,7 +1,7 @@
-"""A run as a web page: what its browsers are told, and what they ask for; the file page.html draws it.
+"""A run as a web page: the data for its browsers, and their requests; the file page.html draws it.
 
-Pictures of the run are made by the thread that called ``run``, and only while somebody looks; all else is the server's
-thread. A browser's request waits there for the next picture, so that the last one reaches whoever looks at the end.
+The thread that called ``run`` makes pictures of the run, only while somebody looks. Everything else is done by the
+server's thread, in which a browser's request waits for the next picture, so that every browser gets the last one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MOST_CURVES, _MOST_POINTS, _MOST_PLOTS = 8, 200, 7
 
 
 def picture(snapshot: RunSnapshot, history: RunHistory, verdict: str | None) -> dict[str, Any]:
-    """The run as the page is told of it; what there is to read are texts, made as for all other displays."""
+    """The run as data for the page, with the same texts as in all other displays."""
     columns = [each for each in columns_of(snapshot.rows, snapshot) if each.heading not in ("rank", "compute")]
     facts = {"time": words.duration(snapshot.seconds)}
     if snapshot.remaining is not None:
@@ -96,7 +96,7 @@ def _state(row: RankRow) -> str:
 
 
 def _plots(history: RunHistory) -> list[dict[str, Any]]:
-    """A plot a metric, and one of the speed, with a line a rank; of many ranks some."""
+    """A plot for each metric and for the speed, with a line for each rank, or for some of many ranks."""
     every = history.ranks
     chosen = every[:: max(1, -(-len(every) // _MOST_CURVES))]
     plots: dict[str, list[dict[str, Any]]] = {}
@@ -109,7 +109,7 @@ def _plots(history: RunHistory) -> list[dict[str, Any]]:
 
 @cache
 def _document() -> Answer:
-    """The page, with a policy that lets its own script and style run, and nothing else."""
+    """The page, with a policy that allows only its own script and style."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     hashed = {
         tag: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
@@ -128,13 +128,13 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Answer:
 
 
 class Page:
-    """Serves the page of one run from the beginning to :meth:`end`; not after it: then browsers have the last picture.
+    """Serves the page of one run until :meth:`end`; browsers then keep the last picture.
 
-    ``examine`` has one rank looked at, ``profile`` has it profile so many steps, under a number; both return at once.
-    What comes of it goes to :meth:`examined` and :meth:`profiled`.
+    ``examine`` requests the examination of a rank, ``profile`` that it profiles so many steps, under a number. Both
+    return at once; the results go to :meth:`examined` and :meth:`profiled`.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: it cannot listen on the address.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Page:
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """Keep lines that a rank has printed; the newest are shown."""
+        """Keep lines of a rank's output, of which the newest are shown."""
         self._printed += [(rank, stream, line[:_MOST_LENGTH]) for line in text.split("\n")[-_MOST_LINES:]]
         del self._printed[:-_MOST_LINES]
 
     def show(self, draw: Callable[[], dict[str, Any]], now: float) -> None:
-        """Hand on what is new; ``draw`` makes a :func:`picture`, and is called once a second while somebody looks.
+        """Publish what is new; ``draw`` makes a :func:`picture`, and is called once a second while somebody looks.
 
         ``now`` is ``time.monotonic()``.
         """
@@ -180,7 +180,7 @@ class Page:
             self._server.call(self._publish, draw())
 
     def end(self, draw: Callable[[], dict[str, Any]], facts: Mapping[str, str], error: BaseException | None) -> None:
-        """The run is over: show that to whoever looks, with the ``facts`` of its summary, and stop to serve it."""
+        """Show the end of the run with the ``facts`` of its summary to open browsers, and stop serving."""
         try:
             if time.monotonic() - self._looked < _PATIENCE:
                 self._server.call(self._keep, self._printed)
@@ -191,15 +191,15 @@ class Page:
             self.close()
 
     def close(self) -> None:
-        """Stop to serve the page. Idempotent."""
+        """Stop serving the page. Idempotent."""
         self._server.close()
 
     def examined(self, rank: int, found: Examination) -> None:
-        """What a look at a rank has found; from any thread."""
+        """Take the examination of a rank; from any thread."""
         self._server.call(self._found, rank, found)
 
     def profiled(self, rank: int, message: Mapping[str, Any]) -> None:
-        """What a rank says of a profile; from any thread."""
+        """Take a rank's message about a profile; from any thread."""
         self._server.call(self._take_trace, rank, message)
 
     # ---- the server's thread --------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Page:
         return Answer(f"There is nothing of the name of {request.name!r:.50}.\n", 404)
 
     async def _run(self, query: Mapping[str, str]) -> Answer:
-        """The next picture, and the lines after the last one that the browser has."""
+        """The next picture, and the lines that the browser does not have yet."""
         self._looked = time.monotonic()
         if self._number <= _number(query, "after") and not self._picture.get("over"):
             drawn = self._drawn
@@ -249,7 +249,7 @@ class Page:
         return _json({**self._picture, **news})
 
     def _note(self, browser: str) -> None:
-        """Note who has which picture, and whether all have the last one who were there of late."""
+        """Note which browser has which picture, and whether all recent browsers have the last one."""
         now = time.monotonic()
         self._browsers[browser] = now, self._number
         self._browsers = {me: had for me, had in self._browsers.items() if now - had[0] < 3 * _INTERVAL}
@@ -257,7 +257,7 @@ class Page:
             self._told.set()
 
     def _ask_for_trace(self, rank: str, steps: str) -> Answer:
-        """Have one rank, or all (""), profile its next steps; what was asked for before is forgotten."""
+        """Let one rank, or all (""), profile its next steps; an earlier request is dropped."""
         if not (steps.isdecimal() and 1 <= int(steps) <= MOST_STEPS):
             return _json({"error": f"steps={steps!r:.20}: expected a number from 1 to {MOST_STEPS}"}, 400)
         if rank and not (rank.isdecimal() and int(rank) < self._size):
@@ -293,7 +293,7 @@ class Page:
             asyncio.get_running_loop().call_later(_LATE_SECONDS, late)
 
     async def _stacks(self, rank: str) -> Answer:
-        """Where the threads of a rank stand now. Who asks of a rank that is being looked at shares the look."""
+        """The current stacks of a rank's threads. Requests during an examination share it."""
         if not rank.isdecimal() or int(rank) >= self._size:
             return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
         number = int(rank)
@@ -316,7 +316,7 @@ def _number(query: Mapping[str, str], name: str) -> int:
 
 
 def announce(page: Page, title: str, notebook: bool) -> None:
-    """Say once where the page is: a link in a notebook, else a line on stderr."""
+    """Print the address of the page once: a link in a notebook, otherwise a line on stderr."""
     text = f"spark_hvd: watch {harmless(title, colors=False)} in a browser: {page.url}"
     if not notebook:
         print(text, file=sys.stderr, flush=True)

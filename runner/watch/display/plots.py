@@ -1,4 +1,4 @@
-"""Draws what a run was like: a history in, a matplotlib figure out."""
+"""Draws the history of a run as matplotlib figures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MOST_EPOCHS = 60
 
 
 def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
-    """A metric over the steps: the mean of the ranks, in a band from the least to the greatest; a line for each stage.
+    """Draw a metric over the steps: the mean of the ranks, in a band from minimum to maximum; a line for each stage.
 
     Args:
-        history: Of the run.
+        history: The history of the run.
         metric: A name that was given to `hvd.progress`.
 
     Raises:
@@ -64,9 +64,9 @@ def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
 
 
 def plot_throughput(history: RunHistory) -> Figure:
-    """How fast each rank went, over the time: samples a second, or steps where samples are not counted.
+    """Draw the speed of each rank over time: samples per second, or steps if samples are not counted.
 
-    Up to eight ranks have a line each; of more the mean, the band they are in, and the slowest.
+    Up to eight ranks have a line each. For more ranks, it draws their mean, their range, and the slowest.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -107,7 +107,7 @@ def plot_throughput(history: RunHistory) -> Figure:
 
 
 def plot_timeline(history: RunHistory) -> Figure:
-    """A lane for each rank over the time, filled by where its time went; epochs and generations are marked.
+    """Draw a lane for each rank over time, with the shares of its time; epochs and generations are marked.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -155,7 +155,7 @@ def _check(history: RunHistory) -> None:
 
 
 def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric in a stage, one value a step."""
+    """Steps and values of a metric in a stage, one value per step."""
     found = {
         point.total_steps: point.metrics[metric]
         for point in points
@@ -165,7 +165,7 @@ def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float]
 
 
 def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
-    """When, samples a second, steps a second, over about a second: a rank tells more often at first."""
+    """Time, samples per second and steps per second, over about a second, since ranks report more often at first."""
     found = []
     seconds = samples = steps = 0.0
     for point in points:
@@ -182,7 +182,7 @@ def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
 
 
 def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Curve:
-    """Of lines that have their values at different places: each is taken where it goes."""
+    """The mean of lines that have values at different places."""
     if len(lines) == 1:
         return Curve(label, *lines[0])
     places = sorted({place for x, _ in lines for place in x})
@@ -208,7 +208,7 @@ def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) 
 
 
 def _draw_lane(axes: Axes, lane: int, points: Sequence[Point]) -> dict[str, float]:
-    """Parts of the time stacked on each other, from point to point; how many seconds each has."""
+    """Draw the stacked shares of time from point to point; returns the seconds of each."""
     seconds = [0.0 if point.rates is None else point.rates.seconds for point in points]
     parts = {name: [0.0 if point.rates is None else getattr(point.rates, name) for point in points] for name in SHARES}
     parts[""] = [

@@ -1,9 +1,9 @@
-"""A web server for one page: a thread, few connections, an address that cannot be guessed; nobody who asks can hurt it.
+"""A web server for one page: one thread, few connections, an address that cannot be guessed, no harm by clients.
 
-A browser that leaves, a stranger who floods it or sends a byte a second: each holds a connection for some seconds, and
-there are few of them. It answers who has the token of the address, which is new for each run. Who has it not is told
-nothing, nor is a page of somebody else's that a browser shows: neither by another origin, nor by a name that stands for
-this machine's address all of a sudden (DNS rebinding).
+A browser that leaves, or a stranger who floods it or sends a byte per second, can hold only a few connections for some
+seconds. It answers only requests with the token in the address, which is new for each run. It refuses requests from
+other web pages in a browser: by another origin, or by a name that suddenly resolves to this machine's address (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REASONS |= {409: "Conflict", 500: "Internal Server Error", 503: "Service Unavai
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a browser gets; ``headers`` are lines besides those of every answer."""
+    """An answer to a browser; ``headers`` are additional header lines."""
 
     body: str | bytes
     status: int = 200
@@ -46,7 +46,7 @@ class Answer:
     headers: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The answer as HTTP has it."""
+        """The answer in HTTP."""
         body = self.body.encode() if isinstance(self.body, str) else self.body
         more = "".join(f"{line}\r\n" for line in self.headers)
         head = f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: {self.kind}\r\n"
@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """What a browser asks for. Of the path only its last two parts matter: a proxy may put others before them."""
+    """A browser's request. Only the last two parts of the path count, because a proxy may put others before them."""
 
     method: str
     token: str
@@ -68,7 +68,7 @@ class PageRequest:
         """Read a request line and its headers.
 
         Raises:
-            ValueError: it is no HTTP.
+            ValueError: it is not HTTP.
         """
         line, *lines = head.decode("latin-1").split("\r\n")
         method, target, version = line.split(" ")
@@ -81,7 +81,7 @@ class PageRequest:
 
 
 def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer | None:
-    """Why a request is not answered; None if it is. ``names`` are those of this server besides addresses."""
+    """The reason to refuse a request; None to answer it. ``names`` are this server's names besides addresses."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
         return Answer("This is not the whole address of the page: copy all of it, as it was printed.\n", 403)
     host = _host(f"//{request.headers.get('host', '')}")
@@ -114,13 +114,13 @@ def _is_address(host: str) -> bool:
 
 
 class PageServer:
-    """See the module's description. It listens from the beginning, until :meth:`close`.
+    """The web server of a page, which listens until :meth:`close`.
 
-    ``names`` are those under which the page may be asked for, besides localhost, this machine's name and all addresses.
-    ``answer`` is called in the server's thread, as is what is handed to :meth:`call`.
+    ``names`` are further names for the page, besides localhost, this machine's name and all addresses. ``answer`` is
+    called in the server's thread, and so are functions passed to :meth:`call`.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: it cannot listen on the address.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class PageServer:
         self._thread.start()
 
     def call(self, work: Callable[..., object], *args: object) -> None:
-        """Have the server's thread do something, soon; from any thread. Nothing happens after :meth:`close`."""
+        """Call a function soon in the server's thread; from any thread. Does nothing after :meth:`close`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work, *args)
 
     def close(self) -> None:
-        """End all connections, after those answers that are under way, and the thread. Idempotent."""
+        """End all connections, after the answers under way, and the thread. Idempotent."""
         self.call(self._closing.set)
         self._thread.join()
 

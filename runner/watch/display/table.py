@@ -1,4 +1,4 @@
-"""A run as a table that stays at the bottom of a terminal, while what ranks print goes by above it."""
+"""A run as a table at the bottom of a terminal, with the ranks' output scrolling above it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _drawing = threading.Lock()
 
 
 class TableDisplay(Display):
-    """Draws the table with rich, in the caller's thread; what this program itself prints meanwhile goes above it too.
+    """Draws the table with rich, in the caller's thread; this program's own output also goes above it.
 
-    The cursor is hidden until :meth:`end`, which leaves the last table, and the summary below it. ``writer`` takes the
-    lines of ranks that are not for this terminal; ``above`` names the streams that go above the table.
+    The cursor is hidden until :meth:`end`, which leaves the last table, with the summary below it. ``writer`` takes the
+    ranks' lines that are not for this terminal; ``above`` names the streams that go above the table.
     """
 
     def __init__(self, terminal: TextIO, writer: LineWriter, above: frozenset[str]) -> None:
@@ -71,7 +71,7 @@ class TableDisplay(Display):
         self._live.update(self._lines_of(view.snapshot(now)), refresh=True)
 
     def end(self, summary: Summary | None) -> None:
-        """Leave the last table and the summary, and let go of the terminal."""
+        """Leave the last table and the summary, and release the terminal."""
         if self._ended:
             return
         self._ended = True
@@ -89,14 +89,14 @@ class TableDisplay(Display):
         return Group(*(Text(line.text, line.style) for line in table(snapshot, width - 1, most)))
 
     def _size(self) -> tuple[int, int]:
-        """Of the terminal itself: rich believes COLUMNS and LINES, which may be those of another one."""
+        """The size of the terminal itself; rich uses COLUMNS and LINES, which may belong to another terminal."""
         try:
             return os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError):  # no terminal; the last table is printed all the same
             return self._console.size
 
     def _take_log_handlers(self) -> None:
-        """Loggers hold the streams that were there when they were set up, so rich does not see what they write."""
+        """Redirect log handlers to rich. They hold earlier streams, whose output it would not see."""
         proxied = {getattr(proxy, "rich_proxied_file", None): proxy for proxy in (sys.stdout, sys.stderr)}
         for logger in (logging.getLogger(), logging.getLogger("spark_hvd")):
             for handler in logger.handlers:

@@ -1,4 +1,4 @@
-"""A snapshot of a run as lines of text: a heading, a row a rank, and what to say of them. Pure, for any width."""
+"""A snapshot of a run as lines of text: a heading, a row for each rank, and notes. Pure, for any width."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VERDICT_LINES = 6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line, and how it is to look where there are colours.
+    """One line and its style.
 
-    ``style`` is in rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
+    ``style`` is one of rich's: "bold", "dim", "yellow", "red"; "" for none.
     """
 
     text: str
@@ -34,8 +34,8 @@ class Line:
 class TableColumn:
     """One column of the table.
 
-    ``place`` tells how much it matters: where there is no room for all, those with the highest number go first.
-    ``whole`` is the run's cell.
+    If there is no room for all columns, those with the highest ``place`` are dropped first. ``whole`` is the cell of
+    the whole run.
     """
 
     heading: str
@@ -45,14 +45,14 @@ class TableColumn:
 
     @property
     def width(self) -> int:
-        """The number of characters of its longest cell."""
+        """The number of characters in its longest cell."""
         return max(map(len, (self.heading, *self.cells, self.whole)))
 
 
 def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
-    """The run as lines; names that the function gave have no colours in them, and no line breaks.
+    """The run as lines. Colours and line breaks are removed from names that the function gave.
 
-    No line is longer than ``width`` characters; there is room for ``most_rows`` ranks.
+    No line is longer than ``width`` characters, and at most ``most_rows`` ranks are shown.
     """
     return [replace(line, text=_plain(line.text)) for line in _lines(snapshot, width, most_rows)]
 
@@ -85,7 +85,7 @@ def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
 
 
 def head(snapshot: RunSnapshot, width: int) -> str:
-    """What runs, for how long, and how long it will still take; what has no room is left out, the title at last."""
+    """What runs, for how long, and the time left. Parts without room are left out, the title last."""
     parts = [snapshot.title, words.duration(snapshot.seconds)]
     if not snapshot.heard:
         parts.append("nothing heard of the ranks yet")
@@ -99,7 +99,7 @@ def head(snapshot: RunSnapshot, width: int) -> str:
 
 
 def columns_of(rows: Sequence[RankRow], snapshot: RunSnapshot) -> list[TableColumn]:
-    """All columns that have something in them, in order."""
+    """All columns that are not empty, in order."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     steps = _column("steps/s", 3, rows, lambda row: _rate(row.steps_per_second))
     samples = _column(
@@ -145,7 +145,7 @@ def _share(value: float | None) -> str:
 
 
 def _that_fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
-    """Leave out what matters least until the rest has room."""
+    """Leave out the least important columns until the rest fits."""
     while len(columns) > 1 and sum(column.width + len(_GAP) for column in columns) - len(_GAP) > width:
         worst = max(columns, key=lambda column: column.place)
         columns = [column for column in columns if column is not worst]

@@ -1,4 +1,4 @@
-"""One trace of the next steps of several ranks, from what each sends: who is heard, waited for, given up."""
+"""One trace of the next steps of several ranks, assembled from their messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_BYTES = 512 << 20
 
 
 class RankTraces:
-    """Takes what ranks say that were asked for their next ``steps``; messages of another ``number`` are left out."""
+    """Takes messages of the ranks that were asked for their next ``steps``; those of another ``number`` are ignored."""
 
     def __init__(self, number: int, ranks: Iterable[int], steps: int) -> None:
         self.number, self.steps = number, steps
@@ -27,7 +27,7 @@ class RankTraces:
         self._bytes = 0
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take what a rank says; of a trace only parts that come one after the other."""
+        """Take a message of a rank; the parts of a trace must arrive in order."""
         if message["number"] != self.number or rank not in self._waiting:
             return
         self._heard.add(rank)
@@ -48,7 +48,7 @@ class RankTraces:
                 self._done[rank] = b"".join(self._parts.pop(rank))
 
     def give_up(self, why: str, *, unheard: bool = False) -> None:
-        """Wait no more for anybody, or only for those of whom nothing was ever heard."""
+        """Stop waiting for all ranks, or only for those that have sent nothing."""
         for rank in self._waiting - (self._heard if unheard else set()):
             self._fail(rank, why)
 
@@ -59,21 +59,21 @@ class RankTraces:
 
     @property
     def some_done(self) -> bool:
-        """Whether the trace of any rank is here."""
+        """Whether the trace of any rank is complete."""
         return bool(self._done)
 
     @property
     def ended(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether no rank is waited for."""
         return not self._waiting
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to download, and no more to come."""
+        """Whether there is something to download, and nothing more to come."""
         return self.ended and bool(self._done)
 
     def status(self) -> dict[str, Any]:
-        """How far it is, for the page."""
+        """The state of the profile, for the page."""
         said = [f"profiling {count(self.steps, 'step')} of {ranks_text(sorted(self._waiting))} ..."] * (not self.ended)
         reasons: dict[str, list[int]] = {}
         for rank, why in sorted(self._faults.items()):
@@ -82,7 +82,7 @@ class RankTraces:
         return {"number": self.number, "ready": self.ready, "text": "; ".join(said)}
 
     def body(self) -> bytes:
-        """All of it in Chrome's trace-event format, compressed: parts compressed apart may stand behind each other."""
+        """The whole trace in Chrome's format, compressed; separately compressed parts may be concatenated."""
         comma = gzip.compress(b",\n")
         head, tail = gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'), gzip.compress(b"\n]}\n")
         return head + comma.join(events for _, events in sorted(self._done.items())) + tail

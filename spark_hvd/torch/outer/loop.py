@@ -274,7 +274,7 @@ class OuterLoop:
         if mine != theirs or (state["optimizer"] is None) is not (self.outer is None):
             raise ValueError(
                 f"the state is of {'LocalSGD' if state['optimizer'] is None else 'DiLoCo'} with {theirs} parameters, "
-                f"this is {self._settings.kind} with {mine}: load it into what it was made of."
+                f"this is {self._settings.kind} with {mine}: load it into an optimizer of the same kind and parameters."
             )
         if self._exchange is not None and in_world():
             for each in (*self._exchange.deltas, *self._exchange.buffers):
