@@ -8,25 +8,25 @@ from tests.unit.test_public_api import modules_after
 
 HUB_AND_MPI = ("runner.channel.hub", "runner.channel.state", "runner.supervise.mpi.side", "runner.outcome.errors")
 TASK_SIDE = ("runner.supervise", "runner.elastic", "runner.channel.hub", "runner.channel.link")
-OTHERS = ("torch", "pyspark", "zmq")
+OTHERS = ("torch", "pyspark", "zmq", "asyncio")
 DRIVER_SIDE = ("runner.launch", "runner.spark")
 
 
 @pytest.mark.parametrize(
     ("module", "most", "not_these"),
     [
-        ("runner.rank.main", 15, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.static", 73, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.main", 16, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.static", 74, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         pytest.param(
             "runner.rank.elastic",
-            74,
+            75,
             ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE),
             marks=pytest.mark.slow,
         ),
-        ("runner.supervise.task", 26, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
+        ("runner.supervise.task", 26, ("torch", "pyspark", "asyncio", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
-        ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),
-        ("runner.elastic.run", 98, ("torch", "pyspark", "runner.rank.main")),
+        ("runner.launch.run", 85, ("torch", "pyspark", "asyncio", "runner.rank.main", "runner.elastic")),
+        ("runner.elastic.run", 98, ("torch", "pyspark", "asyncio", "runner.rank.main")),
     ],
 )
 def test_a_process_loads_its_own_side_of_a_run(module: str, most: int, not_these: tuple[str, ...]) -> None:
