@@ -47,7 +47,7 @@ KINDS = {
 """Numbers a row (0 where a function makes tensors), numbers of the output, rows of a batch."""
 DECODING = 0.005
 """Seconds that a picture takes."""
-SIDE, CHANNELS = 64, 64
+SIDE = 64
 
 
 class TextEncoder(nn.Module):
@@ -88,14 +88,14 @@ def fetched(pictures: list[bytes]) -> torch.Tensor:
 COLLATES: dict[str, Callable[[Any], torch.Tensor]] = {"texts": ids_of, "pictures": pixels_of, "fetched": fetched}
 
 
-def _net(kind: str) -> nn.Module:
+def _net(kind: str, channels: int) -> nn.Module:
     torch.manual_seed(0)
     inputs, outputs, _ = KINDS[kind]
     if kind == "texts":
         return TextEncoder()
     if not inputs:
-        layers = [nn.Conv2d(3, CHANNELS, 3, 2, 1), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1), nn.ReLU()]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 1))
+        layers = [nn.Conv2d(3, channels, 3, 2, 1), nn.ReLU(), nn.Conv2d(channels, channels, 3, 1, 1), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1))
     return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
@@ -153,11 +153,11 @@ def _total(frame: DataFrame, output: int) -> float:
     return float(row[0])
 
 
-def _ours(frame: DataFrame, kind: str) -> float:
+def _ours(frame: DataFrame, kind: str, channels: int) -> float:
     _, outputs, batch = KINDS[kind]
     found = spark_hvd.predict(
         frame,
-        _net(kind),
+        _net(kind, channels),
         columns="x",
         collate=COLLATES.get(kind),
         outputs="float" if outputs == 1 else "array<float>",
@@ -166,10 +166,10 @@ def _ours(frame: DataFrame, kind: str) -> float:
     return _total(found, outputs)
 
 
-def _theirs(frame: DataFrame, kind: str) -> float:
+def _theirs(frame: DataFrame, kind: str, channels: int) -> float:
     """As the documentation of predict_batch_udf has it."""
     inputs, outputs, batch = KINDS[kind]
-    net = _net(kind)
+    net = _net(kind, channels)
 
     def make() -> Callable[[Any], Any]:
         torch.set_num_threads(1)
@@ -191,12 +191,12 @@ def _theirs(frame: DataFrame, kind: str) -> float:
     return _total(frame.select(udf("x").alias("prediction")), outputs)
 
 
-def _limit(frame: DataFrame, kind: str) -> str:
+def _limit(frame: DataFrame, kind: str, channels: int) -> str:
     """What a row takes in each of its two parts, and how much faster both are together at best."""
     torch.set_num_threads(1)
     row = frame.first()
     assert row is not None
-    batch, net = [row.x] * KINDS[kind][2], _net(kind).eval()
+    batch, net = [row.x] * KINDS[kind][2], _net(kind, channels).eval()
     parts: list[list[float]] = [[], []]
     with torch.inference_mode():
         for _ in range(9):
@@ -213,16 +213,18 @@ def _limit(frame: DataFrame, kind: str) -> str:
     )
 
 
-def _measure(frame: DataFrame, kind: str, rows: int, rounds: int) -> None:
+def _measure(frame: DataFrame, kind: str, rows: int, rounds: int, channels: int) -> None:
     ways = {"predict": _ours, "predict_batch_udf": _theirs}
     for work in ways.values():
-        work(frame.sample(fraction=100 / rows, seed=0), kind)  # of each file, so that both workers have loaded torch
+        work(
+            frame.sample(fraction=100 / rows, seed=0), kind, channels
+        )  # of each file, so that both workers have loaded torch
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         totals = []
         for name in ways if number % 2 == 0 else reversed(ways):
             start = time.perf_counter()
-            totals.append(ways[name](frame, kind))
+            totals.append(ways[name](frame, kind, channels))
             times[name].append(time.perf_counter() - start)
         assert abs(totals[0] - totals[1]) < 1e-3 * rows, totals
     ratios = [theirs / ours for ours, theirs in zip(*times.values(), strict=True)]
@@ -230,7 +232,7 @@ def _measure(frame: DataFrame, kind: str, rows: int, rounds: int) -> None:
     for name, each in times.items():
         print(f"| {name} | {statistics.median(each):.2f} | {rows / statistics.median(each):,.0f} |")
     each_round = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    limit = _limit(frame, kind) if kind in ("pictures", "fetched") else ""
+    limit = _limit(frame, kind, channels) if kind in ("pictures", "fetched") else ""
     print(f"predict is {statistics.median(ratios):.2f} x as fast (rounds: {each_round}){limit}", flush=True)
 
 
@@ -240,6 +242,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of numbers; a tenth of it where they are wide")
     parser.add_argument("--texts", type=int, default=8_000)
     parser.add_argument("--pictures", type=int, default=1_000)
+    parser.add_argument("--channels", type=int, default=96, help="of the network for pictures: so many take 5 ms a row")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()
@@ -251,7 +254,9 @@ def main() -> None:
         spark = _session()
         for kind in arguments.kinds:
             _write(Path(name, kind), kind, counts[kind])
-            _measure(spark.read.parquet(str(Path(name, kind))), kind, counts[kind], arguments.rounds)
+            _measure(
+                spark.read.parquet(str(Path(name, kind))), kind, counts[kind], arguments.rounds, arguments.channels
+            )
         spark.stop()
 
 

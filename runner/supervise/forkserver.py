@@ -181,6 +181,8 @@ def _preload() -> None:
     # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
     # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import encodings.idna  # noqa: F401  whoever connects to a host by its name would
+
     gc.disable()  # all that imports make stays: looking through it again and again is a tenth of their time
     with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
         import torch
@@ -192,7 +194,8 @@ def _preload() -> None:
         from spark_hvd.transport.lookups import without_lookups
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
+        # Its first use imports the profiler.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))]).zero_grad()
         without_lookups()
     with contextlib.suppress(Exception):
         import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would

@@ -217,6 +217,7 @@ class RunView:
         seconds = now - self._started
         steps = self._steps_before + self._steps_of_last + self._steps()
         first = self._ranks.get(0)
+        effective, lost = self._in_steps(now)
         parts = mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in told])
         return Summary(
             title=self.title,
@@ -227,7 +228,8 @@ class RunView:
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
             steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
             **parts,
-            **self._in_steps(now),
+            effective_training_time=effective,
+            lost_training_time=lost,
             restarts=self._restarts,
             changes=max(0, self._generation) - self._restarts,
             metrics={} if first is None else first.metrics,
@@ -269,8 +271,8 @@ class RunView:
     def _rank_seconds_by(self, now: float) -> float:
         return self._rank_seconds + self._size * (now - self._sized)
 
-    def _in_steps(self, now: float) -> dict[str, float]:
-        """Shares of all ranks' time, as fields of the summary; none where nothing is known of steps."""
+    def _in_steps(self, now: float) -> tuple[float, float] | tuple[None, None]:
+        """Shares of all ranks' time in steps that count, and in those that were lost; None where none are known."""
         there = set(self._ranks.values())
         kept: dict[int, int] = {}  # by world: rank 0 may save for all
         for one in self._all:
@@ -284,9 +286,9 @@ class RunView:
             counted, lost = counted + useful, lost + useless
         total = self._rank_seconds_by(now)
         if not total or not counted + lost:
-            return {}
+            return None, None
         most = max(total, counted + lost)  # records and this clock differ by a moment
-        return {"effective_training_time": counted / most, "lost_training_time": lost / most}
+        return counted / most, lost / most
 
     def _cost(self, now: float, steps: int, talks: bool) -> Cost:
         seconds = now - self._started
