@@ -42,16 +42,16 @@ def servers(s3: dict[str, Any], gs: dict[str, Any], abfs: dict[str, Any], hdfs: 
         yield {"s3": "s3a://bucket", "gs": "gs://bucket", "abfs": "abfss://bucket@account.host", "hdfs": hdfs}
 
 
-@pytest.fixture(params=["s3", "gs", "abfs", "hdfs"])
-def store(request: pytest.FixtureRequest, servers: dict[str, str]) -> Store:
-    return Store.create(f"{servers[request.param]}/{request.node.name.partition('[')[0]}")
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session(servers: dict[str, str], request: pytest.FixtureRequest) -> SparkSession:
     """One whose processes have the environment of the servers."""
     found: SparkSession = request.getfixturevalue("spark")
     return found
+
+
+@pytest.fixture(params=["hdfs", "s3", "gs", "abfs"])
+def store(request: pytest.FixtureRequest, session: SparkSession, servers: dict[str, str]) -> Store:
+    return Store.create(f"{servers[request.param]}/{request.node.name.partition('[')[0]}")
 
 
 def rows_and_step(folder: str) -> tuple[int, int | None]:
