@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import fsspec
-
 from tests.conftest import wait_until
 from tests.daemons import end, free_port, listens
 
@@ -57,11 +55,11 @@ def hdfs(folder: Path) -> Iterator[str]:
 
             wait_until(ready, 90)
 
-        def takes_files() -> bool:
-            with contextlib.suppress(RuntimeError):  # as long as the DataNode has not told the NameNode of itself
-                fsspec.filesystem("hdfs", host="127.0.0.1", port=name).pipe_file("/ready", b"yes")
-                return True
-            return False
+        # In a process of its own: one that has used hdfs-native must not be forked, as PySpark does to start its JVM.
+        put = f"import fsspec; fsspec.filesystem('hdfs', host='127.0.0.1', port={name}).pipe_file('/ready', b'yes')"
+
+        def takes_files() -> bool:  # once the DataNode has told the NameNode of itself
+            return subprocess.run([sys.executable, "-c", put], capture_output=True, timeout=60).returncode == 0
 
         wait_until(takes_files, 90)
         yield f"hdfs://127.0.0.1:{name}"

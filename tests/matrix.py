@@ -70,7 +70,7 @@ MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/t
 JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
 PANDAS_SMOKE = ("tests/smoke.py", "tests/contract/test_reader_values.py", "-k", "not petastorm and not connect")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
-STORES = ("moto[server]>=5", "gcp-storage-emulator", "hdfs-native")
+STORES = ("moto[server]>=5", "gcp-storage-emulator")
 STORES_SMOKE = ("tests/stores_smoke.py", "tests/contract/test_stores.py")
 HADOOP = "pyspark-3.0.1"
 STORES_BESIDE = (
@@ -135,7 +135,7 @@ def rows() -> dict[str, Row]:
             "stores",
             HERE,
             (TORCH, *STORES),
-            extras="spark,torch,s3,gcs,azure",
+            extras="spark,torch,s3,gcs,azure,hdfs",
             constraints=True,
             smoke=STORES_SMOKE,
             beside=STORES_BESIDE,

@@ -185,6 +185,8 @@ def test_arrow_writes_where_the_store_reads(store: Store) -> None:
 
 def test_a_reader_sees_whole_files_only(store: Store) -> None:
     """Also while the file is replaced over and over; but where a rename does not replace it may be absent."""
+    if store.url.startswith("gs"):
+        pytest.skip("gcp-storage-emulator gives mixtures of two contents, to plain HTTP as well")
     path, done, seen = store.join("model"), threading.Event(), set()
     store.write_bytes(path, bytes([0]) * 300_000)
 

@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def test_spark_says_nothing_against_the_way_in_which_every_run_starts(spark: SparkSession) -> None:
     """By ``mapInArrow(barrier=True)``, in whose place SPARK-55278 wants other nodes; and the second way still works."""
-    todo = "Spark does not want mapInArrow(barrier=True) any more: see 'If `mapInArrow` goes' in DESIGN.md"
+    todo = "Spark does not want mapInArrow(barrier=True) any more: see 'If `mapInArrow` is removed' in DESIGN.md"
     called = spark.range(0, 2, 1, 2).mapInArrow
     assert "barrier" in inspect.signature(called).parameters, todo
     assert not re.search("deprecated|will be removed", called.__doc__ or "", re.IGNORECASE), todo

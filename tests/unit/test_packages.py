@@ -61,7 +61,7 @@ OPTION = r"--no-deps|--no-cache-dir|--index-url \S+|-e"
 BARE = r"(?:\.(?![\w/])|[\w{/.](?:[\w.{}/=*-]*[\w}/*])?)(?:\[[\w,]*\]|[<>]\S+)?"  # without the full stop of a sentence
 TOKEN = rf"""(?:'[^'\n]+'|"[^"\n]+"|{OPTION}|{BARE})"""
 LINE = re.compile(rf"pip install ({TOKEN}(?: {TOKEN})*)")
-OTHERS = {"databricks-connect", "hdfs-native", "mxnet", "venv-pack"}
+OTHERS = {"databricks-connect", "mxnet", "venv-pack"}
 """Packages that lines name and pyproject.toml does not."""
 
 
