@@ -97,7 +97,7 @@ class TrainSpec:
         """Say what the columns are for."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
-    def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
+    def not_finite(self, tensors: Mapping[str, Any]) -> str:
         """The first column of a batch that has values NaN or infinite, where, and what to do; "" if none has."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():
