@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.keras.measure import NOTHING, Logs, Measure, batch_of, in_validation, joined, means_of
+from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, batch_of, in_validation, joined, means_of
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.estimators.training.train import Job, Validates, not_finite, speed
@@ -31,7 +31,7 @@ class KerasFramework(Validates):
         import keras
 
         module: Any = job.objects.model
-        measure = Measure(job, Described.made(job.objects.optimizer, module.custom_objects))
+        measure = KerasMeasure(job, Described.made(job.objects.optimizer, module.custom_objects))
         return measure.means(measure.validated(keras.callbacks.CallbackList(model=measure.model), ranks))
 
     def fit(self, job: Job) -> History:
@@ -45,7 +45,7 @@ class KerasFramework(Validates):
             raise cause from error
 
 
-class _KerasFit(Measure):
+class _KerasFit(KerasMeasure):
     def __init__(self, job: Job) -> None:
         import spark_hvd.keras as keras_hvd
 

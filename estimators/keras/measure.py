@@ -49,7 +49,7 @@ def _one(values: Sequence[torch.Tensor]) -> Any:
     return taken[0] if len(taken) == 1 else taken
 
 
-class Measure:
+class KerasMeasure:
     """The model of a job, compiled with ``optimizer``, its losses and its metrics."""
 
     def __init__(self, job: Job, optimizer: Any) -> None:

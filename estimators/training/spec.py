@@ -97,7 +97,7 @@ class TrainSpec:
         """The uses of the columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
-    def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
+    def not_finite(self, tensors: Mapping[str, Any]) -> str:
         """The first column of a batch with NaN or infinite values, their place, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():

@@ -46,8 +46,8 @@ def hearing(place: MeetingPlace, path: Path) -> Any:
 def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"validation": "held", "val_batch_size": 7, "epochs": 3, "restore_best_weights": True}
     settings["metrics"] = ["mae", keras.metrics.RootMeanSquaredError(name="rmse")]
-    ordinary = estimator(net(), **settings).fit(df)
-    store, path = Store.create(tmp_path), tmp_path / "heard.json"
+    ordinary = estimator(net(), **settings, store=Store.create(tmp_path / "one")).fit(df)
+    store, path = Store.create(tmp_path / "two"), tmp_path / "heard.json"
     settings |= {"store": store, "run_id": "late", "validation_in_background": True}
     late = estimator(net(), **settings, callbacks=[hearing(MeetingPlace(store, "late"), path)]).fit(df)
     history = late.getHistory()
