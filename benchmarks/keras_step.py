@@ -230,15 +230,17 @@ def _rank(kind: str, rank: int, meeting: str, port: int) -> None:
             for block in blocks[model].values():
                 block(WARM_UP)
         barrier()
-        print(json.dumps(blocks[model][way](int(steps))), flush=True)
+        start = time.process_time()
+        times = blocks[model][way](int(steps))
+        print(json.dumps([statistics.median(times), 1e3 * (time.process_time() - start) / len(times)]), flush=True)
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], list[float]]]:
-    """Two ranks, and a function that has them measure."""
+def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], tuple[float, float]]]:
+    """Two ranks, and a function that has them measure milliseconds a step: of the clock, and of processor time."""
     backend = "torch" if kind == "keras-torch" else "tensorflow"
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
@@ -263,7 +265,7 @@ def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], list[fl
         for rank in range(2)
     ]
 
-    def measure(model: str, way: str, steps: int) -> list[float]:
+    def measure(model: str, way: str, steps: int) -> tuple[float, float]:
         for each in ranks:
             assert each.stdin is not None
             each.stdin.write(f"{model} {way} {steps}\n")
@@ -271,7 +273,8 @@ def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], list[fl
         lines = [each.stdout.readline() for each in ranks if each.stdout is not None]
         if not all(lines):
             raise RuntimeError(f"a process of {kind!r} ended; see above for why")
-        return list(json.loads(lines[0]))
+        wall, cpu = json.loads(lines[0])
+        return wall, cpu
 
     try:
         yield measure
@@ -297,25 +300,31 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         worlds = {kind: stack.enter_context(_world(kind, folder)) for kind in given.kinds}
         for model in given.models:
-            times: dict[str, dict[str, list[float]]] = {kind: {"local": [], "exchange": []} for kind in worlds}
+            times: Times = {kind: {"local": [], "exchange": []} for kind in worlds}
             for number in range(given.rounds):
                 for kind in list(worlds) if number % 2 else list(worlds)[::-1]:
                     for way in ("local", "exchange") if number % 2 else ("exchange", "local"):
-                        times[kind][way].append(statistics.median(worlds[kind](model, way, given.steps)))
+                        times[kind][way].append(worlds[kind](model, way, given.steps))
             _report(model, times)
 
 
-def _report(model: str, times: dict[str, dict[str, list[float]]]) -> None:
+Times = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def _report(model: str, times: Times) -> None:
     print(f"\n{model}: ms a step, medians over rounds")
-    print("| | without exchange | with | ms more | times | by round |")
-    print("|---|---:|---:|---:|---:|---|")
+    print("| | without exchange | with | ms more | times | by round | CPU ms without | with | more |")
+    print("|---|---:|---:|---:|---:|---|---:|---:|---:|")
     for kind, ways in times.items():
-        local, shared = ways["local"], ways["exchange"]
+        local, shared = ([wall for wall, _ in ways[way]] for way in ("local", "exchange"))
+        cpu_local, cpu_shared = ([cpu for _, cpu in ways[way]] for way in ("local", "exchange"))
+        cpu_more = statistics.median(mine - other for mine, other in zip(cpu_shared, cpu_local, strict=True))
         ratios = sorted(mine / other for mine, other in zip(shared, local, strict=True))
         more = statistics.median(mine - other for mine, other in zip(shared, local, strict=True))
         print(
             f"| {KINDS[kind]} | {statistics.median(local):.2f} | {statistics.median(shared):.2f} | {more:.2f} "
-            f"| {statistics.median(ratios):.2f} | {ratios[0]:.2f}-{ratios[-1]:.2f} |",
+            f"| {statistics.median(ratios):.2f} | {ratios[0]:.2f}-{ratios[-1]:.2f} "
+            f"| {statistics.median(cpu_local):.2f} | {statistics.median(cpu_shared):.2f} | {cpu_more:.2f} |",
             flush=True,
         )
 

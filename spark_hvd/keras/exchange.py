@@ -12,6 +12,7 @@ import torch
 from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.keras.backend import name_of
+from spark_hvd.keras.backward import FollowedBackward
 from spark_hvd.torch.optimizer.arguments import chosen_groups, group_indices
 from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
 from spark_hvd.transport.communicator import ReduceOp
@@ -76,7 +77,9 @@ class KerasReducer:
     """The gradient reducer of the PyTorch face, on placeholders for Keras' variables.
 
     Not on the variables, as ``apply`` is what Keras calls a step: a backward may be another optimizer's, or one of two.
-    With TensorFlow it is one operation of a graph, or is called eagerly: gradients go in and come out by DLPack.
+    Only the backward of a step of Keras' own on torch is known to be this optimizer's, and is followed: see
+    :class:`spark_hvd.keras.backward.FollowedBackward`. With TensorFlow the exchange is one operation of a graph, or is
+    called eagerly: gradients go in and come out by DLPack.
     """
 
     def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
@@ -87,10 +90,14 @@ class KerasReducer:
             for each in variables
         ]
         self._gradients = _handed(exchange, variables, params)
+        self.followed = FollowedBackward(self._gradients, variables, params) if self._on_torch else None
+        """What hands over the gradients of a backward that is known to be this optimizer's."""
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks; None for what no rank has one of, in a graph for what has none here."""
+        if self.followed is not None:
+            self.followed.end()
         places = [self._place_of[id(variable)] for variable in variables]
         if self._on_torch:
             return self._gradients.reduce(places, gradients)

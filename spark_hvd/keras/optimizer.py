@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,13 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
 
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""
-        weight = self._exchange.weight
-        return super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
+        weight, reducer = self._exchange.weight, self._exchange.reducer
+        scaled = super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
+        followed = None if reducer is None or self.gradient_accumulation_steps else reducer.followed
+        # Keras' own step calls backward once, and apply with all gradients of it. Others may do as they like.
+        if followed is not None and sys._getframe(1).f_code is keras.Model.train_step.__code__:
+            followed.begin(scaled)
+        return scaled
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """See keras.Optimizer.apply."""

@@ -68,6 +68,11 @@ class _EndOfBackward:
             self._callback()
 
 
+def backward_under_way() -> int:
+    """The number of the backward pass in which this thread is; that of the inner one where there are several."""
+    return torch._C._current_graph_task_id()
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one call, which spares Python a microsecond or two a tensor."""
     torch._foreach_copy_(targets, sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,69 @@ def two_backwards_and_one_step(rank: int, size: int) -> None:
         _apply(first, optimizers[0])
 
     _compare(rank, size, turn)
+
+
+def gradients_leave_during_backward(rank: int, size: int) -> None:
+    """Of a step of Keras' own: the last layer's are on their way when the first layer's come, with the same weights."""
+    keras, hvd = _keras()
+    x, y = _data()
+    first, second, alone = _model(keras, 3), _model(keras, 3), _model(keras, 3)
+    last, launched = list(second.layers[-1].trainable_variables), list[int]()
+    together = [
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), groups=[last]),
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)),
+    ]
+
+    def look(_: torch.Tensor) -> None:
+        reducer = together[0]._exchange.reducer
+        launched.append(0 if reducer is None else reducer._gradients.opened().launched)
+
+    second.layers[0].kernel.value.register_hook(look)
+    for model, optimizer in zip((second, first), together, strict=True):
+        model.compile(optimizer, "mse")
+        model.fit(x[rank::size], y[rank::size], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert launched == [0, 0, *[1] * 6]  # in the first step nothing is planned, the second one is looked at
+
+    alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    alone.fit(x, y, batch_size=4 * size, epochs=2, shuffle=False, verbose=0)
+    for ours, plain, reference in zip(second.get_weights(), first.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, plain)
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
+    """A reentrant checkpoint brings a part of a gradient in a backward of its own; a backward that fails is no step."""
+    keras, hvd = _keras()
+    x, y = _data()
+
+    class Twice(keras.layers.Dense):  # type: ignore[misc, name-defined]
+        def call(self, inputs: Any) -> Any:
+            run = super().call
+            return run(torch.utils.checkpoint.checkpoint(run, inputs + 0 * self.kernel.value.sum(), use_reentrant=True))
+
+    def turn(layer: Any, optimizer: Any, rows: slice, broken: int) -> list[Any]:
+        random.seed(3)
+        model = keras.Sequential([keras.layers.Input((FEATURES,)), layer(FEATURES), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        model.optimizer.build(model.trainable_variables)
+        for step in range(STEPS):
+            if step == broken:
+                handle = model.layers[0].kernel.value.register_hook(_fail)
+                with pytest.raises(ZeroDivisionError):
+                    model.train_on_batch(x[rows], y[rows])
+                handle.remove()
+            model.train_on_batch(x[rows], y[rows])
+        return list(model.get_weights())
+
+    for layer, broken in ((Twice, -1), (keras.layers.Dense, 1), (keras.layers.Dense, 3)):
+        alone = turn(layer, keras.optimizers.SGD(0.05), slice(None), -1)
+        together = turn(layer, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), slice(rank, None, size), broken)
+        for reference, ours in zip(alone, together, strict=True):
+            np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def ranks_that_agree_end_a_fit_together(rank: int, size: int) -> None:

@@ -36,6 +36,8 @@ CASES = [
 STEPS_BY_HAND = [
     keras_step_cases.two_optimizers,
     keras_step_cases.two_backwards_and_one_step,
+    keras_step_cases.gradients_leave_during_backward,
+    keras_step_cases.gradients_in_parts_and_steps_broken_off,
     keras_step_cases.ranks_that_agree_end_a_fit_together,
     keras_step_cases.what_cannot_be_compiled,
 ]

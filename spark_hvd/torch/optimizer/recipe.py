@@ -246,6 +246,10 @@ class HandedGradients:
         reducer.synchronize()
         return [param.grad for param in params]
 
+    def opened(self) -> GradientReducer | None:
+        """The reducer in the present world, if there is one yet."""
+        return self._reducer if in_world() and self._context is current() else None
+
     def stepped(self) -> None:
         """The gradients have been used."""
         if self._reducer is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
-from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, overrun, remove_all
+from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, make_hook, overrun, remove_all
 from spark_hvd.torch.optimizer.memory import Marks
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
@@ -217,6 +217,10 @@ class GradientReducer:
         if self.tuner is not None:
             self.tuner.pause()
         return self._pipeline.participation.anyone
+
+    def hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        """What a backward is to call when a parameter's gradient is there, by index, where autograd knows another."""
+        return [make_hook(index, self._progress, weakref.ref(self)) for index in range(len(self._params))]
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 

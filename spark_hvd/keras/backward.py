@@ -1,0 +1,97 @@
+"""The backward of a step of Keras' own on torch: its gradients are reduced while it goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from spark_hvd.torch.optimizer.hooks import overrun, remove_all
+from spark_hvd.torch.optimizer.recipe import HandedGradients
+from spark_hvd.torch.optimizer.reducer import GradientReducer
+from spark_hvd.transport.torch_private import backward_under_way
+
+
+class FollowedBackward:
+    """Hands gradients of variables to a reducer as one backward pass brings them; those that it misses come later.
+
+    ``params`` are the placeholders of ``variables``, whose gradients ``handed`` reduces. Passes within the one that is
+    followed, of reentrant checkpoints, may bring a gradient in parts. So the first pass is only looked at: where there
+    are such, none is followed.
+    """
+
+    def __init__(self, handed: HandedGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> None:
+        self._handed, self._params = handed, params
+        self._names = [variable.path for variable in variables]
+        self._number = 0
+        """That of the pass whose gradients are taken; 0 if there is none."""
+        self._looked = False
+        # Several devices have several threads, which would bring gradients at one time.
+        self._nested = len({param.device for param in params}) > 1
+        self._reducer: weakref.ref[GradientReducer] | None = None
+        self._hooks: list[Callable[[torch.Tensor], None]] = []
+        self._taken: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
+        """Variables and their placeholders that hold one gradient, which is in no bucket yet."""
+        handles = [
+            variable.value.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self), place))
+            for place, variable in enumerate(variables)
+            if variable.value.requires_grad
+        ]
+        weakref.finalize(self, remove_all, handles)
+
+    def begin(self, loss: torch.Tensor) -> None:
+        """Follow the backward of a loss, unless there is no reducer yet.
+
+        Raises:
+            CollectiveError: A peer or the network failed, in a step that was broken off.
+        """
+        reducer = self._handed.opened()
+        if reducer is None or self._nested or not loss.requires_grad:
+            return
+        if self._reducer is None or self._reducer() is not reducer:
+            self._reducer, self._hooks = weakref.ref(reducer), reducer.hooks()
+        if any(param.grad is not None for param in self._params):
+            reducer.synchronize()  # a step was broken off, which other ranks may have made
+            self._handed.forget()
+            self._taken.clear()
+        loss.register_hook(self._begun)
+
+    def end(self) -> None:
+        """Take no more gradients."""
+        self._looked = self._looked or self._number > 0
+        self._number = 0
+        self._taken.clear()
+
+    def _begun(self, _: torch.Tensor) -> None:
+        self._number = backward_under_way()
+
+    def take(self, place: int, variable: torch.Tensor) -> None:
+        """The gradient of a variable has come, if in the pass that is followed."""
+        reducer = self._reducer and self._reducer()
+        if not self._number or reducer is None:
+            return
+        param = self._params[place]
+        if backward_under_way() != self._number:
+            self._nested = True
+            if param.grad is not None:
+                overrun(self._names[place], 1)
+        elif self._looked and not self._nested:
+            param.grad = variable.grad
+            self._taken.append((variable, param))
+            launched = reducer.launched
+            self._hooks[place](variable)
+            if reducer.launched != launched:  # gradients are in buckets: let go of the memory that they had
+                pairs, self._taken = self._taken, []
+                for variable, param in pairs:
+                    if variable.grad is param.grad:
+                        self._taken.append((variable, param))
+                    else:
+                        variable.grad = param.grad
+
+
+def _take(followed: weakref.ref[FollowedBackward], place: int, variable: torch.Tensor) -> None:
+    if (alive := followed()) is not None:
+        alive.take(place, variable)
