@@ -3,7 +3,8 @@
 `python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2] [--json]`
 
 The like-for-like call is `hvd.allreduce_` with op=Sum and a name against `dist.all_reduce`: both reduce in place.
-`hvd.allreduce` without a name returns a new tensor and averages, which costs a copy and a division more.
+`hvd.allreduce` without a name returns a new tensor and averages, which costs a copy and a division more. What memory
+allows is taken for three copies of the tensor by each rank at once: into memory that ranks share, of the sum, and out.
 """
 
 from __future__ import annotations
@@ -22,58 +23,72 @@ from spark_hvd import run_local
 
 MINUTES = 1
 SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-KINDS = ("dist.all_reduce", "hvd.allreduce_ Sum by name", "hvd.allreduce Average")
+KINDS = ("dist.all_reduce", "hvd.allreduce_ Sum by name", "hvd.allreduce Average", "three copies")
 MOST_CALLS = 200
 
 
-def _seconds_a_call(call: Callable[[], object], calls: int) -> float:
+def _seconds_a_call(call: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Of the clock, and of processor time."""
     hvd.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / calls, (time.process_time() - busy) / calls
 
 
 def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str, float]]:
     """Median seconds a call, for each size in bytes and each kind; float32."""
     rows = []
     for size in sizes:
-        tensor = torch.zeros(max(1, size // 4))
+        tensor, other = torch.zeros(max(1, size // 4)), torch.zeros(max(1, size // 4))
+
+        def copies(tensor: torch.Tensor = tensor, other: torch.Tensor = other) -> None:
+            for _ in range(3):
+                other.copy_(tensor)
+
         kinds: dict[str, Callable[[], object]] = {
             KINDS[0]: lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
             KINDS[1]: lambda tensor=tensor, name=f"of {size} bytes": hvd.allreduce_(tensor, op=hvd.Sum, name=name),  # type: ignore[misc]
             KINDS[2]: lambda tensor=tensor: hvd.allreduce(tensor),  # type: ignore[misc]
+            KINDS[3]: copies,
         }
         for call in kinds.values():
             _seconds_a_call(call, 2)
         # Every rank must make the same number of calls, and no rank's clock decides alone.
-        pace = float(hvd.allreduce(torch.tensor(_seconds_a_call(kinds[KINDS[0]], 3)), op=hvd.Max))
+        pace = float(hvd.allreduce(torch.tensor(_seconds_a_call(kinds[KINDS[0]], 3)[0]), op=hvd.Max))
         calls = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for number in range(rounds):
             turn = number % len(KINDS)
             for kind in KINDS[turn:] + KINDS[:turn]:
                 times[kind].append(_seconds_a_call(kinds[kind], calls))
         row: dict[str, float] = {"bytes": size, "calls": calls}
-        row |= {kind: statistics.median(times[kind]) for kind in KINDS}
+        row |= {kind: statistics.median(wall for wall, _ in times[kind]) for kind in KINDS}
+        row |= {f"{kind} CPU": statistics.median(cpu for _, cpu in times[kind]) for kind in KINDS}
         # The median of the rounds' own ratios: both calls of a round met the same noise.
-        for kind in KINDS[1:]:
-            pairs = zip(times[kind], times[KINDS[0]], strict=True)
-            row[f"{kind} ratio"] = statistics.median(ours / raw for ours, raw in pairs)
+        for kind, peer in [(KINDS[1], KINDS[0]), (KINDS[2], KINDS[0]), (KINDS[1], KINDS[3])]:
+            for place, what in enumerate(("ratio", "CPU ratio")):
+                pairs = zip(times[kind], times[peer], strict=True)
+                row[f"{kind} to {peer} {what}"] = statistics.median(ours[place] / its[place] for ours, its in pairs)
         rows.append(row)
     return rows
 
 
 def _table(rows: Sequence[dict[str, float]]) -> str:
     lines = [
-        "| bytes | dist.all_reduce us | hvd.allreduce_ by name us | ratio | hvd.allreduce Average us | ratio |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| bytes | dist.all_reduce us | hvd.allreduce_ by name us | ratio | hvd.allreduce Average us | ratio "
+        "| three copies us | by name to it | CPU us: dist.all_reduce | by name | three copies | by name to it |",
+        f"|{'---:|' * 12}",
     ]
     for row in rows:
-        raw, ours, average = (row[kind] * 1e6 for kind in KINDS)
-        ratios = [row[f"{kind} ratio"] for kind in KINDS[1:]]
+        raw, ours, average, copies = (row[kind] * 1e6 for kind in KINDS)
+        raw_cpu, ours_cpu, _, copies_cpu = (row[f"{kind} CPU"] * 1e6 for kind in KINDS)
+        to_raw, average_to_raw = (row[f"{kind} to {KINDS[0]} ratio"] for kind in KINDS[1:3])
+        to_copies, cpu_to_copies = (row[f"{KINDS[1]} to {KINDS[3]} {what}"] for what in ("ratio", "CPU ratio"))
         lines.append(
-            f"| {row['bytes']:,} | {raw:,.0f} | {ours:,.0f} | {ratios[0]:.3f} | {average:,.0f} | {ratios[1]:.3f} |"
+            f"| {row['bytes']:,} | {raw:,.0f} | {ours:,.0f} | {to_raw:.3f} | {average:,.0f} | {average_to_raw:.3f} "
+            f"| {copies:,.0f} | {to_copies:.2f} | {raw_cpu:,.0f} | {ours_cpu:,.0f} | {copies_cpu:,.0f} "
+            f"| {cpu_to_copies:.2f} |"
         )
     return "\n".join(lines)
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.fusion import Batch, flatten, flatten_into, unflatten_into
-from spark_hvd.collectives.members import Members, Staging, is_plain_sum
+from spark_hvd.collectives.members import Members, Staging
 from spark_hvd.collectives.messages import Entry, Request, dtype_of, op_of
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import divide, identity_element, is_integer
 from spark_hvd.transport.handles import JointHandle
 from spark_hvd.transport.host.pages import prefer_huge
-from spark_hvd.transport.host.sliced import LEAST as SLICED_LEAST
 from spark_hvd.transport.host.sliced import SlicedStaging
 from spark_hvd.world.errors import CollectiveError
 
@@ -97,9 +96,9 @@ class Execution:
                 self.finished = True
 
 
-def rounds(batch: Batch, staging: Staging | None) -> bool:
+def rounds(batch: Batch, members: Members) -> bool:
     """Whether a batch takes several rounds, between which no other may run."""
-    return batch[0].request.op == ReduceOp.ADASUM.name or (staging is not None and staging.serves(batch))
+    return batch[0].request.op == ReduceOp.ADASUM.name or members.stages(batch)
 
 
 _CPU = torch.device("cpu")
@@ -114,16 +113,16 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members, device: to
         members: Of the process set.
         device: Where a rank that has joined makes what it contributes.
     """
-    communicator, staging = members.communicator, members.staging
+    communicator = members.communicator
     first = batch[0].request
     parts = [_stand_ins(entry, device) if work is None else work for entry, work in zip(batch, works, strict=True)]
     if batch[0].seals is not None:  # such entries are not fused
         parts[0].seals = batch[0].seals
     if first.op == ReduceOp.ADASUM.name:
         return _adasum(first, parts, communicator)
-    if staging is not None and staging.serves(batch):
-        return _staged_allreduce(batch[0], parts, communicator, staging)
-    if members.sliced is not None and is_plain_sum(batch) and batch.nbytes >= SLICED_LEAST:
+    if members.staging is not None and members.stages(batch):
+        return _staged_allreduce(batch[0], parts, communicator, members.staging)
+    if members.sliced is not None and members.slices(batch):
         return _sliced_allreduce(batch[0], parts, communicator, members.sliced)
     if first.kind == "allreduce":
         return _allreduce(batch[0], parts, communicator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.host.arena import SharedArena
 from spark_hvd.transport.host.hierarchy import Hierarchy
+from spark_hvd.transport.host.pipes import Pipes
 from spark_hvd.transport.host.shared_memory import sum_share
-from spark_hvd.transport.host.sliced import SlicedStaging
+from spark_hvd.transport.host.sliced import LEAST_AT_HOME as LEAST
+from spark_hvd.transport.host.sliced import PARTS, SlicedStaging
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.nccl import NcclGroups
@@ -34,14 +37,11 @@ _told = False
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""
-LEAST = 3 << 19
-"""Bytes from which two barriers cost less than Gloo's way of moving that much."""
-
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 
 class Staging:
-    """Memory that all ranks of a process set can see, where they are on one host: large all-reduces go through it.
+    """Memory that all ranks of a process set can see, where they are on one host: all-reduces go through it.
 
     Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
     out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's
@@ -102,29 +102,38 @@ def is_plain_sum(batch: Batch) -> bool:
     )
 
 
-def _open_memory(group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> tuple[Staging | None, Slots | None]:
+def _open_memory(
+    group: dist.ProcessGroup, ranks: Sequence[int], hosts: Sequence[str], wanted: bool, timeout: float | None
+) -> tuple[Staging | None, Slots | None, SlicedStaging | None]:
     """Make and map memory for large and for small all-reduces; collective over `group`, which nobody else uses.
 
     Returns:
-        None and None, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
-        memory or map another's. No slots if there are too many members for them.
+        Nothing, on every rank, if the members are on several hosts, one does not agree, or one cannot make such memory
+        or map another's. No slots and no pieces if there are too many members for them; no pieces where ``timeout``,
+        the seconds that one waits for the others, is None.
     """
     if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
-        return None, None
+        return None, None, None
     cpu, place = torch.device("cpu"), dist.get_rank(group)
     small = may_serve(len(hosts))
     arena = None
     if wanted:
         try:
-            arena = SharedArena([(CAPACITY, torch.uint8), *(KINDS if small else ())])
+            arena = SharedArena([(CAPACITY, torch.uint8), *([*KINDS, *PARTS] if small else ())])
         except OSError as error:
             _tell(error)
     if not all(exchange(arena is not None, group, cpu)) or arena is None:
-        return None, None
-    gathered = arena.map_all(place, lambda fact: exchange(fact, group, cpu))
+        return None, None, None
+    ask = functools.partial(exchange, group=group, device=cpu)
+    gathered = arena.map_all(place, ask)
     if gathered is None:
-        return None, None
-    return Staging(gathered[0], place), Slots(gathered[1], gathered[2], place) if small else None
+        return None, None, None
+    staging = Staging(gathered[0], place)
+    if not small:
+        return staging, None, None
+    # A pipe for each pair of ranks, which is little where they are few.
+    pipes = None if timeout is None else Pipes.open(ranks, place, timeout, ask)
+    return staging, Slots(gathered[1], gathered[2], place), pipes and SlicedStaging(pipes, gathered[3:])
 
 
 def _tell(error: OSError) -> None:
@@ -161,7 +170,15 @@ class Members:
     on_loss: Callable[[int, str], None] = lambda rank, text: None
     """Told the rank, in the world, that has left or is gone, and what is known of it."""
     sliced: SlicedStaging | None = None
-    """Memory that the ranks of each host share, if there are several of several."""
+    """Memory that the ranks of a host share, and the thread that sums in it."""
+
+    def slices(self, batch: Batch) -> bool:
+        """Whether a batch goes through :attr:`sliced`: the same answer on every rank."""
+        return self.sliced is not None and batch.nbytes >= self.sliced.least and is_plain_sum(batch)
+
+    def stages(self, batch: Batch) -> bool:
+        """Whether a batch goes through :attr:`staging`: the same answer on every rank."""
+        return self.staging is not None and not self.slices(batch) and self.staging.serves(batch)
 
 
 def open_members(
@@ -183,13 +200,18 @@ def open_members(
     if len(ranks) == 1:
         return Members(ranks, hosts, place, LocalCommunicator())
     group, connections = groups.make_known(process_set_id, ranks)
-    staging, slots = _open_memory(group, hosts, config.shared_memory)
+    on_gloo = dist.get_backend(group) != MPI_BACKEND
+    timeout = groups.timeout if on_gloo else None
+    staging, slots, sliced = _open_memory(group, ranks, hosts, config.shared_memory, timeout)
     communicator = TorchCommunicator(group)
-    if dist.get_backend(group) != MPI_BACKEND:
+    if on_gloo:
+        if sliced is not None:
+            groups.keep(process_set_id, sliced)
         wanted = config.shared_memory and config.hierarchical_allreduce
         levels = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
-        sliced = None if levels is None else SlicedStaging.open(levels, process_set_id, groups, group)
-        ends = connections if sliced is None else Several([connections, sliced.connections, sliced])
+        if levels is not None:
+            sliced = SlicedStaging.open(levels, process_set_id, groups, group)
+        ends = connections if sliced is None else Several([connections, *sliced.ends])
         return Members(ranks, hosts, place, communicator, staging, slots, ends, nccl, sliced=sliced)
     on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)
     endpoint = mpi_backend.endpoint_of(group)

@@ -132,7 +132,7 @@ class Runs:
                 steps = run(batch, works, self._members)
                 started = _Started(number, batch, Execution(steps), handles, queued_ns, started_ns)
                 self._started[number] = started
-                if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
+                if rounds(batch, self._members) or started.execution.waiting_for is None:
                     self._go_on(started)
                 else:
                     started.execution.waiting_for.when_done(partial(self._ended, started))

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.members import CAPACITY, LEAST
+from spark_hvd.collectives import members
 from spark_hvd.collectives.underway import rounds
 from spark_hvd.collectives.underway.use import LARGEST
 from spark_hvd.context.standing import current
+from spark_hvd.transport.host import shared_memory
+from spark_hvd.transport.host.sliced import LEAST_AT_HOME as LEAST
+from spark_hvd.transport.host.sliced import PIECE
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,18 +56,16 @@ def close(result: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def spy() -> list[int]:
-    """The sizes, in elements, of the shares that are summed from now on."""
-    staging = current().queue.members.staging
-    assert staging is not None
+    """The sizes, in elements, of the shares that are summed in memory from now on."""
     seen: list[int] = []
-    original = type(staging).sum_share.__get__(staging)
+    for module in (members, shared_memory):
+        original = module.sum_share
 
-    class Watched(type(staging)):  # type: ignore[misc]
-        def sum_share(self, dtype: torch.dtype, numel: int, finish: Any) -> None:
-            seen.append(numel)
-            original(dtype, numel, finish)
+        def watched(buffers: Any, *rest: Any, original: Any = original) -> None:
+            seen.append(buffers[0].numel())
+            original(buffers, *rest)
 
-    staging.__class__ = Watched
+        module.sum_share = watched  # type: ignore[assignment]
     return seen
 
 
@@ -72,7 +73,7 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
     def fn() -> list[int]:
         seen = spy()
         for dtype in DTYPES:
-            for numel in (LEAST // dtype.itemsize, CAPACITY // dtype.itemsize + 3):
+            for numel in (LEAST // dtype.itemsize, 6 * PIECE // dtype.itemsize + 3):
                 for op in (hvd.Sum, hvd.Average):
                     mine = sample(hvd.rank(), numel, dtype)
                     result = hvd.allreduce(mine, op=op)
@@ -82,7 +83,7 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
         return seen
 
     (first, *_) = world.run(fn)
-    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 2)  # an average of int32 is formed of 64 bits, by Gloo
+    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 7)  # an average of int32 is formed of 64 bits, by Gloo
     assert 3 in first
 
 
@@ -90,7 +91,7 @@ def test_the_bits_of_gloo() -> None:
     """Of two numbers there is one sum, whoever forms it and wherever it is divided."""
 
     def fn() -> None:
-        for numel in (LEAST // 4, CAPACITY // 4 + 3):
+        for numel in (LEAST // 4, 6 * PIECE // 4 + 3):
             mine = torch.randn(numel, generator=torch.Generator().manual_seed(hvd.rank()))
             wanted = mine.clone()
             dist.all_reduce(wanted)
@@ -106,7 +107,7 @@ def test_the_bits_of_gloo() -> None:
 
     with ranks(2) as world:
         seen = world.run(lambda: (spy(), fn())[0])
-    assert len(seen[0]) == 5 * (1 + 2)
+    assert len(seen[0]) == 5 * (1 + 7)
 
 
 def test_a_small_sum_has_one_result() -> None:
@@ -174,9 +175,9 @@ def test_forms(world: Ranks) -> None:
         strided = sample(hvd.rank(), 2 * numel, torch.float32)[::2]
         wanted = hvd.allreduce(strided.clone().double(), op=hvd.Sum).float() * 1.5
         assert close(hvd.allreduce_(strided, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), wanted)
-        whole = sample(hvd.rank(), 3 * CAPACITY // 4, torch.float32).view(3, -1)
+        whole = sample(hvd.rank(), 3 * PIECE // 4, torch.float32).view(3, -1)
         transposed = whole.t()
-        wanted = expected(3 * CAPACITY // 4, torch.float32, hvd.Sum).view(3, -1).t()
+        wanted = expected(3 * PIECE // 4, torch.float32, hvd.Sum).view(3, -1).t()
         assert close(hvd.allreduce_(transposed, op=hvd.Sum), wanted)
         integers = torch.full((numel,), 5, dtype=torch.int32)
         assert hvd.allreduce(integers, postscale_factor=0.5).unique().tolist() == [2]  # truncated once

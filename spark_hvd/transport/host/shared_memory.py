@@ -50,12 +50,16 @@ class MemorySum(Protocol):
 class SharedSum(MemorySum):
     """The sum of a large buffer, time and again: each rank sums its share, in place.
 
-    ``buffers`` are every rank's, in rank order; mine belongs to the sum from :meth:`start` to :meth:`wait`.
+    ``buffers`` are every rank's, in rank order; mine belongs to the sum from :meth:`start` to :meth:`wait`. ``finish``
+    is that of :func:`sum_share`.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], pipes: Pipes) -> None:
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], pipes: Pipes, finish: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         self._buffers = buffers
         self._pipes = pipes
+        self._finish = finish
         self._filled = self._summed = 0
 
     def start(self) -> None:
@@ -76,7 +80,7 @@ class SharedSum(MemorySum):
         self._pipes.wait(SyncPoint.SUMMED, self._summed)
 
     def _sum(self) -> None:
-        sum_share(self._buffers, self._pipes.place)
+        sum_share(self._buffers, self._pipes.place, self._finish)
         self._summed = self._pipes.send(SyncPoint.SUMMED)
 
 

@@ -1,8 +1,8 @@
-"""Large all-reduces by name on several hosts with several ranks each, in two levels.
+"""Large all-reduces by name through memory that the ranks of a host share: on one host, or in two levels on several.
 
-A tensor goes piece by piece through memory that the ranks of a host share: while the network has some pieces, the next
-one is filled, and the first one taken out. A thread does so, one tensor after the other and all ranks in the same
-order, so that whoever decides on other collectives need not wait meanwhile.
+A tensor goes piece by piece: while the other ranks or the network have some pieces, the next one is filled, and the
+first one taken out. A thread does so, one tensor after the other and all ranks in the same order, so that whoever
+decides on other collectives need not wait meanwhile.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.transport.communicator import Handle
-from spark_hvd.transport.connections import Connections, Forkable
+from spark_hvd.transport.connections import Abortable, Forkable
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import Groups
 from spark_hvd.transport.handles import failed
-from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy
+from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
+from spark_hvd.transport.host.shared_memory import MemorySum, SharedSum
 from spark_hvd.world.activity import activity
 
 LEAST = 1 << 18
-"""Bytes from which it serves: below, two more waits cost what the link is spared."""
+"""Bytes from which it serves on several hosts: below, two more waits cost what the link is spared."""
+LEAST_AT_HOME = 3 << 19
+"""The same on one host: from here on two waits cost less than Gloo's way of moving that much."""
 _PARTS = 5
 """Pieces that are in memory at a time."""
-_PIECE = 2 << 20
+PIECE = 2 << 20
 """Bytes of a piece. Smaller ones cost small tensors more than it spares them to work on memory meanwhile."""
 
 Change = Callable[[torch.Tensor], None]
@@ -37,11 +40,24 @@ Change = Callable[[torch.Tensor], None]
 _Job = Callable[[], None]
 
 
-class SlicedStaging(Forkable):
-    """Memory of the ranks of this host, and the thread that sums in it."""
+PARTS = [(PIECE, torch.uint8)] * _PARTS
+"""Number of elements and dtype of each rank's pieces."""
 
-    def __init__(self, hierarchy: Hierarchy, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._hierarchy = hierarchy
+
+class SlicedStaging(Forkable):
+    """Memory of the ranks of this host, and the thread that sums in it.
+
+    ``parts`` has, for each piece, those of all ranks of this host, in rank order.
+    """
+
+    def __init__(self, sharing: HostSharing, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._sharing = sharing
+        levels = sharing.levels if isinstance(sharing, Hierarchy) else None
+        self._pipes = sharing.pipes if isinstance(sharing, Hierarchy) else sharing
+        self.least = LEAST_AT_HOME if levels is None else LEAST
+        """Bytes from which it serves."""
+        self.ends: list[Abortable] = [self] if levels is None else [levels.connections, self]
+        """What is to be aborted when a rank has gone."""
         self._parts = parts
         self._jobs = queue.SimpleQueue[_Job | None]()
         self._thread: threading.Thread | None = None
@@ -54,17 +70,12 @@ class SlicedStaging(Forkable):
     ) -> SlicedStaging | None:
         """Make and map memory; collective over `group`. None, on every rank, if one has none to share."""
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
-        parts = hierarchy.levels.map_all([(_PIECE, torch.uint8)] * _PARTS, ask)
+        parts = hierarchy.levels.map_all(PARTS, ask)
         if parts is None:
             return None
         made = cls(hierarchy, parts)
         groups.keep(process_set_id, made)
         return made
-
-    @property
-    def connections(self) -> Connections:
-        """The connections between the hosts."""
-        return self._hierarchy.levels.connections
 
     def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:
         """Start to sum a tensor over all ranks.
@@ -86,14 +97,14 @@ class SlicedStaging(Forkable):
         """Have gone, for the other ranks of this host and for whoever waits here. From any thread."""
         with self._lock:
             self._ended = True
-        self._hierarchy.pipes.abort()
+        self._pipes.abort()
         self._jobs.put(None)
 
     def forked(self) -> None:
         """See Forkable.forked."""
         self._lock = threading.Lock()
         self._ended = True
-        self._hierarchy.pipes.forked()
+        self._pipes.forked()
 
     def _run(
         self, future: Future[None], ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change
@@ -101,16 +112,27 @@ class SlicedStaging(Forkable):
         try:
             self._reduce(ins, outs, prepare, finish)
         except Exception as error:
-            self._hierarchy.cut()  # the others wait for this rank
+            self._cut()  # the others wait for this rank
             future.set_exception(error)
         else:
             future.set_result(None)
 
+    def _cut(self) -> None:
+        if isinstance(self._sharing, Hierarchy):
+            self._sharing.cut()
+        else:
+            self._sharing.abort()
+
+    def _sum(self, buffers: Sequence[torch.Tensor], finish: Change) -> MemorySum:
+        if isinstance(self._sharing, Hierarchy):
+            return HierarchicalSum(buffers, self._sharing, finish)
+        return SharedSum(buffers, self._sharing, finish)
+
     @torch.no_grad()
     def _reduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> None:
         dtype, numel = ins.dtype, ins.numel()
-        size = _PIECE // dtype.itemsize
-        under_way = deque[tuple[HierarchicalSum, torch.Tensor, torch.Tensor]]()
+        size = PIECE // dtype.itemsize
+        under_way = deque[tuple[MemorySum, torch.Tensor, torch.Tensor]]()
 
         def take_out() -> None:
             each, buffer, out = under_way.popleft()
@@ -122,12 +144,12 @@ class SlicedStaging(Forkable):
                 take_out()
             high = min(low + size, numel)
             buffers = [each[: (high - low) * dtype.itemsize].view(dtype) for each in self._parts[number % _PARTS]]
-            mine = buffers[self._hierarchy.levels.place]
+            mine = buffers[self._pipes.place]
             mine.copy_(ins[low:high])
             prepare(mine)
-            started = HierarchicalSum(buffers, self._hierarchy, finish)
+            started = self._sum(buffers, finish)
             started.start()
-            if under_way:  # the network is to have all but this one, however late the others are
+            if under_way:  # the others, or the network, are to have all but this one, however late some are
                 under_way[-1][0].advance()
             started.poll()
             under_way.append((started, mine, outs[low:high]))
