@@ -133,7 +133,8 @@ def _open_memory(
         return staging, None, None
     # A pipe for each pair of ranks, which is little where they are few.
     pipes = None if timeout is None else Pipes.open(ranks, place, timeout, ask)
-    return staging, Slots(gathered[1], gathered[2], place), pipes and SlicedStaging(pipes, gathered[3:])
+    sliced = None if pipes is None else SlicedStaging(pipes, gathered[3:])
+    return staging, Slots(gathered[1], gathered[2], place), sliced
 
 
 def _tell(error: OSError) -> None:

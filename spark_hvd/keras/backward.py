@@ -57,7 +57,7 @@ class FollowedBackward:
             reducer.synchronize()  # a step was broken off, which other ranks may have made
             self._handed.forget()
             self._taken.clear()
-        loss.register_hook(self._begun)
+        loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Take no more gradients."""
@@ -70,7 +70,7 @@ class FollowedBackward:
 
     def take(self, place: int, variable: torch.Tensor) -> None:
         """The gradient of a variable has come, if in the pass that is followed."""
-        reducer = self._reducer and self._reducer()
+        reducer = None if self._reducer is None else self._reducer()
         if not self._number or reducer is None:
             return
         param = self._params[place]

@@ -162,6 +162,7 @@ class SlicedStaging(Forkable):
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
+        del job  # it holds tensors, which may be of no use to anybody else by the time that another comes
 
 
 class _SlicedSum(Handle[None]):
@@ -179,9 +180,15 @@ class _SlicedSum(Handle[None]):
                     self._future.result()
         except RuntimeError as error:
             raise failed("allreduce", error) from error
+        # Its callbacks hold who has waited for it, and so the tensors, until garbage is collected.
+        self._future = _ENDED
 
     def done(self) -> bool:
         return self._future.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         self._future.add_done_callback(lambda _: callback())
+
+
+_ENDED = Future[None]()
+_ENDED.set_result(None)
