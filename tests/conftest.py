@@ -130,6 +130,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # the collector has 300,000 objects of torch less to go through, again and again
 
 
+def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
+    """The answer to a call of Spark that pytest's timeout has cut off must not be taken for that to the next call."""
+    cut_off = call.excinfo is not None and "pytest-timeout" in str(call.excinfo.value)
+    if cut_off and "pyspark" in sys.modules:
+        from pyspark import SparkContext
+
+        gateway: Any = SparkContext._gateway
+        if gateway is not None and (connection := gateway._gateway_client.get_thread_connection()) is not None:
+            connection.close()  # the next call opens another
+
+
 @pytest.fixture(autouse=True)
 def _own_dialect() -> Iterator[None]:
     """The tests after one that imports spark_hvd.horovod have our own dialect again."""

@@ -9,7 +9,6 @@ import functools
 import importlib
 import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -18,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import cloudpickle
@@ -264,7 +263,7 @@ class Rank:
 
     def await_end(self, seconds: float = SECONDS) -> None:
         """Wait until the process is gone."""
-        assert select.select([self._end], [], [], seconds)[0], f"process {self.number} is still there"
+        assert wait([self._end], seconds), f"process {self.number} is still there"
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

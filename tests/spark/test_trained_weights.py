@@ -13,6 +13,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import Callback, KerasEstimator, LocalBackend, Store, TrainState
+from tests.later import Later
 from tests.spark.estimator_support import estimator, frame, numbers
 
 if TYPE_CHECKING:
@@ -20,14 +21,7 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-keras: Any = None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_now() -> None:
-    """Not when tests are collected, which each of pytest's workers does: Keras and what it loads take 0.7 GiB."""
-    global keras
-    keras = pytest.importorskip("keras")
+keras: Any = Later("keras")
 
 
 @pytest.fixture(scope="module")
