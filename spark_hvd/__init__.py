@@ -46,7 +46,7 @@ __getattr__, __dir__ = names_of(
     __name__,
     {
         "data.readers.errors": "DataError",
-        "estimators.inference.function": "predict",
+        "estimators": "predict",
         "runner": "Network Reporting doctor run run_elastic run_elastic_local run_local warm_up",
         "world.errors": "CollectiveError DuplicateNameError HostsUpdatedInterrupt MismatchError NotInitializedError "
         "PlanMismatchError StalledError",
