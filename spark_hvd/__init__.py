@@ -41,7 +41,7 @@ __all__ = [
     "warm_up",
 ]
 
-# The launchers bring pyspark; a rank that imports the collectives loads none of it.
+# The launchers import pyspark; a rank that imports the collectives does not.
 __getattr__, __dir__ = names_of(
     __name__,
     {

@@ -1,8 +1,8 @@
 """Columns of a DataFrame as models see them: which Spark types become which tensors, and how Spark hands them out.
 
-Floating point numbers, decimals and vectors become float32, or float64 on the way to a dtype that float32 would lose
-numbers of; integers and booleans keep their type. What no tensor can
-be made of (times, maps, and text but for models that take it) is refused before any job runs, with what to do about it.
+Floating-point numbers, decimals and vectors become float32, or float64 on the way to a dtype whose numbers float32
+would lose. Integers and booleans keep their type. Types that cannot become tensors (times, maps, and text unless the
+model takes it) are refused before any job runs, with what to do about it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DOUBLE_DIGITS = 15
 
 _REMEDIES = {
     "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer. A KerasEstimator takes "
-    "columns of type string in feature_cols as they are where Keras is on TensorFlow (KERAS_BACKEND=tensorflow)",
+    "columns of type string in feature_cols unchanged if Keras runs on TensorFlow (KERAS_BACKEND=tensorflow)",
     "timestamp": "turn it into numbers first, for example F.unix_timestamp(c), F.hour(c), F.dayofweek(c)",
     "date": "turn it into numbers first, for example F.unix_date(c), F.dayofyear(c), F.dayofweek(c)",
     "map": "take the values that you need into columns of their own, for example F.element_at(c, 'key')",
@@ -116,14 +116,14 @@ def columns_of(
         names: Of the columns, in the order wanted; a name that repeats counts once.
         decoders: Names of the binary columns that a function will turn into tensors.
         collated: A function makes tensors of whole rows, so that there may be text and bytes.
-        text: Names of the columns that may be text, which a model takes as it is.
-        compress_sparse: Store vectors as size, indices and values; worth it where most of their entries are zero.
+        text: Names of the columns that may be text, which the model takes unchanged.
+        compress_sparse: Store vectors as size, indices and values; worth it if most of their entries are zero.
 
     Returns:
-        One column for each name. The shape of vectors and arrays is None: only their values tell it.
+        One column for each name. The shape of vectors and arrays is None, because only their values show it.
 
     Raises:
-        DataError: a column is missing, or of a type that no tensor is made of.
+        DataError: a column is missing, or its type cannot become a tensor.
     """
     check_columns(schema, names, "columns")
     return tuple(

@@ -46,7 +46,7 @@ def max_num_proc_of(backend: Backend) -> int | None:
 
 
 def tracker_of(backend: Backend) -> Any:
-    """What records the runs of a backend elsewhere; None where nothing does."""
+    """Records the runs of a backend elsewhere; None if nothing does."""
     options = getattr(backend, "_options", {})
     return options.get("tracker") or getattr(options.get("reporting"), "tracker", None)
 

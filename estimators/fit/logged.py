@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 def log_checkpoints(
     tracker: Any, spec: TrainSpec, df: DataFrame, history: History, made: Callable[[Mapping[str, Any]], Any]
 ) -> None:
-    """Log what ranks have kept of each epoch into the run of an ``MlflowTracker``, and delete it from the store.
+    """Log the weights that ranks have kept of each epoch to the run of an ``MlflowTracker``; then delete them.
 
-    What fails is a warning: the training is over, and its model is not to be lost.
+    A failure is only a warning: the training is over, and its model must not be lost.
 
     Args:
-        tracker: That of the fit.
+        tracker: The tracker of the fit.
         spec: The fit, which ``keeps_epochs``.
         df: Its rows.
-        history: Of the whole fit.
+        history: The history of the whole fit.
         made: The Spark ML model of a checkpoint.
     """
     checkpoints = Checkpoints(spec.store, spec.run_id)
@@ -46,10 +46,10 @@ def log_checkpoints(
                 register = tracker.registered_model_name if epoch == best else None
                 model.log_to_mlflow(df, f"checkpoint-{epoch}", registered_model_name=register, step=epoch)
                 checkpoints.discard(of_epoch(epoch))
-    except Exception as error:  # of the server, of the store, of what cannot be pickled
+    except Exception as error:  # the server's, the store's, or that of pickling
         _log.warning(
-            "MLflow has not got the checkpoints of all epochs, the trained model is not affected: %s: %s. "
-            "model.log_to_mlflow(df) logs the trained one",
+            "MLflow lacks the checkpoints of some epochs; the trained model is not affected: %s: %s. "
+            "model.log_to_mlflow(df) logs it",
             type(error).__name__,
             error,
         )

@@ -82,8 +82,8 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     keeps = bool(getattr(tracker_of(backend), "checkpoints", False))
     if keeps and settings.get("collate"):
         raise ValueError(
-            f"MlflowTracker(checkpoints=True) with {name}, whose models take raw columns, which MLflow's do not: leave "
-            "checkpoints out"
+            f"MlflowTracker(checkpoints=True) with {name}: its models take raw columns, but models in MLflow do not. "
+            "Leave checkpoints out"
         )
     if keeps and alone:
         raise ValueError(store_missing("MlflowTracker(checkpoints=True) reads the checkpoint of each epoch"))

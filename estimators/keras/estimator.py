@@ -70,18 +70,19 @@ class KerasModel(_OfKeras, TorchModel):
     def log_to_mlflow(
         self, df: Any = None, name: str = "model", *, registered_model_name: str | None = None, **options: Any
     ) -> Any:
-        """Log the model to MLflow by ``mlflow.keras``, whose ``load_model`` gives the keras.Model.
+        """Log the model to the active MLflow run, or to a new one; ``mlflow.keras.load_model`` returns the keras.Model.
 
-        Into the active run, or a new one. The metrics of the epoch whose weights it has are linked to it.
+        The metrics of the epoch whose weights the model has are linked to it.
 
         Args:
-            df: Not used: MLflow's models of Keras take arrays, and have no signature but one that is given.
-            name: Of the model in the run.
+            df: Not used, because Keras models in MLflow take arrays. They have a signature only if you pass one.
+            name: Name of the model in the run.
             registered_model_name: Register it under this name, as a new version.
-            options: More of ``mlflow.keras.log_model``, such as ``signature``, ``pip_requirements``, ``metadata``.
+            options: Further arguments of ``mlflow.keras.log_model``, such as ``signature``, ``pip_requirements`` or
+                ``metadata``.
 
         Returns:
-            The ``ModelInfo`` of MLflow.
+            MLflow's ``ModelInfo``.
 
         Raises:
             ImportError: MLflow is not installed.
@@ -91,7 +92,7 @@ class KerasModel(_OfKeras, TorchModel):
         except ImportError as error:
             raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
         model, backend = self.getModel(), self.value_of("model").backend
-        if not {"pip_requirements", "conda_env"} & options.keys():  # to find them out MLflow would load the model
+        if not {"pip_requirements", "conda_env"} & options.keys():  # or MLflow would load the model to find them
             modules = ((each, importlib.import_module(each)) for each in ("keras", backend))
             options["pip_requirements"] = [f"{name}=={module.__version__}" for name, module in modules]
             options["pip_requirements"] += options.pop("extra_pip_requirements", ())
@@ -243,19 +244,19 @@ def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
 
 
 def _check_late(settings: Settings) -> None:
-    """Refuse callbacks of Keras that keep the weights of the moment for those that a value was told of."""
+    """Refuse Keras callbacks that would keep the current weights for a value of an earlier epoch."""
     for each in settings["callbacks"] if settings["validation_in_background"] else ():
         for keeps in ("restore_best_weights", "save_best_only"):
             if getattr(each, keeps, False) and str(getattr(each, "monitor", "")).startswith("val_"):
                 raise ValueError(
-                    f"callbacks: {type(each).__name__}({keeps}=True) with validation_in_background: it would hear of "
-                    f"{each.monitor} when the model has the weights of a later epoch, and keep these. Leave {keeps} "
-                    "out, and give restore_best_weights=True to the estimator, which returns those of the best epoch"
+                    f"callbacks: {type(each).__name__}({keeps}=True) with validation_in_background: {each.monitor} "
+                    f"comes when the model has the weights of a later epoch, which it would keep. Leave {keeps} out. "
+                    "Give the estimator restore_best_weights=True, which returns the weights of the best epoch"
                 )
 
 
 def _text(settings: Settings) -> tuple[str, ...]:
-    """The columns that may be text. Labels are compared, and may not."""
+    """The columns that may be text. Labels must be numbers, because losses compare them."""
     takes = _backend_takes_text() and settings["reader"] != "petastorm"
     return tuple(name for name in settings["feature_cols"] if takes and name not in settings["label_cols"])
 
@@ -263,7 +264,7 @@ def _text(settings: Settings) -> tuple[str, ...]:
 def _backend_takes_text() -> bool:
     import keras
 
-    return bool(keras.config.backend() == "tensorflow")  # torch has no tensors of text
+    return bool(keras.config.backend() == "tensorflow")  # torch has no string tensors
 
 
 def _optimizer(settings: Settings) -> Any:

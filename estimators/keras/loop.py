@@ -202,14 +202,14 @@ class _KerasFit(KerasMeasure):
 
 
 def _late(rows: Sequence[Row]) -> Logs:
-    """For callbacks, what the latest of some epochs that were validated beside the training was told."""
+    """The values of the latest of some epochs that were validated beside the training, for callbacks."""
     latest = max(rows, key=lambda row: row["epoch"], default={})
     return {name: value for name, value in latest.items() if name.startswith("val_")}
 
 
 @contextmanager
 def _without_warnings_of_late(late: bool) -> Iterator[None]:
-    """Keras' callbacks warn of an epoch that has no val_loss, as most have not yet where it comes late."""
+    """Keras' callbacks warn if an epoch has no val_loss. Most have none yet if it comes late."""
     with warnings.catch_warnings():
         if late:
             warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")

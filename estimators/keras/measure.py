@@ -1,4 +1,4 @@
-"""A batch through a Keras model to its losses and metrics, in training or not; and a validation as a whole."""
+"""Losses and metrics of a Keras model, for a batch in training or not, and for a whole validation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
 
 
 def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
-    """What a step takes: inputs, labels and weights, each alone or as a list of several."""
+    """The arguments of a step: inputs, labels and weights, each alone or as a list of several."""
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
     weights = weights_of(spec.sample_weight_col, batch)
     several = None if weights is None else [weights.to(device)] * len(labels)
@@ -58,9 +58,9 @@ class KerasMeasure:
         self._prepared = False
 
     def validated(self, callbacks: Any, ranks: int | None = None) -> dict[str, Any]:
-        """What this rank has of a validation, see :meth:`measured`; nothing where there are no rows for it.
+        """This rank's part of a validation, see :meth:`measured`; empty if there are no rows for it.
 
-        With ``ranks``, the batches are those that so many would have, and each of ours takes those of some of them.
+        With ``ranks``, the batches are those of that many ranks, and each of ours takes the batches of some of them.
         """
         if self.job.validation is None:
             return NOTHING
@@ -85,28 +85,28 @@ class KerasMeasure:
         return self.measured(rows, logs)
 
     def prepare(self, batch: tuple[Any, Any, Any]) -> None:
-        """Make the variables of the metrics, which takes a batch, for once."""
+        """Create the variables of the metrics. This takes a batch, once."""
         if not self._prepared:
             self._prepared = True
             self.model.test_on_batch(*batch)  # trains nothing
             self.model.reset_metrics()
 
     def means(self, validated: Mapping[str, Any]) -> Logs:
-        """Those of a validation, as the history has them; to be called by all ranks."""
+        """The values of a validation, as the history has them; all ranks must call this."""
         return in_validation(self.together(hvd.allgather_object(validated, name="spark_hvd.validated")))
 
     def measured(self, rows: int, logs: Logs) -> dict[str, Any]:
-        """What this rank has of an epoch: its rows, the variables of its metrics, and what they say."""
+        """This rank's part of an epoch: its rows, the variables of its metrics, and their results."""
         from spark_hvd.keras.backend import tensor_of
 
         said = self.model.get_metrics_result() if rows else {}
-        # A train_step of the user's may log what is no metric, or under the name of one that it leaves alone.
+        # A user's train_step may log a value that is no metric, or has the name of a metric that it does not update.
         own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
         variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
         return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
 
     def together(self, ranks: Sequence[Mapping[str, Any]]) -> Logs:
-        """What metrics say of the rows of all ranks, as one process would have it; means by rows of other numbers."""
+        """Metrics over the rows of all ranks, as in one process; other numbers are means weighted by rows."""
         from spark_hvd.keras.backend import assign
 
         variables = [] if not ranks[0]["metrics"] else self.model.metrics_variables
@@ -118,12 +118,12 @@ class KerasMeasure:
 
 
 def in_validation(means: Mapping[str, float]) -> Logs:
-    """Means by the names that the history has of validations."""
+    """Means by the names that they have in the history of a validation."""
     return {f"val_{name}": value for name, value in means.items()}
 
 
 def joined(aggregation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One value of those that ranks have of a variable, by how Keras says that it adds up."""
+    """One value from those that the ranks have of a variable, aggregated as Keras declares."""
     total = torch.stack(list(values)).sum(0).to(values[0].dtype)
     return total if aggregation == "sum" else total / len(values) if aggregation == "mean" else values[0]
 

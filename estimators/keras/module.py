@@ -26,11 +26,11 @@ _FILE = "model.keras"
 
 
 class KerasModule(torch.nn.Module):
-    """A Keras model as what estimators and models here work with; made from its bytes when it is first needed.
+    """A Keras model in the form that estimators and models here use; made from its bytes when it is first needed.
 
     Attributes:
-        backend: Of Keras, "torch" or "tensorflow".
-        custom_objects: Names -> classes and functions that Keras needs to know to make it.
+        backend: Keras' backend, "torch" or "tensorflow".
+        custom_objects: Names -> classes and functions that Keras needs to load it.
         environment: Variables to set before Keras is imported.
     """
 
@@ -97,7 +97,7 @@ class KerasModule(torch.nn.Module):
 
 
 def given_to_keras(tensor: Any) -> Any:
-    """A tensor as Keras takes it on its backend: arrays of numpy are everybody's, and no copies. Others stay."""
+    """A tensor as Keras takes it on its backend: numpy arrays work on all, without a copy. Others stay."""
     import keras
 
     keeps = keras.config.backend() == "torch" or not isinstance(tensor, torch.Tensor)

@@ -83,7 +83,7 @@ def log_model(
 
 
 def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any:
-    """The ``ModelInfo`` of what ``log`` logs into the active run or a new one; a row of the history is linked to it."""
+    """The ``ModelInfo`` of what ``log`` logs to the active or a new run; links a row of the history to it."""
     import mlflow
 
     with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need one

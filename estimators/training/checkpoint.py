@@ -22,7 +22,7 @@ TRAINED = "trained.ckpt"
 
 
 def of_epoch(epoch: int) -> str:
-    """The name of the checkpoint that is kept of an epoch, from 1."""
+    """The name of the checkpoint of an epoch, counted from 1."""
     return f"epoch-{epoch}.ckpt"
 
 

@@ -35,7 +35,7 @@ class TensorSpec:
 
         Raises:
             DataError: ``dtype`` is an integer type that cannot represent a value, or the column is text.
-            ValueError: its elements do not fill ``shape``, or give another number of rows.
+            ValueError: its elements do not fill ``shape``, or the number of rows would change.
         """
         if self.shape is not None:
             rows = len(tensor)
@@ -52,7 +52,7 @@ class TensorSpec:
             return tensor
         if not isinstance(tensor, torch.Tensor):
             raise DataError(
-                f"column {self.column.name!r} is text, and {self.dtype} was asked for (input_dtypes): give None there, "
+                f"column {self.column.name!r} is text, but input_dtypes says {self.dtype}: give None there, "
                 "or a column of numbers"
             )
         return converted(tensor, self.dtype, self.column.name)
@@ -80,8 +80,8 @@ def stacked(
         for spec, each in zip(specs, tensors, strict=True):
             if not isinstance(each, torch.Tensor):
                 raise DataError(
-                    f"column {spec.column.name!r} is text, which stack_features=True cannot put beside numbers: leave "
-                    "stack_features out, for an input each"
+                    f"column {spec.column.name!r} is text, which stack_features=True cannot stack with numbers: leave "
+                    "stack_features out, so that each column is an input"
                 )
         if all(each.dim() == 1 for each in tensors):
             stack = torch.stack([*tensors], 1)

@@ -99,7 +99,7 @@ class TensorFeed:
 
 
 def feature(array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str) -> Any:
-    """A feature's values (rows, *shape), or text as an array of str; ``what`` names the action, for messages.
+    """A feature's values (rows, *shape), or text as an array of str; ``what`` names the action in messages.
 
     Raises:
         DataError: there are nulls, or rows of different shapes.

@@ -81,7 +81,7 @@ def inputs_of(
     dtypes: Sequence[str | None] | None = None,
     text: bool = False,
 ) -> tuple[TensorSpec, ...]:
-    """The inputs of a model from a DataFrame's columns; without a dtype they are float32, as in Horovod, or ``text``.
+    """The inputs of a model from a DataFrame's columns. Without a dtype, they are float32, as in Horovod, or ``text``.
 
     Raises:
         ValueError: there is not one shape or dtype for each column.
@@ -169,8 +169,8 @@ def probed_shapes(
 ) -> tuple[Shape, ...] | None:
     """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
 
-    ``labels`` are the targets of the outputs, in order. Text is empty in these rows. It asks Spark for a row only if
-    neither ``specs`` nor the metadata of a column have their shape.
+    ``labels`` are the targets of the outputs, in order. In these rows, text is empty. Spark is asked for a row only if
+    neither ``specs`` nor the metadata of a column has the shape.
 
     Raises:
         ModelError: the model fails on them, or returns outputs by name in another order than ``labels``.

@@ -32,7 +32,7 @@ from spark_hvd.world.words import count
 
 T = TypeVar("T")
 _AHEAD = 2
-"""Calls that are made, decoded and moved to the device, while the model computes the one before them."""
+"""Calls that are made, decoded and moved to the device while the model computes the one before."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
     torch.set_num_threads(cores)  # tasks run side by side: each with torch's default would start a thread for all cores
     model = model_of(job.model, device)
     here = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one: not every tokenizer may be used by two
+    pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one, because not every tokenizer is thread-safe
     try:
         parts: list[list[Values]] = []
         for window, made in _ahead(_begun(job, batches, device, pool)):
@@ -96,7 +96,7 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
 
 
 class _Window:
-    """The calls of a window; to be made by one thread."""
+    """The calls of a window; one thread must make them."""
 
     def __init__(self, job: Prediction, rows: pa.Array, device: torch.device) -> None:
         self.count = -(-len(rows) // job.batch_size)
@@ -115,7 +115,7 @@ class _Window:
 def _begun(
     job: Prediction, batches: Iterator[pa.Array], device: torch.device, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[_Window, Future[Arguments] | None]]:
-    """Have each window's calls made in the pool; None stands for those of a window without rows."""
+    """Have the pool make each window's calls; None stands for a window without rows."""
     for rows in job.feed.windows(batches):
         window = _Window(job, rows, device)
         if not window.count:
@@ -125,7 +125,7 @@ def _begun(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, of which some more are begun than are given."""
+    """The same items; some are started before they are asked for."""
     held: deque[T] = deque()
     for item in items:
         held.append(item)

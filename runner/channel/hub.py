@@ -25,9 +25,9 @@ from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
 Listener = Callable[[int, "Message | Vitals | Examination"], None]
-"""Takes what a rank says that is no part of the hub's decisions: how it is, what a closer look has found, or a message:
-"output" of whole lines ("out" or "err"), "profile" as StepProfiler tells it. Rank -1 stands for nobody in particular.
-Called by the hub's thread; must not block."""
+"""Takes what a rank sends that the hub does not decide on: its vitals, the result of an examination, or a message:
+"output" of whole lines ("out" or "err"), or "profile" as StepProfiler sends it. Rank -1 stands for no particular rank.
+The hub's thread calls it; it must not block."""
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _MOST_A_TURN = 1000

@@ -40,7 +40,7 @@ class Newcomers:
     def look(self) -> None:
         """Handle new and closed connections, and cut the oldest if there are too many."""
         while self.events.poll(0):
-            # zmq_socket_monitor(3). pyzmq's reader of these would load asyncio.
+            # zmq_socket_monitor(3). pyzmq's own parser of these events would load asyncio.
             event, descriptor = struct.unpack("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._silent[descriptor] = None

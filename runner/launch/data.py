@@ -160,7 +160,9 @@ def given(data: Mapping[str, Any] | None) -> Given:
             maps[name], value = _row_map(name, value), value.rows
         if isinstance(value, str | os.PathLike) or _are_paths(value) or _is_table(value):
             from spark_hvd.data.readers.errors import TableError
-            from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
+
+            # It imports pyarrow, which a run without data does not need.
+            from spark_hvd.data.source import parquet_source
             from spark_hvd.data.tables import spark_read_of
 
             try:
@@ -310,7 +312,7 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         raise TypeError(
-            f"data[{name!r}] is of type {type(value).__qualname__}, of which Arrow makes no table: {error}"
+            f"data[{name!r}] is of type {type(value).__qualname__}, which Arrow cannot convert to a table: {error}"
         ) from error
     for at, column in enumerate(table.columns):
         if pa.types.is_dictionary(column.type) or pa.types.is_run_end_encoded(column.type):
@@ -323,7 +325,7 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The values of a dictionary-encoded or run-end encoded column.
 
-    Arrow cannot decode dictionaries of view types, so they are cast; it cannot cast runs.
+    Arrow cannot decode dictionaries of view types, so these are cast; it cannot cast run-end encoded columns.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -341,6 +343,6 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _frame_of(session: SparkSession, name: str, table: pa.Table | Windows) -> DataFrame | Windows:
-    from spark_hvd.runner.spark.tables import frame_of  # and so pyarrow, which a run without data does not need
+    from spark_hvd.runner.spark.tables import frame_of  # it imports pyarrow, which a run without data does not need
 
     return table.over(frame_of(session, name, table.rows)) if _is_windows(table) else frame_of(session, name, table)

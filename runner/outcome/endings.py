@@ -73,14 +73,14 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
-    if error is None or id(error) in seen:  # `raise error from error` leads back to itself
+    if error is None or id(error) in seen:  # `raise error from error` is a cycle
         return False
     seen.add(id(error))
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
         return True
     text = text_of(error)
-    if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX has it as a ValueError
+    if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX raises it as a ValueError
         return True
     if isinstance(error, GROUPS):
         return all(_is_echo(each, {*seen}) for each in error.exceptions)

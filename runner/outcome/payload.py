@@ -101,7 +101,7 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 def dump_exception(error: BaseException) -> bytes:
     """Pickle an exception without its traceback. A built-in one replaces it if it is too large or unpicklable."""
-    # Many exceptions pickle and cannot be rebuilt from their args, or become others: __init__ takes something else.
+    # Many exceptions can be pickled but not rebuilt from their args, or change, because __init__ takes something else.
     for alike in (True, False):
         for way in (error, _Parts(error), _Group(error)):
             try:
@@ -121,7 +121,7 @@ def _told(error: BaseException) -> tuple[str, str]:
 
 
 class _Group:
-    """Pickles a group, each of the exceptions in it by itself."""
+    """Pickles a group; each exception in it is pickled separately."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

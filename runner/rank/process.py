@@ -156,7 +156,7 @@ def _end_fork(error: BaseException | None) -> NoReturn:
             sys.stderr.write(format_error(error))
         end_process(int(error is not None))
     finally:
-        os._exit(1)  # whatever fails here: it would go on as the rank
+        os._exit(1)  # whatever fails here, or the child would continue as the rank
 
 
 def exit_code(code: object) -> int:
@@ -202,7 +202,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Let go of what is printed. A program may have closed its streams, put others in their place, or None."""
+    """Flush the output. A program may have closed its streams, or replaced them by others or by None."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -352,7 +352,7 @@ def _cached(execution: Any) -> list[Any]:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Spark's types for those of Arrow, where a timestamp without a zone stays one. Spark Connect has it, too."""
+    """Spark's types for those of Arrow. A timestamp without a zone stays one. Spark Connect has this function too."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return from_arrow_schema(schema, prefer_timestamp_ntz=True)

@@ -1,4 +1,4 @@
-"""Tables in this program's memory as DataFrames of Spark's, with the values that they have here."""
+"""Tables in this program's memory as Spark DataFrames with the same values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _WIDER = {
 
 
 def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
-    """The rows of ``data[name]``; numbers and times are widened to types that Spark has.
+    """The rows of ``data[name]``. Numbers and times are widened to types that Spark has.
 
     Raises:
-        DataError: a column has a type or a value that Spark has not.
+        DataError: Spark lacks the type of a column, or cannot hold one of its values.
     """
     for at, field in enumerate(table.schema):
         if (kind := _type_in_spark(field.type)) != field.type:
@@ -43,14 +43,14 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                 ) from error
         try:
             spark_schema(table.schema.empty_table().select([at]).schema)
-        except Exception as error:  # PySpark's classes of errors differ between its versions and Connect
+        except Exception as error:  # PySpark's error classes differ between versions, and on Connect
             raise DataError(
                 f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
-                "it to another, or leave it out"
+                "it to another type, or leave it out"
             ) from error
     if int(pyspark.__version__.partition(".")[0]) < 4:
         return session.createDataFrame(table.to_pandas())
-    # Without a schema Spark takes timestamps that have no zone for local times of the session.
+    # Without a schema, Spark takes timestamps without a zone for local times of the session.
     return session.createDataFrame(table, spark_schema(table.schema))
 
 

@@ -135,7 +135,7 @@ class _ServerLoop:
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(1)  # it must not go on as the server
+                os._exit(1)  # it must not continue as the server
         # Here too, before anybody knows the process: who kills the group must find it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)

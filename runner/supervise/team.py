@@ -91,7 +91,7 @@ def supervise_all(
     def one(number: int) -> Packed:
         try:
             return supervise(jobs[number], links[number], server, on_lines)
-        except BaseException:  # a defect of ours: raised when the other ranks have been stopped
+        except BaseException:  # a bug of ours: raised once the other ranks have been stopped
             links[number].send("ended", ok=False, echo=False)
             raise
 
@@ -101,7 +101,7 @@ def supervise_all(
 
 
 def in_threads(work: Callable[[int], T], count: int, name: str = "task") -> list[futures.Future[T]]:
-    """Call a function with each number below ``count``, in daemon threads: an executor's would hold up the exit."""
+    """Call a function with each number below ``count``, in daemon threads: an executor's would delay the exit."""
     calls: list[futures.Future[T]] = [futures.Future() for _ in range(count)]
 
     def call(number: int) -> None:

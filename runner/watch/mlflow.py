@@ -150,7 +150,7 @@ class MlflowTracker(Tracker):
         nested: Create a new run below the active one instead of using the active one.
         checkpoints: For the fit of an estimator: after the training, also log the checkpoint of each epoch as a model
             (a LoggedModel "checkpoint-3" with the metrics of epoch 3).
-        registered_model_name: Register the best of these under this name, as a new version.
+        registered_model_name: Register the best of these checkpoints under this name, as a new version.
 
     Raises:
         ImportError: MLflow is not installed.
@@ -170,8 +170,8 @@ class MlflowTracker(Tracker):
     ) -> None:
         if registered_model_name is not None and not checkpoints:
             raise ValueError(
-                f"registered_model_name={registered_model_name!r} without checkpoints=True, of which it is the best: "
-                "give both, or register the trained model by log_to_mlflow(df, registered_model_name=...)"
+                f"registered_model_name={registered_model_name!r} without checkpoints=True: it registers the best "
+                "checkpoint. Give both, or register the trained model with log_to_mlflow(df, registered_model_name=...)"
             )
         try:
             import mlflow  # noqa: F401

@@ -53,8 +53,8 @@ class Summary:
         communication: Share of the time waiting for communication by `spark_hvd`'s own collectives and optimizers. None
             if it is less than half a percent, as with DDP, whose collectives are torch's.
         compute: The remaining share inside of `hvd.progress` loops.
-        effective_training_time: Share of all ranks' time, from the start to the end, in steps that were not lost.
-        lost_training_time: Share of it in steps that were lost: those after the last commit or checkpoint from which
+        effective_training_time: Share of all ranks' time, from the start to the end, spent in steps that were not lost.
+        lost_training_time: Share of this time spent in lost steps: those after the commit or checkpoint from which
             training continued.
         restarts: How often all ranks were restarted.
         changes: How often ranks joined or left while others stayed.

@@ -54,7 +54,7 @@ class RankRecord:
         return rates(grown(self.start, self.end))
 
     def worked(self, lost_after: int | None) -> tuple[float, float]:
-        """Seconds in steps that count, and in those that were lost: undone, or done after that step; None: no such."""
+        """Seconds in steps that count, and in lost ones (undone, or done after that step); None if there are none."""
         last = self.last
         if not last.total_steps:
             return 0.0, 0.0
@@ -272,7 +272,7 @@ class RunView:
         return self._rank_seconds + self._size * (now - self._sized)
 
     def _in_steps(self, now: float) -> tuple[float, float] | tuple[None, None]:
-        """Shares of all ranks' time in steps that count, and in those that were lost; None where none are known."""
+        """Shares of all ranks' time in steps that count and in lost steps; None if unknown."""
         there = set(self._ranks.values())
         kept: dict[int, int] = {}  # by world: rank 0 may save for all
         for one in self._all:

@@ -129,7 +129,7 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
     Raises:
         Exception: what ``choose`` raised on rank 0, on all ranks.
     """
-    activity.keep_steps()  # whoever goes on from a checkpoint starts there again if there is none after it
+    activity.keep_steps()  # training that resumes from a checkpoint starts there again if there is no later one
     mine: list[Found] = []
 
     def outline() -> tuple[str, int] | None:

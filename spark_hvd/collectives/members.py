@@ -1,4 +1,4 @@
-"""The members of a process set, and over what they talk: process groups, and memory that they share."""
+"""The members of a process set, and how they communicate: by process groups and shared memory."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.in
 
 
 class Staging:
-    """Memory that all ranks of a process set can see, where they are on one host: all-reduces go through it.
+    """Memory that all ranks of a process set share if they are on one host, for all-reduces.
 
-    Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
-    out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's
-    communicator stand between the passes, so a rank that has gone is noticed.
+    Every rank copies its elements into its own buffer, sums its share of all ranks' buffers, and copies the result
+    out. These are three passes over memory instead of two trips through the loopback interface. Barriers of the queue's
+    communicator separate the passes, so a lost rank is noticed.
 
-    ``buffers`` are of bytes (uint8) and in rank order; ``place`` is mine in the process set.
+    ``buffers`` are bytes (uint8), in rank order; ``place`` is this rank's place in the process set.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], place: int) -> None:
@@ -108,9 +108,9 @@ def _open_memory(
     """Make and map memory for large and for small all-reduces; collective over `group`, which nobody else uses.
 
     Returns:
-        Nothing, on every rank, if the members are on several hosts, one does not agree, or one cannot make such memory
-        or map another's. No slots and no pieces if there are too many members for them; no pieces where ``timeout``,
-        the seconds that one waits for the others, is None.
+        None for each, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
+        memory or map another's. No slots and no pieces if there are too many members for them; no pieces if
+        ``timeout``, the seconds that one waits for the others, is None.
     """
     if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
         return None, None, None
@@ -131,7 +131,7 @@ def _open_memory(
     staging = Staging(gathered[0], place)
     if not small:
         return staging, None, None
-    # A pipe for each pair of ranks, which is little where they are few.
+    # A pipe for each pair of ranks, which costs little for a few ranks.
     pipes = None if timeout is None else Pipes.open(ranks, place, timeout, ask)
     sliced = None if pipes is None else SlicedStaging(pipes, gathered[3:])
     return staging, Slots(gathered[1], gathered[2], place), sliced
@@ -161,15 +161,15 @@ class Members:
     communicator: Communicator
     """The communicator over process groups that nobody else uses."""
     staging: Staging | None = None
-    """Memory that they share, if they do."""
+    """Memory that they share, if any."""
     slots: Slots | None = None
-    """Memory for small calls that come back, where they share any."""
+    """Shared memory for small repeated calls, if any."""
     connections: Abortable | None = None
-    """The connections of the communicator, where they can be aborted."""
+    """The connections of the communicator, if they can be aborted."""
     nccl: NcclGroups | None = None
-    """The process groups that are aborted when one of the ranks has gone."""
+    """The process groups that are aborted when one of the ranks is lost."""
     on_loss: Callable[[int, str], None] = lambda rank, text: None
-    """Told the rank, in the world, that has left or is gone, and what is known of it."""
+    """Called with the rank, in the world, that has left or is lost, and what is known of it."""
     sliced: SlicedStaging | None = None
     """Memory that the ranks of a host share, and the thread that sums in it."""
 
@@ -191,10 +191,10 @@ def open_members(
     config: Config,
     nccl: NcclGroups,
 ) -> Members:
-    """Make what the ranks of a process set talk over; each of them must call this.
+    """Open the communication of a process set; each of its ranks must call this.
 
     ``process_set_id`` is 0 for all ranks; ``ranks``, ascending, and ``me`` are numbers in the world. ``nccl`` are all
-    process groups that are of no use any more when one of the ranks has gone.
+    process groups that become useless when one of the ranks is lost.
     """
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)

@@ -180,7 +180,7 @@ def values_of(array: pa.Array, name: str) -> Values:
 
 
 def _in_micros(array: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
-    """Times in microseconds, as Spark and Python have them."""
+    """Times in microseconds, as in Spark and Python."""
     try:
         return array.cast(kind)
     except pa.ArrowInvalid as error:
@@ -191,14 +191,14 @@ def _in_micros(array: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
 
 
 def _listed(array: pa.Array, name: str) -> list[Any]:
-    """Values as Python has them; maps are dicts, wherever they are."""
+    """Values as Python objects; maps are dicts, at any depth."""
     try:
         listed: list[Any] = array.to_pylist(maps_as_pydicts="strict")
         return listed
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"column {name!r} of {array.type} has a map that no dict can stand for: expected keys that differ, and "
-            f"are no arrays or maps. Next: take arrow_batches, or a collate_fn ({error})"
+            f"column {name!r} of {array.type} has a map that cannot become a dict: expected distinct keys that "
+            f"are neither arrays nor maps. Next: take arrow_batches, or a collate_fn ({error})"
         ) from error
 
 

@@ -33,7 +33,7 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE = re.compile("[+-]?[0-9]+")
 _NUMBER = re.compile(
     r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-)  # not 0x1F and nan, which Arrow reads as such
+)  # not 0x1F and nan, which Arrow reads as numbers
 _FRAME = "or give the DataFrame that Spark reads from the table"
 
 

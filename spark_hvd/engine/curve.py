@@ -40,8 +40,8 @@ def url(host: str, port: int) -> str:
 class ZapAuthenticator:
     """Lets the holders of known keys connect to a context's sockets, and nobody else (https://rfc.zeromq.org/spec/27).
 
-    It belongs to one thread. pyzmq's own authenticators bring a thread and an event loop for each context; whoever
-    serves the sockets has a thread already.
+    It belongs to one thread. pyzmq's own authenticators need a thread and an event loop for each context, but whoever
+    serves the sockets already has a thread.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -76,10 +76,10 @@ def overwritten(variable: Any) -> bool:
 class KerasReducer:
     """The gradient reducer of the PyTorch face, on placeholders for Keras' variables.
 
-    Not on the variables, as ``apply`` is what Keras calls a step: a backward may be another optimizer's, or one of two.
-    Only the backward of a step of Keras' own on torch is known to be this optimizer's, and is followed: see
-    :class:`spark_hvd.keras.backward.FollowedBackward`. With TensorFlow the exchange is one operation of a graph, or is
-    called eagerly: gradients go in and come out by DLPack.
+    It does not use the variables themselves, because ``apply`` is Keras' step: a backward pass may belong to another
+    optimizer, or be one of two. Only the backward pass of Keras' own step on torch is known to belong to this one, and
+    is followed: see :class:`spark_hvd.keras.backward.FollowedBackward`. With TensorFlow, the exchange is one operation
+    of a graph, or is called eagerly. Gradients go in and come out by DLPack.
     """
 
     def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
@@ -91,7 +91,7 @@ class KerasReducer:
         ]
         self._gradients = _handed(exchange, variables, params)
         self.followed = FollowedBackward(self._gradients, variables, params) if self._on_torch else None
-        """What hands over the gradients of a backward that is known to be this optimizer's."""
+        """Hands over the gradients of a backward pass that is known to belong to this optimizer."""
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

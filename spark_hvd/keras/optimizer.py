@@ -47,7 +47,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         weight, reducer = self._exchange.weight, self._exchange.reducer
         scaled = super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
         followed = None if reducer is None or self.gradient_accumulation_steps else reducer.followed
-        # Keras' own step calls backward once, and apply with all gradients of it. Others may do as they like.
+        # Keras' own step calls backward once and passes all of its gradients to apply. Other steps may do as they like.
         if followed is not None and sys._getframe(1).f_code is keras.Model.train_step.__code__:
             followed.begin(scaled)
         return scaled

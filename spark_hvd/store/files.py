@@ -324,17 +324,17 @@ class Store:
         try:
             with explaining("write", path):
                 filesystem.put_file(local, temporary)
-                options = {"overwrite": True} if protocol_of(self.url) == "hdfs" else {}  # which hdfs-native has
+                options = {"overwrite": True} if protocol_of(self.url) == "hdfs" else {}  # as hdfs-native does
                 _replace(filesystem, temporary, target, options)
         except BaseException:
-            # whatever fsspec's file systems raise: the first error is the one to tell
+            # whatever fsspec's file systems raise: report the first error
             with contextlib.suppress(Exception):
                 filesystem.rm_file(temporary)
             raise
 
 
 def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str, Any]) -> None:
-    """Give ``temporary`` the name ``target``, also where that is a file and the file system renames onto none."""
+    """Rename ``temporary`` to ``target``, even if that file exists and the file system cannot rename onto it."""
     try:
         filesystem.mv(temporary, target, **options)
     except OSError:
@@ -342,7 +342,7 @@ def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str,
             raise
     if not filesystem.exists(temporary):
         return
-    # HDFS: libhdfs raises, WebHDFS says nothing. The old content goes only once the new one has its name.
+    # HDFS: libhdfs raises an error, WebHDFS does not. The old content is deleted only once the new one has its name.
     old = posixpath.join(posixpath.dirname(target), temporary_name(posixpath.basename(target)))
     filesystem.mv(target, old)
     try:

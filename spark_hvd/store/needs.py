@@ -1,4 +1,4 @@
-"""What each kind of store needs on every host: a package, settings, and paths of one form."""
+"""What each kind of store needs on every host: a package, settings, and the form of its paths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _KINDS |= {"hdfs": _HDFS}
 
 
 def to_install(url: str) -> str | None:
-    """The line to type for the kind of store of ``url``, and what else it needs; None where that is not known."""
+    """The command that installs what the store of ``url`` needs, and what else it needs; None if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     return kind and f"pip install {kind.package}, on every host of the cluster. {expected(url)}"
 
 
 def expected(url: str) -> str:
-    """What to set for the kind of store of ``url``, and what a path looks like; empty where that is not known."""
+    """What to set for the store of ``url``, and what a path looks like; empty if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     if kind is None:
         return ""

@@ -69,7 +69,7 @@ class _EndOfBackward:
 
 
 def backward_under_way() -> int:
-    """The number of the backward pass in which this thread is; that of the inner one where there are several."""
+    """The number of the backward pass that this thread runs; that of the innermost one if they are nested."""
     return torch._C._current_graph_task_id()
 
 

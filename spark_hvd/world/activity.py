@@ -86,11 +86,11 @@ class Activity:
         self.steps_before = self.total_steps
 
     def keep_steps(self) -> None:
-        """What was done so far is in a commit or a checkpoint, or was loaded from one."""
+        """All work so far is in a commit or checkpoint, or was loaded from one."""
         self.kept_steps = self.total_steps
 
     def undo_steps(self) -> None:
-        """The last commit was restored: what was done since then is lost."""
+        """The last commit was restored: work since then is lost."""
         self.lost_steps += self.total_steps - (self.kept_steps or 0)
         self.keep_steps()
 

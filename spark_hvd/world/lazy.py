@@ -1,4 +1,4 @@
-"""Names that a package finds in its modules when they are asked for (PEP 562), so that importing it loads little."""
+"""Names that a package imports from its modules on first use (PEP 562), so that importing it loads little."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def names_of(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package.
 
-    ``homes`` has modules below ``spark_hvd`` with the names that lie in them. ``absent`` has, for packages that are not
-    dependencies, what raises a better error where they are missing.
+    ``homes`` maps modules below ``spark_hvd`` to the names in them. ``absent`` maps packages that are not dependencies
+    to functions that raise a better error if the package is missing.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -37,7 +37,7 @@ def _alone(tensor: Any) -> Any:
 
 
 def _of_tasks(value: Any) -> Any:
-    """Spark's own tasks find a broadcast again, and hand over what is added to an accumulator. A rank does neither."""
+    """Spark's tasks can look up a broadcast, and report what they add to an accumulator. A rank can do neither."""
     raise pickle.PicklingError(f"only Spark's own tasks know a {type(value).__qualname__}")
 
 

@@ -51,7 +51,7 @@ def bounded(text: str, most: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says; one of the user's may fail to."""
+    """The text of an exception; a user's `__str__` may fail."""
     try:
         return str(error)
     except Exception:

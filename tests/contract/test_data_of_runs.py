@@ -163,7 +163,7 @@ def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: s
 def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
     with pytest.raises(TypeError, match=rf"data\['train'\] is {why}") as refused:
         given({"train": value})
-    assert "of which Arrow makes no table" in str(refused.value)
+    assert "which Arrow cannot convert to a table" in str(refused.value)
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:

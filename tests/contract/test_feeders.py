@@ -324,7 +324,7 @@ def test_a_masked_value_is_null() -> None:
         ({"y": [1, 2, 3]}, "returned no column 'x' but 'y'"),
         (
             {"x": torch.ones(3, dtype=torch.bfloat16)},
-            "returned a Tensor as 'x', of which Arrow makes no column: .*BFloat16",
+            "returned a Tensor as 'x', which Arrow cannot convert to a column: .*BFloat16",
         ),
         ({"x": torch.ones(3, requires_grad=True)}, "returned a Tensor as 'x', .*requires grad"),
         ({"x": np.ones(3, np.complex64)}, "returned a ndarray as 'x', .*numpy type"),

@@ -333,9 +333,7 @@ def test_checkpoints_that_cannot_be_logged(
     with monkeypatch.context() as patch:
         patch.setattr(TorchModel, "log_to_mlflow", lambda *args, **options: {}["gone"])
         assert len(one.fit(df).getHistory()) == 1
-    assert (
-        "MLflow has not got the checkpoints of all epochs, the trained model is not affected: KeyError" in caplog.text
-    )
+    assert "MLflow lacks the checkpoints of some epochs; the trained model is not affected: KeyError" in caplog.text
     assert Path(store.checkpoint_path("one", "epoch-1.ckpt")).exists()
     assert len(one.fit(df).getHistory()) == 1, "nothing is left to train"
     assert [each.name for each in mlflow.search_logged_models(output_format="list")] == ["checkpoint-1"]

@@ -1,4 +1,4 @@
-"""When an elastic run begins, and when it is not worth going on with. No clock."""
+"""When an elastic run begins, and when it must end. No clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_hvd.runner.elastic.membership.roster import Roster
 from spark_hvd.world.words import count
 
 SETTLE = 1.0
-"""Seconds that tasks which Spark starts together get to come, when there are enough already."""
+"""Seconds to wait for tasks that Spark starts together, when there are enough already."""
 
 
 class Start(Enum):
@@ -26,7 +26,7 @@ class Start(Enum):
 
 @dataclass(slots=True)
 class StartPolicy:
-    """A run begins with all tasks it asks for, or, once their time is up, with as many as it needs."""
+    """A run begins with all tasks it asks for or, once their time is up, with as many as it needs."""
 
     limits: Limits
     _since: float | None = None
@@ -35,7 +35,7 @@ class StartPolicy:
     def decide(self, there: int, now: float) -> Start:
         """Decide; to be called several times a second.
 
-        ``there`` is how many tasks could have a worker; ``now`` is in seconds, on any clock.
+        ``there`` is the number of tasks that could have a worker; ``now`` is in seconds, on any clock.
         """
         limits = self.limits
         if self._since is None:
@@ -57,7 +57,7 @@ class FailurePolicy:
 
     Attributes:
         resets: Generations that have failed.
-        commits: The highest number of commits that any worker has told of; -1 before the first sync.
+        commits: The highest number of commits that any worker has reported; -1 before the first sync.
     """
 
     limits: Limits

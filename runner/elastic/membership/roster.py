@@ -14,10 +14,10 @@ from spark_hvd.world.layout import RankInfo, WorldLayout
 class Exclusion:
     """Counts failures by task and host.
 
-    A task's failures count until a worker of it takes part in a commit: where training goes on, the host is a good one.
-    After ``limit`` failures, a host is excluded. ``cooldown`` is the least and the greatest number of seconds that this
-    lasts; None: for ever. Each exclusion of a host is twice as long as the one before, and up to a quarter more by
-    chance: hosts return apart.
+    A task's failures count until one of its workers takes part in a commit, because a host where training continues is
+    a good one. After ``limit`` failures, a host is excluded. ``cooldown`` is the minimum and the maximum number of
+    seconds that this lasts; None means forever. Each exclusion of a host is twice as long as the one before, plus a
+    random part of up to a quarter, so that hosts do not all return at once.
     """
 
     limit: int
@@ -31,7 +31,7 @@ class Exclusion:
         """Count a failure.
 
         Returns:
-            Seconds for which the host is excluded now (infinite for ever); None if it is not.
+            Seconds for which the host is excluded now (infinite for forever); None if it is not.
         """
         counts = self._failures.setdefault(host, {})
         counts[task] = counts.get(task, 0) + 1
@@ -52,7 +52,7 @@ class Exclusion:
         return self._until.get(host, 0.0) > now
 
     def for_ever(self, host: str) -> bool:
-        """Whether the host gets none any more."""
+        """Whether the host never gets new workers again."""
         return self._until.get(host, 0.0) == float("inf")
 
     def _seconds(self, times: int) -> float:

@@ -1,4 +1,4 @@
-"""What an elastic run says at its end, in words that name the setting and the next step; for ``str.format``."""
+"""Messages with which an elastic run ends, as templates for ``str.format``; they name the setting and the next step."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ FAILED_AFTER = "{name}, after the elastic function had returned on all ranks: {e
 
 
 def brief(error: str) -> str:
-    """The beginning of an error: the rank's own report, where there is one, has all of it."""
+    """The beginning of an error; the rank's own report, if there is one, has all of it."""
     return error.partition("\n")[0][:200]

@@ -145,8 +145,8 @@ def _column(name: Any, values: Any) -> pa.Array | pa.ChunkedArray:
         return _array(values) if hasattr(values, "__array__") else pa.array(values)
     except (TypeError, ValueError, RuntimeError, OverflowError, pa.ArrowException) as error:
         raise DataError(
-            f"the function of Mapped returned a {type(values).__qualname__} as {name!r}, of which Arrow makes no "
-            f"column: {error}. Expected a numpy array or a tensor (rows, ...) on the CPU without gradients, or a list"
+            f"the function of Mapped returned a {type(values).__qualname__} as {name!r}, which Arrow cannot convert to "
+            f"a column: {error}. Expected a numpy array or a tensor (rows, ...) on the CPU without gradients, or a list"
         ) from error
 
 

@@ -41,8 +41,8 @@ class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
 def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
     """A Parquet file: a path with its ``filesystem``, or a file that is open. Its timestamps are what Spark reads.
 
-    Spark writes timestamps as INT96, which Arrow takes for nanoseconds of 64 bits unless it is told otherwise: those
-    before 1677 and after 2262, such as 9999-12-31, would be others.
+    Spark writes timestamps as INT96, which Arrow reads as 64-bit nanoseconds by default. Those before 1677 and after
+    2262, such as 9999-12-31, would change.
     """
     return pq.ParquetFile(source, coerce_int96_timestamp_unit="us", **options)
 

@@ -24,7 +24,7 @@ BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderSpec:
-    """What is asked of a reader, the same on all ranks.
+    """The request to a reader, the same on all ranks.
 
     Attributes:
         dataset: The data set.
@@ -43,8 +43,8 @@ class ReaderSpec:
         transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
         edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
-        text: Names of the columns that may be text: a batch has them as arrays of str, (rows,). Of others text is an
-            error. For the Arrow reader.
+        text: Names of the columns that may be text; a batch has them as arrays of str, (rows,). Text in other columns
+            is an error. For the Arrow reader.
         collate: Function of a ``pyarrow.RecordBatch`` of the columns, and of ``training``, that makes a batch, in place
             of decoders and ``transformation_fn``; for the Arrow reader.
         training: Whether the rows are to train on, and not to validate.

@@ -143,7 +143,7 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int64, as torch compares no unsigned ones but uint8; of uint64 those from 2**63 on are negative."""
+    """Integers as int64, because torch compares no unsigned type but uint8; uint64 from 2**63 on becomes negative."""
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
 
 

@@ -74,7 +74,7 @@ class Values:
         return self._layout.blocks_of_tensors(self.columns_of(table, where))
 
     def columns_of(self, table: pa.Table, where: str) -> Batch:
-        """The columns of ``table``: tensors, and arrays of str where text was asked for.
+        """The columns of ``table``: tensors, and arrays of str for columns of text.
 
         Raises:
             DataError: as :meth:`blocks_of`.
@@ -180,12 +180,12 @@ def text_of(array: pa.Array | pa.ChunkedArray, name: str, where: str) -> Any:
 
 
 def tensor_of(values: Any, column: Column, where: str, *, text: bool = False) -> Any:
-    """Cells as the tensor that ``column`` asks for; a dtype "object" or a shape None takes what it finds.
+    """Cells as the tensor that ``column`` describes; a dtype "object" or a shape None accepts any.
 
-    With ``text``, cells that are all str become an array of them.
+    With ``text``, cells that are all str become an array of str.
 
     Raises:
-        DataError: they are no numbers, or arrays of another shape.
+        DataError: they are not numbers, or are arrays of another shape.
     """
     if isinstance(values, torch.Tensor | np.ndarray):
         return values

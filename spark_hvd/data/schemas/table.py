@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """A file's schema as rows of it are given: one type for all ways to lay out text, bytes, lists and dates.
+    """A file's schema as its rows are returned, with one type for each of text, bytes, lists and dates.
 
-    Files of one table have different ones, and Arrow's functions do not take them all.
+    The files of a table may lay these out in different ways, and Arrow's functions do not support all of them.
     """
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
@@ -36,7 +36,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def type_of_types(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A list, struct or map of what its types are changed to, with lists laid out as lists; others as they are."""
+    """A list, struct or map with its inner types changed, and all lists laid out as lists; other types unchanged."""
     types = pa.types
 
     def changed(field: pa.Field) -> pa.Field:

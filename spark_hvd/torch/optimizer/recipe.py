@@ -246,7 +246,7 @@ class HandedGradients:
         return [param.grad for param in params]
 
     def opened(self) -> GradientReducer | None:
-        """The reducer in the present world, if there is one yet."""
+        """The reducer in the current world, if there is one yet."""
         return self._reducer if in_world() and self._context is current() else None
 
     def stepped(self) -> None:

@@ -219,7 +219,7 @@ class GradientReducer:
         return self._pipeline.participation.anyone
 
     def hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        """What a backward is to call when a parameter's gradient is there, by index, where autograd knows another."""
+        """Functions to call when a parameter's gradient is ready, by index, if autograd knows another tensor."""
         return [make_hook(index, self._progress, weakref.ref(self)) for index in range(len(self._params))]
 
     # ---- moments of a backward ------------------------------------------------------------------------------------

@@ -48,10 +48,10 @@ class MemorySum(Protocol):
 
 
 class SharedSum(MemorySum):
-    """The sum of a large buffer, time and again: each rank sums its share, in place.
+    """Repeated sums of a large buffer: each rank sums its share, in place.
 
-    ``buffers`` are every rank's, in rank order; mine belongs to the sum from :meth:`start` to :meth:`wait`. ``finish``
-    is that of :func:`sum_share`.
+    ``buffers`` are those of all ranks, in rank order; this rank's belongs to the sum from :meth:`start` to
+    :meth:`wait`. ``finish`` is as in :func:`sum_share`.
     """
 
     def __init__(

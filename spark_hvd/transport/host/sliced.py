@@ -1,8 +1,8 @@
 """Large all-reduces by name through memory that the ranks of a host share: on one host, or in two levels on several.
 
-A tensor goes piece by piece: while the other ranks or the network have some pieces, the next one is filled, and the
-first one taken out. A thread does so, one tensor after the other and all ranks in the same order, so that whoever
-decides on other collectives need not wait meanwhile.
+A tensor goes piece by piece: while the other ranks or the network work on some pieces, the next one is filled and the
+first one is taken out. A thread does this for one tensor after the other, on all ranks in the same order, so other
+collectives can be negotiated meanwhile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from spark_hvd.transport.host.shared_memory import MemorySum, SharedSum
 from spark_hvd.world.activity import activity
 
 LEAST = 1 << 18
-"""Bytes from which it serves on several hosts: below, two more waits cost what the link is spared."""
+"""Minimum bytes on several hosts: below, two more waits cost what is saved on the link."""
 LEAST_AT_HOME = 3 << 19
-"""The same on one host: from here on two waits cost less than Gloo's way of moving that much."""
+"""Minimum bytes on one host: from here on, two waits cost less than moving that much through Gloo."""
 _PARTS = 5
 """Pieces that are in memory at a time."""
 PIECE = 2 << 20
@@ -55,9 +55,9 @@ class SlicedStaging(Forkable):
         levels = sharing.levels if isinstance(sharing, Hierarchy) else None
         self._pipes = sharing.pipes if isinstance(sharing, Hierarchy) else sharing
         self.least = LEAST_AT_HOME if levels is None else LEAST
-        """Bytes from which it serves."""
+        """Minimum bytes of a tensor."""
         self.ends: list[Abortable] = [self] if levels is None else [levels.connections, self]
-        """What is to be aborted when a rank has gone."""
+        """Connections to abort when a rank is lost."""
         self._parts = parts
         self._jobs = queue.SimpleQueue[_Job | None]()
         self._thread: threading.Thread | None = None
@@ -149,7 +149,7 @@ class SlicedStaging(Forkable):
             prepare(mine)
             started = self._sum(buffers, finish)
             started.start()
-            if under_way:  # the others, or the network, are to have all but this one, however late some are
+            if under_way:  # give the others, or the network, all pieces but this one, however late some are
                 under_way[-1][0].advance()
             started.poll()
             under_way.append((started, mine, outs[low:high]))
@@ -162,7 +162,7 @@ class SlicedStaging(Forkable):
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds tensors, which may be of no use to anybody else by the time that another comes
+        del job  # it holds tensors that nobody else may need by the time the next one comes
 
 
 class _SlicedSum(Handle[None]):
@@ -180,7 +180,7 @@ class _SlicedSum(Handle[None]):
                     self._future.result()
         except RuntimeError as error:
             raise failed("allreduce", error) from error
-        # Its callbacks hold who has waited for it, and so the tensors, until garbage is collected.
+        # Its callbacks refer to those who waited for it, and so to the tensors, until the next garbage collection.
         self._future = _ENDED
 
     def done(self) -> bool:

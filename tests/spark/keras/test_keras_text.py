@@ -116,7 +116,7 @@ for message, call in {
     "column 'city' is of type int, but the model was trained with string": lambda: fitted.transform(numbers),
     "column 'title' has the type string, of which no tensor": lambda: estimator(label_cols=["title"]).fit(df),
     "column 'city' is text, which stack_features=True cannot": lambda: estimator(stack_features=True).fit(df),
-    "column 'city' is text, and int64 was": lambda: estimator(input_dtypes=["int64", None, None, None]).fit(df),
+    "column 'city' is text, but input_dtypes": lambda: estimator(input_dtypes=["int64", None, None, None]).fit(df),
 }.items():
     raises(message, call)
 try:
