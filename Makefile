@@ -9,8 +9,9 @@ MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# What the demo runs is installed; and the tools and tests, too. To compile all packages would take longer than to install
-# them, so only what nearly every process imports is compiled: once, and not by several of them side by side.
+# DEMO: what the demo needs is installed. READY: tools and tests, too. Compiling all packages would take longer than
+# installing them, so only modules that nearly every process imports are compiled: once, and not by several processes at the
+# same time.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 # The classes of Spark, laid out for the many JVMs that tests start: see tests/jvm.py.

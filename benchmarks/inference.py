@@ -44,9 +44,9 @@ KINDS = {
     "pictures": (0, 1, 16),
     "fetched": (0, 1, 16),
 }
-"""Numbers a row (0 where a function makes tensors), numbers of the output, rows of a batch."""
+"""Numbers in a row (0 if a function makes tensors), numbers of the output, rows of a batch."""
 DECODING = 0.005
-"""Seconds that a picture takes."""
+"""Seconds to decode or fetch a picture."""
 SIDE = 64
 
 
@@ -73,14 +73,14 @@ def ids_of(texts: list[str]) -> torch.Tensor:
 
 
 def pixels_of(pictures: list[bytes]) -> torch.Tensor:
-    """Decode pictures, which takes a core some time: (rows, 3, SIDE, SIDE)."""
+    """Decode pictures to (rows, 3, SIDE, SIDE), which keeps a core busy."""
     count = 3 * SIDE * SIDE
     decoded = [np.frombuffer(zlib.decompress(each), np.uint8, count).copy() for each in pictures]
     return torch.from_numpy(np.stack(decoded)).view(-1, 3, SIDE, SIDE).float() / 255
 
 
 def fetched(pictures: list[bytes]) -> torch.Tensor:
-    """Pictures that take time, but no core."""
+    """Fetch pictures, which takes time but no core."""
     time.sleep(DECODING * len(pictures))
     return pixels_of(pictures)
 
@@ -100,7 +100,7 @@ def _net(kind: str, channels: int) -> nn.Module:
 
 
 def _picture(seconds: float) -> bytes:
-    """A few bytes that take so long to decode."""
+    """A few bytes that take that long to decode."""
     sample = bytes(8 << 20)
     packed = zlib.compress(sample)
     times = []
@@ -112,7 +112,7 @@ def _picture(seconds: float) -> bytes:
 
 
 def _write(path: Path, kind: str, rows: int) -> None:
-    """Parquet files with a column x: one for each task."""
+    """Parquet files with a column x, one for each task."""
     generator = np.random.default_rng(0)
     width = KINDS[kind][0]
     path.mkdir()
@@ -192,7 +192,7 @@ def _theirs(frame: DataFrame, kind: str, channels: int) -> float:
 
 
 def _limit(frame: DataFrame, kind: str, channels: int) -> str:
-    """What a row takes in each of its two parts, and how much faster both are together at best."""
+    """The time of a row for decoding and computing, and the best possible gain if both overlap."""
     torch.set_num_threads(1)
     row = frame.first()
     assert row is not None
@@ -242,7 +242,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of numbers; a tenth of it where they are wide")
     parser.add_argument("--texts", type=int, default=8_000)
     parser.add_argument("--pictures", type=int, default=1_000)
-    parser.add_argument("--channels", type=int, default=96, help="of the network for pictures: so many take 5 ms a row")
+    parser.add_argument(
+        "--channels", type=int, default=96, help="channels of the network for pictures; 96 take 5 ms a row"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()

@@ -240,7 +240,7 @@ def _rank(kind: str, rank: int, meeting: str, port: int) -> None:
 
 @contextlib.contextmanager
 def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], tuple[float, float]]]:
-    """Two ranks, and a function that has them measure milliseconds a step: of the clock, and of processor time."""
+    """Two ranks, and a function that lets them measure milliseconds per step, in wall time and in processor time."""
     backend = "torch" if kind == "keras-torch" else "tensorflow"
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))

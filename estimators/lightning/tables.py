@@ -95,8 +95,8 @@ GONE = {
     "precision": "give trainer_args={'precision': 'bf16-mixed'}",
     "gradient_clip_norm": "give trainer_args={'gradient_clip_val': ...}",
     "gradient_clip_value": "give trainer_args={'gradient_clip_val': ..., 'gradient_clip_algorithm': 'value'}",
-    "validation_in_background": "Lightning's callbacks, schedulers and checkpoints take what validation logs before "
-    "the epoch ends. trainer_args={'check_val_every_n_epoch': ...} validates less often",
+    "validation_in_background": "Lightning's callbacks, schedulers and checkpoints need the values of a validation "
+    "before the epoch ends. trainer_args={'check_val_every_n_epoch': ...} validates less often",
     "num_gpus": "use_gpu=True gives each rank the GPU that Spark assigned to it",
     "loader_num_epochs": "readers go on as long as epochs asks for",
     "debug_data_loader": "there is nothing to turn on",
