@@ -21,6 +21,7 @@ from spark_hvd.collectives.handle import Moment, NamedHandle
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.transport.handles import is_out_of_memory
+from spark_hvd.transport.host.sliced import SlicedSum
 from spark_hvd.world.errors import CollectiveError
 
 
@@ -135,7 +136,7 @@ class Runs:
                 if rounds(batch, self._members) or started.execution.waiting_for is None:
                     self._go_on(started)
                 else:
-                    started.execution.waiting_for.when_done(partial(self._ended, started))
+                    started.execution.waiting_for.when_done(partial(self._only_round_is_over, started))
             except Exception as error:
                 self._started.pop(number, None)
                 self._fail(handles, error)
@@ -148,6 +149,15 @@ class Runs:
             self._active = started
             started.round_over = False
             started.execution.waiting_for.when_done(partial(self._round_is_over, started))
+
+    def _only_round_is_over(self, started: _Started) -> None:
+        ran = started.execution.waiting_for
+        fault = ran.fault() if isinstance(ran, SlicedSum) else None  # no other handle runs this rank's code elsewhere
+        if fault is None:
+            self._ended(started)
+        else:
+            self._started.pop(started.number, None)
+            self._fail(started.handles, fault)
 
     def _round_is_over(self, started: _Started) -> None:
         # Gloo calls back a moment before it calls its work done, so the handle is not asked again.

@@ -21,7 +21,7 @@ from spark_hvd.transport.communicator import Handle
 from spark_hvd.transport.connections import Abortable, Forkable
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import Groups
-from spark_hvd.transport.handles import failed
+from spark_hvd.transport.handles import failed, is_out_of_memory
 from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import MemorySum, SharedSum
 from spark_hvd.world.activity import activity
@@ -86,12 +86,12 @@ class SlicedStaging(Forkable):
         with self._lock:
             if self._ended:
                 future.set_exception(RuntimeError("this rank has left the world"))
-                return _SlicedSum(future)
+                return SlicedSum(future)
             if self._thread is None:
                 self._thread = threading.Thread(target=_serve, args=[self._jobs], name="spark_hvd-levels", daemon=True)
                 self._thread.start()
             self._jobs.put(functools.partial(self._run, future, ins, outs, prepare, finish))
-        return _SlicedSum(future)
+        return SlicedSum(future)
 
     def abort(self) -> None:
         """Have gone, for the other ranks of this host and for whoever waits here. From any thread."""
@@ -165,7 +165,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
         del job  # it holds tensors that nobody else may need by the time the next one comes
 
 
-class _SlicedSum(Handle[None]):
+class SlicedSum(Handle[None]):
     """A sum that the thread has, or had."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -182,6 +182,12 @@ class _SlicedSum(Handle[None]):
             raise failed("allreduce", error) from error
         # Its callbacks refer to those who waited for it, and so to the tensors, until the next garbage collection.
         self._future = _ENDED
+
+    def fault(self) -> Exception | None:
+        """An error of this rank's own, such as a lack of memory. None if all went well, or a peer or the wire failed."""
+        error = self._future.exception()
+        own = isinstance(error, Exception) and (not isinstance(error, RuntimeError) or is_out_of_memory(error))
+        return error if own else None
 
     def done(self) -> bool:
         return self._future.done()
