@@ -184,7 +184,7 @@ class SlicedSum(Handle[None]):
         self._future = _ENDED
 
     def fault(self) -> Exception | None:
-        """An error of this rank's own, such as a lack of memory. None if all went well, or a peer or the wire failed."""
+        """An error of this rank's own, such as a lack of memory. None if all went well or a peer or the wire failed."""
         error = self._future.exception()
         own = isinstance(error, Exception) and (not isinstance(error, RuntimeError) or is_out_of_memory(error))
         return error if own else None
