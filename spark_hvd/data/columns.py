@@ -36,6 +36,7 @@ from spark_hvd.data.readers.errors import DataError, refuse_unfit_nulls
 from spark_hvd.data.readers.forms import matrix_of
 from spark_hvd.data.readers.measure import is_list, least_and_most
 from spark_hvd.data.readers.tensors import check_stack, to_doubles, to_tensor
+from spark_hvd.data.schemas.table import plain_type
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
 """Names of columns to stack as "features", or by the name of the stack."""
@@ -192,14 +193,45 @@ def _in_micros(array: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
 
 def _listed(array: pa.Array, name: str) -> list[Any]:
     """Values as Python objects; maps are dicts, at any depth."""
-    try:
-        listed: list[Any] = array.to_pylist(maps_as_pydicts="strict")
+    listed: list[Any] = array.to_pylist()  # its maps_as_pydicts needs PyArrow 20
+    with_dicts = _dicts_for(plain_type(array.type))
+    if with_dicts is None:
         return listed
+    try:
+        return [each if each is None else with_dicts(each) for each in listed]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"column {name!r} of {array.type} has a map that cannot become a dict: expected distinct keys that "
             f"are neither arrays nor maps. Next: take arrow_batches, or a collate_fn ({error})"
         ) from error
+
+
+def _dicts_for(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What puts dicts for the maps, lists of pairs, in a value that is no null; None for a type without maps.
+
+    It raises KeyError where a key comes twice, TypeError where one has no hash.
+    """
+    if pa.types.is_map(kind):
+        items = _dicts_for(kind.item_type)
+
+        def of_map(pairs: Any) -> Any:
+            found = dict(pairs)
+            if len(found) < len(pairs):
+                raise KeyError("a key comes twice")
+            if items is None:
+                return found
+            return {key: each if each is None else items(each) for key, each in found.items()}
+
+        return of_map
+    if pa.types.is_struct(kind):
+        fields = {field.name: make for field in kind if (make := _dicts_for(field.type)) is not None}
+        if not fields:
+            return None
+        return lambda value: (
+            value | {name: make(value[name]) for name, make in fields.items() if value[name] is not None}
+        )
+    inner = _dicts_for(kind.value_type) if hasattr(kind, "value_type") else None
+    return inner and (lambda values: [each if each is None else inner(each) for each in values])
 
 
 def is_array_like(kind: pa.DataType) -> bool:

@@ -96,6 +96,14 @@ CASES: dict[str, tuple[pa.Array, Any, Any]] = {
         [[{"a": {"b": 1}}], None],
         [[{"a": {"b": 1}}], None],
     ),
+    "maps in structs in maps": (
+        pa.array(
+            [[("a", [{"b": [(1, "c")]}, {"b": None}, None]), ("b", None)], None],
+            pa.map_(pa.string(), pa.list_(pa.struct([("b", pa.map_(pa.int8(), pa.string()))]))),
+        ),
+        [{"a": [{"b": {1: "c"}}, {"b": None}, None], "b": None}, None],
+        [{"a": [{"b": {1: "c"}}, {"b": None}, None], "b": None}, None],
+    ),
     "arrays of dates": (pa.array([[DAY], [DAY, None]]), [[DAY], [DAY, None]], [[DAY], [DAY, None]]),
     "arrays of vectors": (
         pa.array([[{"type": 1, "size": None, "indices": None, "values": [1.0]}]] * 2, pa.list_(VECTOR)),
