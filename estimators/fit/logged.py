@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.estimators.training.checkpoint import Checkpoints, of_epoch
@@ -31,25 +31,59 @@ def log_checkpoints(
         history: The history of the whole fit.
         made: The Spark ML model of a checkpoint.
     """
-    checkpoints = Checkpoints(spec.store, spec.run_id)
-    kept = [epoch for epoch in range(1, len(history) + 1) if checkpoints.exists(of_epoch(epoch))]
-    key = monitored({name: 0.0 for row in history for name in row}, spec.monitor)
-    best = history.best(key, spec.monitor_mode)["epoch"]
-    try:
-        import mlflow
+    with _warned(), _active(tracker.run_id), _warned():  # within, as the run has ended well, whatever fails here
+        checkpoints, name = Checkpoints(spec.store, spec.run_id), tracker.registered_model_name
+        kept = [epoch for epoch in range(1, len(history) + 1) if checkpoints.exists(of_epoch(epoch))]
+        best = None if name is None else _best(history, spec, name)
+        for epoch in kept:
+            model = made(checkpoints.read(of_epoch(epoch)).state)
+            register = name if epoch == best else None
+            model.log_to_mlflow(df, f"checkpoint-{epoch}", registered_model_name=register, step=epoch)
+            checkpoints.discard(of_epoch(epoch))
 
-        active = mlflow.active_run()
-        theirs = active is not None and active.info.run_id == tracker.run_id
-        with nullcontext() if theirs else mlflow.start_run(run_id=tracker.run_id, nested=True):
-            for epoch in kept:
-                model = made(checkpoints.read(of_epoch(epoch)).state)
-                register = tracker.registered_model_name if epoch == best else None
-                model.log_to_mlflow(df, f"checkpoint-{epoch}", registered_model_name=register, step=epoch)
-                checkpoints.discard(of_epoch(epoch))
-    except Exception as error:  # the server's, the store's, or that of pickling
+
+def _best(history: History, spec: TrainSpec, name: str) -> int | None:
+    try:
+        key = monitored({key: 0.0 for row in history for key in row}, spec.monitor)
+        return int(history.best(key, spec.monitor_mode)["epoch"])
+    except (KeyError, ValueError) as error:  # a Lightning module may log no loss
+        _log.warning(
+            "no checkpoint is registered as %r in MLflow, as it is not known which is the best: %s", name, error.args[0]
+        )
+        return None
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of the server, of the store, of what cannot be pickled
         _log.warning(
             "MLflow lacks the checkpoints of some epochs; the trained model is not affected: %s: %s. "
             "model.log_to_mlflow(df) logs it",
             type(error).__name__,
             error,
         )
+
+
+@contextmanager
+def _active(run_id: str) -> Iterator[None]:
+    """Have a run of MLflow active, which refuses one of another experiment than that which is set."""
+    import mlflow
+    from mlflow.tracking import fluent
+
+    active = mlflow.active_run()
+    if active is not None and active.info.run_id == run_id:
+        yield
+        return
+    its = mlflow.get_run(run_id).info.experiment_id
+    before = fluent._active_experiment_id
+    differs = before is not None and before != its
+    if differs:
+        mlflow.set_experiment(experiment_id=its)
+    try:
+        with mlflow.start_run(run_id=run_id, nested=True):
+            yield
+    finally:
+        if differs:
+            mlflow.set_experiment(experiment_id=before)

@@ -12,7 +12,7 @@ import torch
 from spark_hvd.torch.optimizer.hooks import overrun, remove_all
 from spark_hvd.torch.optimizer.recipe import HandedGradients
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.transport.torch_private import backward_under_way
+from spark_hvd.transport.torch_private import at_end_of_backward, backward_under_way
 
 
 class FollowedBackward:
@@ -28,6 +28,8 @@ class FollowedBackward:
         self._names = [variable.path for variable in variables]
         self._number = 0
         """The number of the pass whose gradients are taken; 0 if there is none."""
+        self._pass: Callable[[], object] = _none
+        """None once it has ended or was broken off."""
         self._looked = False
         # Several devices have several threads, which would produce gradients at the same time.
         self._nested = len({param.device for param in params}) > 1
@@ -46,7 +48,7 @@ class FollowedBackward:
         """Follow the backward pass of a loss, unless there is no reducer yet.
 
         Raises:
-            CollectiveError: A peer or the network failed during a step that was interrupted.
+            RuntimeError: The step before was broken off when some of its gradients had left.
         """
         reducer = self._handed.opened()
         if reducer is None or self._nested or not loss.requires_grad:
@@ -54,24 +56,46 @@ class FollowedBackward:
         if self._reducer is None or self._reducer() is not reducer:
             self._reducer, self._hooks = weakref.ref(reducer), reducer.hooks()
         if any(param.grad is not None for param in self._params):
-            reducer.synchronize()  # a step was interrupted that other ranks may have completed
-            self._handed.forget()
-            self._taken.clear()
+            self._drop(reducer)
         loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Take no more gradients."""
-        self._looked = self._looked or self._number > 0
-        self._number = 0
+        """The gradients of the step come now: drop those of a backward that was broken off.
+
+        Raises:
+            RuntimeError: Some of these had left.
+        """
+        reducer = self._handed.opened()
+        if reducer is not None and reducer.in_backward:
+            self._drop(reducer)
+        self._taken.clear()
+
+    def _drop(self, reducer: GradientReducer) -> None:
+        """Begin the step again. Ranks that have not broken it off wait for this one, unless it has sent gradients."""
+        if reducer.launched:
+            sent = [name for names in reducer.buckets[: reducer.launched] for name in names]
+            raise RuntimeError(
+                f"a step was broken off in backward when the gradients of {len(sent)} of {len(self._names)} variables "
+                f"had been sent, first {sent[0]!r}: other ranks use them for a step that this rank has not made. Let "
+                "the exception that broke it off end the program, and start again from a checkpoint"
+            )
+        self._handed.drop()
         self._taken.clear()
 
     def _begun(self, _: torch.Tensor) -> None:
         self._number = backward_under_way()
+        ended = partial(_look, weakref.ref(self))
+        at_end_of_backward(ended)  # which lets go of it also where the pass is broken off
+        self._pass = weakref.ref(ended)
+
+    def look(self) -> None:
+        """The pass has ended."""
+        self._looked, self._pass = True, _none
 
     def take(self, place: int, variable: torch.Tensor) -> None:
         """Take the gradient of a variable if it comes from the pass that is followed."""
         reducer = None if self._reducer is None else self._reducer()
-        if not self._number or reducer is None:
+        if self._pass() is None or reducer is None:
             return
         param = self._params[place]
         if backward_under_way() != self._number:
@@ -95,3 +119,12 @@ class FollowedBackward:
 def _take(followed: weakref.ref[FollowedBackward], place: int, variable: torch.Tensor) -> None:
     if (alive := followed()) is not None:
         alive.take(place, variable)
+
+
+def _look(followed: weakref.ref[FollowedBackward]) -> None:
+    if (alive := followed()) is not None:
+        alive.look()
+
+
+def _none() -> None:
+    """Of no pass."""

@@ -47,8 +47,10 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         weight, reducer = self._exchange.weight, self._exchange.reducer
         scaled = super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
         followed = None if reducer is None or self.gradient_accumulation_steps else reducer.followed
-        # Keras' own step calls backward once and passes all of its gradients to apply. Other steps may do as they like.
-        if followed is not None and sys._getframe(1).f_code is keras.Model.train_step.__code__:
+        # Keras' own step calls backward once and passes all of its gradients to apply. Other steps may do as they like,
+        # and whatever replaces apply of this object may change gradients.
+        own_step = sys._getframe(1).f_code is keras.Model.train_step.__code__ and "apply" not in vars(self)
+        if followed is not None and own_step:
             followed.begin(scaled)
         return scaled
 

@@ -93,6 +93,22 @@ def gradients_leave_during_backward(rank: int, size: int) -> None:
         np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
+    """Where somebody has put a function around it that changes gradients, too."""
+    keras, hvd = _keras()
+    x, y = _data()
+    alone, together = _model(keras, 3), _model(keras, 3)
+    alone.compile(keras.optimizers.SGD(0.1), "mse")
+    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    apply, factor = together.optimizer.apply, 4.0 * rank  # 0 and 4: the mean is 2 times the gradient
+    together.optimizer.apply = lambda grads, variables: apply([factor * each for each in grads], variables)
+    for _ in range(STEPS):
+        alone.train_on_batch(x, y)
+        together.train_on_batch(x, y)
+    for reference, ours in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
 def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
     """A reentrant checkpoint brings a part of a gradient in a backward of its own; a backward that fails is no step."""
     keras, hvd = _keras()
@@ -110,10 +126,7 @@ def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
         model.optimizer.build(model.trainable_variables)
         for step in range(STEPS):
             if step == broken:
-                handle = model.layers[0].kernel.value.register_hook(_fail)
-                with pytest.raises(ZeroDivisionError):
-                    model.train_on_batch(x[rows], y[rows])
-                handle.remove()
+                _break_off(model, x[rows], y[rows])
             model.train_on_batch(x[rows], y[rows])
         return list(model.get_weights())
 
@@ -126,6 +139,59 @@ def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
 
 def _fail(_: torch.Tensor) -> None:
     raise ZeroDivisionError
+
+
+def a_step_that_one_rank_breaks_off(rank: int, size: int) -> None:
+    """No gradient has left: what came is dropped, and the other ranks wait for this one's next step."""
+    keras, hvd = _keras()
+    x, y = _data()
+    alone, together = _model(keras, 3), _model(keras, 3)
+    alone.compile(keras.optimizers.SGD(0.05), "mse")
+    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    mine = slice(rank, None, size)
+    for step in range(STEPS + 2):
+        alone.train_on_batch(x, y)
+        if step in (3, 5) and rank == 1:
+            _break_off(together, x[mine], y[mine])
+        elif step == 3:
+            with pytest.raises(ValueError, match="incompatible with the layer"):
+                together.train_on_batch(x[mine, :-1], y[mine])  # in forward
+        if step == 5:  # goes on by hand
+            together.zero_grad()
+            together.optimizer.scale_loss((together(x[mine]) - torch.from_numpy(y[mine])).square().mean()).backward()
+            _apply(together, together.optimizer)
+        else:
+            together.train_on_batch(x[mine], y[mine])
+    for reference, ours in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def a_step_broken_off_when_gradients_have_left(rank: int, size: int) -> None:
+    """The others may use them: no step follows, of Keras' own or by hand."""
+    keras, hvd = _keras()
+    x, y = _data()
+    model = _model(keras, 3)
+    last = list(model.layers[-1].trainable_variables)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), groups=[last]), "mse")
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    before = model.get_weights()
+    _break_off(model, x, y)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"the gradients of 2 of 4 variables had been sent, first '3\.bias'"):
+            model.train_on_batch(x, y)
+    model.zero_grad()
+    model(x).square().mean().backward()  # is no business of the optimizer's
+    with pytest.raises(RuntimeError, match="start again from a checkpoint"):
+        _apply(model, model.optimizer)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+def _break_off(model: Any, x: Any, y: Any) -> None:
+    handle = model.layers[0].kernel.value.register_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        model.train_on_batch(x, y)
+    handle.remove()
 
 
 def ranks_that_agree_end_a_fit_together(rank: int, size: int) -> None:

@@ -7,16 +7,23 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spark_hvd.checkpoint.format import write
+from spark_hvd.estimators.fit.logged import log_checkpoints
+from spark_hvd.estimators.training.checkpoint import of_epoch
+from spark_hvd.estimators.training.history import History
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.watch import mlflow as mlflow_outbox
 from spark_hvd.runner.watch import mlflow as mlflow_tracker
 from spark_hvd.runner.watch.mlflow import MlflowTracker
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.tracking import Tracking, facts_of
+from spark_hvd.store import Store
+from spark_hvd.store.errors import StoreError
 from tests.later import Later
 from tests.unit.test_history import vitals
 
@@ -300,3 +307,74 @@ def test_the_callback_logs_into_the_experiment_that_is_set() -> None:
     callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit", history=[]))
     (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert run.info.run_name == "fit"
+
+
+class Logged:
+    """What is made of a checkpoint; tells where it was logged."""
+
+    def __init__(self, told: list[tuple[Any, ...]], error: Exception | None = None) -> None:
+        self._told, self._error = told, error
+
+    def log_to_mlflow(self, df: Any, name: str, *, registered_model_name: str | None, step: int) -> None:
+        if self._error is not None:
+            raise self._error
+        self._told.append((mlflow.active_run().info.run_id, name, registered_model_name))
+
+
+def kept(tmp_path: Path, monitor: str | None = None) -> Any:
+    """The fit of two epochs whose checkpoints are in a store."""
+    spec = SimpleNamespace(store=Store.create(tmp_path / "store"), run_id="fit", monitor=monitor, monitor_mode="min")
+    for epoch in (1, 2):
+        write(spec.store, spec.store.checkpoint_path("fit", of_epoch(epoch)), {"epoch": epoch})
+    return spec
+
+
+def checkpointed(experiment: str | None = None) -> MlflowTracker:
+    """A tracker whose fit has ended."""
+    tracker = MlflowTracker(experiment, checkpoints=True, registered_model_name="net")
+    tracker.start({**FACTS, "fit.epochs": 2})
+    tracker.end(None, None)
+    return tracker
+
+
+HISTORY = History([{"epoch": 1, "loss": 1.0}, {"epoch": 2, "loss": 2.0}])
+
+
+def test_checkpoints_go_into_a_run_of_another_experiment(tmp_path: Path) -> None:
+    mlflow.set_experiment("mine")
+    tracker, told = checkpointed("theirs"), list[tuple[Any, ...]]()
+    log_checkpoints(tracker, kept(tmp_path), None, HISTORY, lambda state: Logged(told))  # type: ignore[arg-type]
+    assert told == [(tracker.run_id, "checkpoint-1", "net"), (tracker.run_id, "checkpoint-2", None)]
+    with mlflow.start_run() as next_one:
+        assert mlflow.get_experiment(next_one.info.experiment_id).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "history"), [("f1", HISTORY), (None, History([{"epoch": 1, "f1": 1.0}, {"epoch": 2, "f1": 2.0}]))]
+)
+def test_without_a_best_checkpoint_none_is_registered(
+    monitor: str | None, history: History, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker, told = checkpointed(), list[tuple[Any, ...]]()
+    log_checkpoints(tracker, kept(tmp_path, monitor), None, history, lambda state: Logged(told))  # type: ignore[arg-type]
+    assert [each[1:] for each in told] == [("checkpoint-1", None), ("checkpoint-2", None)]
+    (record,) = caplog.records
+    assert "no checkpoint is registered as 'net' in MLflow, as it is not known which is the best" in record.getMessage()
+
+
+def test_checkpoints_that_cannot_be_logged_do_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker, spec = checkpointed(), kept(tmp_path)
+    log_checkpoints(tracker, spec, None, HISTORY, lambda state: Logged([], OSError("no space")))  # type: ignore[arg-type]
+    assert mlflow.get_run(tracker.run_id).info.status == "FINISHED"
+
+    def gone(store: Store, path: str) -> bool:
+        raise StoreError("the store is gone")
+
+    monkeypatch.setattr(type(spec.store), "exists", gone)
+    log_checkpoints(tracker, spec, None, HISTORY, lambda state: Logged([]))  # type: ignore[arg-type]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "OSError: no space. model.log_to_mlflow(df) logs the trained one",
+        "StoreError: the store is gone. model.log_to_mlflow(df) logs the trained one",
+    ]

@@ -257,6 +257,15 @@ class HandedGradients:
     def forget(self) -> None:
         """As :meth:`stepped`, and drop the gradients, so that those not passed in next time count as missing."""
         self.stepped()
+        self._clear()
+
+    def drop(self) -> None:
+        """Begin the step again, without the gradients that have come; no bucket may have left."""
+        if self._reducer is not None:
+            self._reducer.reset()
+        self._clear()
+
+    def _clear(self) -> None:
         for param in self._params:
             param.grad = None
 

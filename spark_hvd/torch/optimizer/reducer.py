@@ -128,6 +128,11 @@ class GradientReducer:
         """Whether gradients were produced since the last step that are not reduced yet."""
         return self._backwards > 0 and not self._finished
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has brought gradients and has not ended; outside of it, it was broken off."""
+        return not self._progress.idle
+
     def underway(self, now: float) -> list[Underway]:
         """Buckets that were launched and have not been waited for; from any thread."""
         return self._pipeline.underway(now)
