@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import refuse_nulls
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
 from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.data.readers.values import decoded, tensor_of, text_of
 from spark_hvd.estimators.errors import ModelError
@@ -76,21 +76,29 @@ class TensorFeed:
         return batches
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], None]:
-        """See base class.
+        """See base class. Rows are decoded call by call.
 
         Raises:
-            DataError: nulls, or lists of different lengths.
+            DataError: nulls, or lists of different lengths; raised by the iterator.
         """
-        columns = [
-            feature(array, spec, self.decoders, self.what)
-            for array, spec in zip(window.flatten(), self.inputs, strict=True)
-        ]
-        return self._calls(columns, len(window), size, device), None
+        return self._calls(window.flatten(), len(window), size, device), None
 
-    def _calls(self, columns: list[torch.Tensor], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+    def _calls(self, arrays: list[pa.Array], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+        shapes: list[tuple[int, ...]] = []
         for at in range(0, rows, size):
             count = min(size, rows - at)
-            tensors = [spec.of(column[at : at + size]) for spec, column in zip(self.inputs, columns, strict=True)]
+            columns = [
+                feature(array[at : at + size], spec, self.decoders, self.what)
+                for array, spec in zip(arrays, self.inputs, strict=True)
+            ]
+            shapes = shapes or [tuple(column.shape[1:]) for column in columns]
+            for spec, column, shape in zip(self.inputs, columns, shapes, strict=True):
+                if column.shape[1:] != shape:
+                    raise DataError(
+                        f"column {spec.column.name!r} in {self.what} has shape {tuple(column.shape[1:])} in row {at}, "
+                        f"and {shape} in row 0: make them one"
+                    )
+            tensors = [spec.of(column) for spec, column in zip(self.inputs, columns, strict=True)]
             tensors = stacked(self.inputs, tensors, device)
             if self.names:
                 yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))
