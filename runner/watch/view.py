@@ -274,7 +274,7 @@ class RunView:
     def _in_steps(self, now: float) -> tuple[float, float] | tuple[None, None]:
         """Shares of all ranks' time in steps that count, and in those that were lost; None where none are known."""
         there = set(self._ranks.values())
-        kept: dict[int, int] = {}  # steps of a world that its newest save has, for all of its ranks: rank 0 may save alone
+        kept: dict[int, int] = {}  # by world, its steps in its newest save: rank 0 may save for all
         for one in self._all:
             last = one.last
             if last.kept_steps is not None:
