@@ -45,7 +45,7 @@ class Vitals:
         steps: How many it has; None where that is not known.
         total_steps: Steps done by this process, in all epochs.
         steps_before: Those of them that it had done when the world of `generation` began.
-        kept_steps: Those that are in its last commit or in a checkpoint that it wrote, 0 if it has only loaded one; None
+        kept_steps: Those that are in its last commit or in a checkpoint that it wrote, 0 if it only loaded one; None
             before the first.
         lost_steps: Those that it has undone, to go on from a commit before them.
         samples: Samples seen by this process; 0 where they cannot be counted.
