@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError, refuse_nulls
 from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.data.readers.values import decoded, tensor_of, text_of
@@ -76,20 +76,29 @@ class TensorFeed:
         return batches
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], None]:
-        """See base class. Rows are decoded call by call.
+        """See base class.
 
         Raises:
-            DataError: nulls, or lists of different lengths; raised by the iterator.
+            DataError: nulls, or lists of different lengths; raised by the iterator for what is decoded.
         """
-        return self._calls(window.flatten(), len(window), size, device), None
+        columns = [
+            array if self._grows(spec.column) else feature(array, spec, self.decoders, self.what)
+            for array, spec in zip(window.flatten(), self.inputs, strict=True)
+        ]
+        return self._calls(columns, len(window), size, device), None
 
-    def _calls(self, arrays: list[pa.Array], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+    def _grows(self, column: Column) -> bool:
+        """Whether its values take much more memory than in Arrow, so that only those of a call are made at once."""
+        return column.name in self.decoders or column.encoding == "sparse"
+
+    def _calls(self, window: list[Any], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
         shapes: list[tuple[int, ...]] = []
         for at in range(0, rows, size):
             count = min(size, rows - at)
+            columns = [values[at : at + size] for values in window]
             columns = [
-                feature(array[at : at + size], spec, self.decoders, self.what)
-                for array, spec in zip(arrays, self.inputs, strict=True)
+                feature(values, spec, self.decoders, self.what) if isinstance(values, pa.Array) else values
+                for values, spec in zip(columns, self.inputs, strict=True)
             ]
             shapes = shapes or [tuple(column.shape[1:]) for column in columns]
             for spec, column, shape in zip(self.inputs, columns, shapes, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -119,10 +120,10 @@ def test_rows_of_a_window_are_decoded_batch_by_batch() -> None:
 
 
 def test_all_batches_of_a_window_have_rows_of_one_shape() -> None:
-    feed = TensorFeed((TensorSpec(Column("x", "float32", None)),), {}, what="predict")
-    rows = pa.StructArray.from_arrays([pa.array([[1.0], [1.0], [1.0, 2.0]])], names=["x"])
+    feed = TensorFeed((TensorSpec(Column("x", "object")),), {"x": lambda value: np.frombuffer(value, np.uint8)})
+    rows = pa.StructArray.from_arrays([pa.array([b"a", b"b", b"cc"])], names=["x"])
     job = replace(job_of(lambda values: values[:, 0].long(), torch.tensor), feed=feed)
-    with pytest.raises(DataError, match=r"column 'x' in predict has shape \(2,\) in row 2, and \(1,\) in row 0"):
+    with pytest.raises(DataError, match=r"column 'x' in transform has shape \(2,\) in row 2, and \(1,\) in row 0"):
         list(predictions(job, iter([rows])))
 
 
