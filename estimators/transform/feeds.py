@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import refuse_nulls
+from spark_hvd.data.readers.dataset import Column, listed
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
 from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.data.readers.values import decoded, tensor_of, text_of
 from spark_hvd.estimators.errors import ModelError
@@ -79,18 +79,35 @@ class TensorFeed:
         """See base class.
 
         Raises:
-            DataError: nulls, or lists of different lengths.
+            DataError: nulls, or lists of different lengths; raised by the iterator for what is decoded.
         """
         columns = [
-            feature(array, spec, self.decoders, self.what)
+            array if self._grows(spec.column) else feature(array, spec, self.decoders, self.what)
             for array, spec in zip(window.flatten(), self.inputs, strict=True)
         ]
         return self._calls(columns, len(window), size, device), None
 
-    def _calls(self, columns: list[torch.Tensor], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+    def _grows(self, column: Column) -> bool:
+        """Whether its values take much more memory than in Arrow, so that only those of a call are made at once."""
+        return column.name in self.decoders or column.encoding == "sparse"
+
+    def _calls(self, window: list[Any], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+        shapes: list[tuple[int, ...]] = []
         for at in range(0, rows, size):
             count = min(size, rows - at)
-            tensors = [spec.of(column[at : at + size]) for spec, column in zip(self.inputs, columns, strict=True)]
+            columns = [values[at : at + size] for values in window]
+            columns = [
+                feature(values, spec, self.decoders, self.what) if isinstance(values, pa.Array) else values
+                for values, spec in zip(columns, self.inputs, strict=True)
+            ]
+            shapes = shapes or [tuple(column.shape[1:]) for column in columns]
+            for spec, column, shape in zip(self.inputs, columns, shapes, strict=True):
+                if column.shape[1:] != shape:
+                    raise DataError(
+                        f"column {spec.column.name!r} in {self.what} has shape {tuple(column.shape[1:])} in row {at}, "
+                        f"and {shape} in row 0: make them one"
+                    )
+            tensors = [spec.of(column) for spec, column in zip(self.inputs, columns, strict=True)]
             tensors = stacked(self.inputs, tensors, device)
             if self.names:
                 yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))

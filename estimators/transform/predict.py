@@ -101,15 +101,21 @@ class _Window:
     def __init__(self, job: Prediction, rows: pa.Array, device: torch.device) -> None:
         self.count = -(-len(rows) // job.batch_size)
         self.order: Any = None
-        self._calls = self._made(job, rows, device)
+        self._left = self.count
+        self._begin: Callable[[], tuple[Iterator[Arguments], Any]] | None
+        self._begin = partial(job.feed.calls, rows, job.batch_size, device)
+        self._calls: Iterator[Arguments] = iter(())
 
     def next(self) -> Arguments:
         """Make the next one."""
-        return next(self._calls)
-
-    def _made(self, job: Prediction, rows: pa.Array, device: torch.device) -> Iterator[Arguments]:
-        calls, self.order = job.feed.calls(rows, job.batch_size, device)
-        yield from calls
+        if self._begin is not None:
+            self._calls, self.order = self._begin()
+            self._begin = None  # it has the rows
+        made = next(self._calls)
+        self._left -= 1
+        if not self._left:
+            self._calls = iter(())  # the calls have the columns
+        return made
 
 
 def _begun(
@@ -125,7 +131,10 @@ def _begun(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; some are started before they are asked for."""
+    """The same items; some are started before they are asked for.
+
+    It reads on before it yields one: only then is the thread at work while the model is, if a window is a call or two.
+    """
     held: deque[T] = deque()
     for item in items:
         held.append(item)

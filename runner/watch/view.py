@@ -274,15 +274,17 @@ class RunView:
     def _in_steps(self, now: float) -> tuple[float, float] | tuple[None, None]:
         """Shares of all ranks' time in steps that count and in lost steps; None if unknown."""
         there = set(self._ranks.values())
-        kept: dict[int, int] = {}  # by world: rank 0 may save for all
+        kept: dict[int, int] = {}  # by world, its steps in its newest save: rank 0 may save for all
         for one in self._all:
-            if one.last.kept_steps is not None:
-                kept[one.last.generation] = max(one.last.kept_steps, kept.get(one.last.generation, 0))
+            last = one.last
+            if last.kept_steps is not None:
+                done = last.kept_steps - last.steps_before
+                kept[last.generation] = max(done, kept.get(last.generation, done))
         counted = lost = 0.0
         for one in self._all:
-            after = one.last.kept_steps
-            after = kept.get(one.last.generation) if after is None else after
-            useful, useless = one.worked(None if one in there else after)
+            done_by_then = kept.get(one.last.generation)
+            after = None if one in there or done_by_then is None else one.last.steps_before + done_by_then
+            useful, useless = one.worked(after)
             counted, lost = counted + useful, lost + useless
         total = self._rank_seconds_by(now)
         if not total or not counted + lost:

@@ -82,7 +82,6 @@ def save(
         background.finish()
     else:
         settle()
-    activity.keep_steps()
     if rank() != 0:
         return SaveHandle(None, settled=True) if wait else start_saving(None)
     folder = Folder(store_of(where), ONE_FILE)
@@ -96,6 +95,7 @@ def save(
 
     if wait:
         put(content)
+        activity.keep_steps()
         return SaveHandle(None, settled=True)
     check_state(content)
     return start_saving(background.start(folder.path(step), content, put))
@@ -180,7 +180,6 @@ def save_sharded(
     """
     check_step(step, keep)
     settle()
-    activity.keep_steps()
     return checkpoint_sharded.save(store_of(where), model, optimizers, dict(state or {}), step, keep, wait)
 
 

@@ -152,6 +152,7 @@ class Write:
         self.failure: StoreError | None = None
         self.is_told = False
         self._path, self._do = path, do
+        self._steps = activity.total_steps
         self._generation = generation() if is_initialized() else 0
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         # No daemon: a process that ends waits for it.
@@ -175,6 +176,7 @@ class Write:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             self._do()
+            activity.keep_steps(self._steps)
         except Exception as error:
             cause = error if isinstance(error, StoreError) else store_error("write", self._path, error)
             self.failure = StoreError(f"saving {self._path} in the background failed: {cause}")
@@ -189,7 +191,6 @@ def start(path: str, state: Mapping[str, Any], put: Callable[[dict[str, Any]], N
     global _latest
     assert _latest is None or _latest.ended, "its copy is in the memory that is used for this one"
     copy = copied(state, _memory)
-    activity.keep_steps()
     _latest = Write(path, lambda: put(copy))
     return _latest
 

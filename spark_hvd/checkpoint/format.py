@@ -129,7 +129,6 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
     Raises:
         Exception: what ``choose`` raised on rank 0, on all ranks.
     """
-    activity.keep_steps()  # training that resumes from a checkpoint starts there again if there is no later one
     mine: list[Found] = []
 
     def outline() -> tuple[str, int] | None:
@@ -140,6 +139,8 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
         return found.path, len(found.data)
 
     outlined = on_rank_0(outline)
+    if outlined is not None:
+        activity.load_steps()
     if outlined is None or not is_initialized():
         return mine[0].state if mine else None
     path, length = outlined

@@ -35,6 +35,7 @@ from spark_hvd.context.who import size
 from spark_hvd.store.errors import CheckpointError, StoreError
 from spark_hvd.store.paths import one_name
 from spark_hvd.transport.torch_private import sharded_objects_by, sharded_reader, sharded_writer
+from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
@@ -78,6 +79,7 @@ def save(
     content = {"state": state, "parts": {"model": weights, "optimizer": moments}}
     if wait:
         put(content)
+        activity.keep_steps()
         return SaveHandle(None, settled=True)
     check_state({"state": state})
     return start_saving(background.start(folder.path(step), content, put))

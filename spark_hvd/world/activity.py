@@ -65,6 +65,7 @@ class Activity:
         self.steps_before = 0
         """Steps that this process had done when its present world began."""
         self.kept_steps: int | None = None
+        self._keeping = threading.Lock()  # checkpoints are written by another thread
         self.lost_steps = 0
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
@@ -85,9 +86,16 @@ class Activity:
         """Another world begins."""
         self.steps_before = self.total_steps
 
-    def keep_steps(self) -> None:
-        """All work so far is in a commit or checkpoint, or was loaded from one."""
-        self.kept_steps = self.total_steps
+    def keep_steps(self, steps: int | None = None) -> None:
+        """The first ``steps``, or all that were done so far, are in a commit or a checkpoint that is written."""
+        steps = self.total_steps if steps is None else steps
+        with self._keeping:
+            self.kept_steps = max(steps, self.kept_steps or 0)
+
+    def load_steps(self) -> None:
+        """A checkpoint was loaded: before its first step, a process has nothing to lose that is not in it."""
+        if not self.total_steps:
+            self.keep_steps()
 
     def undo_steps(self) -> None:
         """The last commit was restored: work since then is lost."""

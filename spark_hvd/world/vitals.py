@@ -45,7 +45,8 @@ class Vitals:
         steps: How many it has; None where that is not known.
         total_steps: Steps done by this process, in all epochs.
         steps_before: Those of them that it had done when the world of `generation` began.
-        kept_steps: Steps that it had done at its last commit or checkpoint; None before the first.
+        kept_steps: Steps that are in its last commit or in a checkpoint that it wrote, 0 if it only loaded one; None
+            before the first.
         lost_steps: Steps that it has undone, to continue from an earlier commit.
         samples: Samples seen by this process; 0 where they cannot be counted.
         watched_seconds: Spent inside of `hvd.progress` loops.

@@ -163,6 +163,51 @@ def test_load_and_a_save_that_waits_come_after(two: Ranks, tmp_path: Path) -> No
     assert two.run(value_of, tmp_path / "run") == [(4, 4.0)] * 2
 
 
+def kept(steps: int | None = None) -> int | None:
+    """The steps that count as kept on this rank, after it has done so many; None: as many as before."""
+    from spark_hvd.world.activity import activity  # its lock does not go to ranks
+
+    if steps is not None:
+        activity.optimizer_steps = steps
+    return activity.kept_steps
+
+
+def test_steps_are_kept_when_their_checkpoint_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def fn() -> list[int | None]:
+        hvd.checkpoint.load(folder)
+        found = [kept(10)]  # nothing was loaded
+        handle = save(gated(tmp_path), 1.0, 1)
+        found.append(kept(20))
+        hvd.barrier()
+        (tmp_path / "open").touch()
+        handle.wait()
+        found.append(kept())
+        hvd.checkpoint.load(folder)
+        found.append(kept())  # to look at one keeps nothing
+        hvd.checkpoint.save(folder, {"weight": torch.zeros(3)}, 2)
+        hvd.barrier()
+        found.append(kept(30))
+        if hvd.rank() == 0:
+            break_it(folder)
+            assert raised(lambda: hvd.checkpoint.save(folder, {"weight": torch.zeros(3)}, 3))
+            mend(folder)
+        hvd.barrier()
+        found.append(kept())
+        hvd.checkpoint.save_sharded(folder, nn.Linear(2, 2), step=4)
+        return [*found, kept()]
+
+    def again() -> int | None:
+        hvd.checkpoint.load_sharded(folder, nn.Linear(2, 2))
+        return kept(5)
+
+    with ranks(2) as world:
+        assert world.run(fn) == [[None, None, 10, 10, 20, 20, 30], [None] * 6 + [30]]
+    with ranks(2) as world:
+        assert world.run(again) == [0, 0]
+
+
 # -- a store that goes away
 
 

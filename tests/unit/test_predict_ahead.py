@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.transform.declared import declared_outputs
-from spark_hvd.estimators.transform.feeds import CollatedFeed
+from spark_hvd.estimators.transform.feeds import CollatedFeed, TensorFeed
 from spark_hvd.estimators.transform.models import ModelSource
 from spark_hvd.estimators.transform.predict import Prediction, predictions
 
@@ -91,6 +98,61 @@ def test_no_more_than_a_few_batches_are_made_ahead() -> None:
     assert numbers(predictions(job_of(model, collate), reading())) == [[at, at + 1] for at in range(0, 40, 2)]
     assert max(made for made, _ in most) <= 2
     assert max(taken for _, taken in most) <= 2
+
+
+def test_rows_of_a_window_are_decoded_batch_by_batch() -> None:
+    decoded, most = [], []
+
+    def decoder(value: bytes) -> int:
+        decoded.append(value)
+        return value[0]
+
+    def model(values: torch.Tensor) -> torch.Tensor:
+        most.append(len(decoded) // 2 - int(values[0]) // 2 - 1)
+        return values
+
+    feed = TensorFeed((TensorSpec(Column("x", "object")),), {"x": decoder})
+    rows = pa.StructArray.from_arrays([pa.array([bytes([number]) for number in range(20)])], names=["x"])
+    job = replace(job_of(model, torch.tensor), feed=feed)
+    assert numbers(predictions(job, iter([rows]))) == [list(range(20))]
+    assert len(most) == 10
+    assert max(most) <= 2
+
+
+def test_all_batches_of_a_window_have_rows_of_one_shape() -> None:
+    feed = TensorFeed((TensorSpec(Column("x", "object")),), {"x": lambda value: np.frombuffer(value, np.uint8)})
+    rows = pa.StructArray.from_arrays([pa.array([b"a", b"b", b"cc"])], names=["x"])
+    job = replace(job_of(lambda values: values[:, 0].long(), torch.tensor), feed=feed)
+    with pytest.raises(DataError, match=r"column 'x' in transform has shape \(2,\) in row 2, and \(1,\) in row 0"):
+        list(predictions(job, iter([rows])))
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_window_goes_with_its_last_call(rows: int) -> None:
+    read: list[weakref.ref[Any]] = []
+    collated: list[weakref.ref[Any]] = []
+
+    def noted(batch: pa.Array) -> pa.Array:
+        read.append(weakref.ref(batch))
+        return batch
+
+    def collate(values: list[int]) -> torch.Tensor:
+        made = torch.tensor(values)
+        collated.append(weakref.ref(made))
+        return made
+
+    def alive(refs: list[weakref.ref[Any]]) -> int:
+        return sum(ref() is not None for ref in refs)
+
+    gc.disable()
+    try:
+        for _ in predictions(job_of(lambda values: 10 * values, collate), map(noted, batches(*[rows] * 8))):
+            assert alive(read) <= 4
+            assert alive(collated) <= 4
+        assert alive(read) + alive(collated) == 0
+    finally:
+        gc.enable()
+    assert len(read) == 8
 
 
 def test_what_comes_before_an_error_is_given_and_nothing_is_left() -> None:

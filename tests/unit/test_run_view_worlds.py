@@ -95,6 +95,35 @@ def test_steps_after_the_checkpoint_are_lost_with_a_restart_and_waiting_for_it_i
     assert _effective(training) == (pytest.approx(25 / 40), pytest.approx(5 / 40))
 
 
+def test_what_rank_0_saves_counts_for_ranks_that_only_load() -> None:
+    training = Training(size=2)
+    training.changes = lambda rank: {"kept_steps": 90 if rank == 0 else 0}  # rank 1 has none but what it loaded
+    training.go_on(10)
+    training.generation = 1
+    training.renew(0, 1)
+    training.still = True
+    training.go_on(1)
+    assert _effective(training) == (pytest.approx(9 / 11), pytest.approx(1 / 11))
+
+
+def test_what_rank_0_saves_counts_in_a_world_that_ranks_entered_with_other_numbers_of_steps() -> None:
+    training = Training(size=2)
+    training.changes = lambda rank: {"kept_steps": 100}
+    training.go_on(10)
+    training.generation = 1
+    training.renew(1)
+    # in the second world, rank 0 saves for both after 90 of 100 steps
+    training.changes = lambda rank: {"kept_steps": 190 if rank == 0 else 0}
+    training.go_on(10)
+    training.generation = 2
+    training.renew(0, 1)
+    training.still = True
+    training.changes = lambda rank: {}
+    training.go_on(1)
+    # all of the process that was replaced counts, and of the others all but the last second
+    assert _effective(training) == (pytest.approx(38 / 42), pytest.approx(2 / 42))
+
+
 def test_after_a_restart_of_a_program_that_keeps_nothing_it_is_not_known_what_was_lost() -> None:
     training = Training()
     training.go_on(20)
