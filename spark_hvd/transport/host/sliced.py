@@ -186,8 +186,9 @@ class SlicedSum(Handle[None]):
     def fault(self) -> Exception | None:
         """An error of this rank's own, such as a lack of memory. None if all went well or a peer or the wire failed."""
         error = self._future.exception()
-        own = isinstance(error, Exception) and (not isinstance(error, RuntimeError) or is_out_of_memory(error))
-        return error if own else None
+        if not isinstance(error, Exception) or (isinstance(error, RuntimeError) and not is_out_of_memory(error)):
+            return None
+        return error
 
     def done(self) -> bool:
         return self._future.done()
