@@ -77,7 +77,7 @@ def _active(run_id: str) -> Iterator[None]:
         yield
         return
     its = mlflow.get_run(run_id).info.experiment_id
-    before = fluent._active_experiment_id
+    before: Any = getattr(fluent, "_active_experiment_id", None)  # which no public function of MLflow 3 tells
     differs = before is not None and before != its
     if differs:
         mlflow.set_experiment(experiment_id=its)

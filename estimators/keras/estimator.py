@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from spark_hvd.estimators.keras.measure import batch_of, compiled
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
 from spark_hvd.estimators.params.params import TableParams
-from spark_hvd.estimators.torch.mlflow import with_metrics
+from spark_hvd.estimators.torch.mlflow import pinned, with_metrics
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.head import Head
@@ -92,10 +91,15 @@ class KerasModel(_OfKeras, TorchModel):
         except ImportError as error:
             raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
         model, backend = self.getModel(), self.value_of("model").backend
+<<<<<<< HEAD
         if not {"pip_requirements", "conda_env"} & options.keys():  # or MLflow would load the model to find them
             modules = ((each, importlib.import_module(each)) for each in ("keras", backend))
             options["pip_requirements"] = [f"{name}=={module.__version__}" for name, module in modules]
             options["pip_requirements"] += options.pop("extra_pip_requirements", ())
+=======
+        if not {"pip_requirements", "conda_env"} & options.keys():  # to find them out MLflow would load the model
+            options["pip_requirements"] = [*pinned(("keras", backend)), *options.pop("extra_pip_requirements", ())]
+>>>>>>> wt-mendb
         options |= {"name": name, "registered_model_name": registered_model_name}
         return with_metrics(lambda: of_keras.log_model(model, **options), self._row())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,7 @@ def log_model(
         predicted = scoring._load_pyfunc(data).predict(example)
         given = {**options, "code_paths": [code, *options.get("code_paths", ())]}
         if not {"pip_requirements", "conda_env"} & given.keys():
-            versions = [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED]
-            given["pip_requirements"] = [*versions, *given.pop("extra_pip_requirements", ())]
+            given["pip_requirements"] = [*pinned(_NEEDED), *given.pop("extra_pip_requirements", ())]
         return with_metrics(
             lambda: mlflow.pyfunc.log_model(
                 name=name,
@@ -80,6 +79,19 @@ def log_model(
             ),
             row,
         )
+
+
+def pinned(modules: Iterable[str]) -> list[str]:
+    """Requirements of what these modules are installed from, without labels such as ``+cpu``, which PyPI has not."""
+    found = []
+    for name in modules:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # tensorflow may be of tensorflow-cpu
+            name = importlib.metadata.packages_distributions()[name][0]
+            version = importlib.metadata.version(name)
+        found.append(f"{name}=={version.partition('+')[0]}")
+    return found
 
 
 def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any:

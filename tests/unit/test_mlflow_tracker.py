@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from spark_hvd.checkpoint.format import write
 from spark_hvd.estimators.fit.logged import log_checkpoints
+from spark_hvd.estimators.torch.mlflow import pinned
 from spark_hvd.estimators.training.checkpoint import of_epoch
 from spark_hvd.estimators.training.history import History
 from spark_hvd.runner.config import RunConfig
@@ -307,6 +309,19 @@ def test_the_callback_logs_into_the_experiment_that_is_set() -> None:
     callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit", history=[]))
     (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert run.info.run_name == "fit"
+
+
+def test_requirements_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cu130", "tensorflow-cpu": "2.21.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"tensorflow": ["tensorflow-cpu"]})
+    assert pinned(("torch", "tensorflow")) == ["torch==2.13.0", "tensorflow-cpu==2.21.0"]
 
 
 class Logged:
