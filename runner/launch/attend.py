@@ -55,7 +55,7 @@ class ThreadJob(Generic[T]):
         """Do nothing, because threads cannot be killed."""
 
     def results(self) -> list[T]:
-        """The return values of the calls that have ended, in this order; raises the first exception, if there is one."""
+        """The return values of the calls that have ended, in this order; raises the first exception, if any."""
         return [self._calls[task].result() for task in tuple(self._ended)]
 
 

@@ -125,7 +125,7 @@ def test_a_group_brings_the_exceptions_in_it() -> None:
 
 
 @pytest.mark.skipif(Group is None, reason="Python 3.10 has no groups")
-def test_a_group_brings_its_notes_and_the_texts_of_classes_that_the_driver_lacks(
+def test_a_group_brings_notes_and_the_texts_of_classes_that_the_driver_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_ranks: Any = types.ModuleType("of_ranks")
