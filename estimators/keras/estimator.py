@@ -91,15 +91,8 @@ class KerasModel(_OfKeras, TorchModel):
         except ImportError as error:
             raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
         model, backend = self.getModel(), self.value_of("model").backend
-<<<<<<< HEAD
         if not {"pip_requirements", "conda_env"} & options.keys():  # or MLflow would load the model to find them
-            modules = ((each, importlib.import_module(each)) for each in ("keras", backend))
-            options["pip_requirements"] = [f"{name}=={module.__version__}" for name, module in modules]
-            options["pip_requirements"] += options.pop("extra_pip_requirements", ())
-=======
-        if not {"pip_requirements", "conda_env"} & options.keys():  # to find them out MLflow would load the model
             options["pip_requirements"] = [*pinned(("keras", backend)), *options.pop("extra_pip_requirements", ())]
->>>>>>> wt-mendb
         options |= {"name": name, "registered_model_name": registered_model_name}
         return with_metrics(lambda: of_keras.log_model(model, **options), self._row())
 

@@ -32,7 +32,15 @@ class ThreadJob(Generic[T]):
     """Calls in threads of this process, with the interface of a Spark job; they end when their hub does."""
 
     def __init__(self, work: Callable[[int], T], tasks: int) -> None:
-        self._calls = in_threads(work, tasks)
+        self._ended: list[int] = []
+
+        def call(task: int) -> T:
+            try:
+                return work(task)
+            finally:
+                self._ended.append(task)
+
+        self._calls = in_threads(call, tasks)
 
     @property
     def running(self) -> bool:
@@ -47,8 +55,8 @@ class ThreadJob(Generic[T]):
         """Do nothing, because threads cannot be killed."""
 
     def results(self) -> list[T]:
-        """The return values of the calls, by task; raises the exception of the first task that has one."""
-        return [call.result() for call in self._calls]
+        """The return values of the calls that have ended, in this order; raises the first exception, if any."""
+        return [self._calls[task].result() for task in tuple(self._ended)]
 
 
 def attend(

@@ -7,7 +7,7 @@ import pickle
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from spark_hvd.runner.outcome.endings import GROUPS
 from spark_hvd.runner.tracebacks import Brief
@@ -130,13 +130,19 @@ class _Group:
         group: Any = self._error
         if not isinstance(group, GROUPS):
             raise TypeError("no group")
-        return _grouped, (group.message, [dump_exception(each) for each in group.exceptions])
+        members = [
+            (dump_exception(each), bounded(f"{type(each).__qualname__}: {text_of(each)}", _MOST_OF_A_TEXT))
+            for each in group.exceptions
+        ]
+        return _grouped, (group.message, members, getattr(group, "__notes__", []))
 
 
-def _grouped(message: str, exceptions: Sequence[bytes]) -> BaseException:
-    found = [load_exception(each) for each in exceptions]
-    made: BaseException = GROUPS(message, [each for each in found if each is not None])
-    return made
+def _grouped(message: str, members: Sequence[tuple[bytes, str]], notes: Sequence[str]) -> BaseException:
+    found = [load_exception(*each) for each in members]
+    made = GROUPS(message, [each for each in found if each is not None])
+    for note in notes:
+        made.add_note(note)
+    return cast("BaseException", made)
 
 
 class _Parts:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import TypeVar
+
+import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
@@ -91,8 +94,9 @@ def supervise_all(
     def one(number: int) -> Packed:
         try:
             return supervise(jobs[number], links[number], server, on_lines)
-        except BaseException:  # a bug of ours: raised once the other ranks have been stopped
-            links[number].send("ended", ok=False, echo=False)
+        except BaseException:  # a defect of ours: raised when the other ranks have been stopped
+            with contextlib.suppress(zmq.ZMQError):  # of a link that is the defect
+                links[number].send("ended", ok=False, echo=False)
             raise
 
     calls = in_threads(one, len(jobs))

@@ -6,6 +6,7 @@ import builtins
 import pickle
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -121,6 +122,22 @@ def test_a_group_brings_the_exceptions_in_it() -> None:
     assert isinstance(first, NeedsTwo)
     assert isinstance(second, Group)
     assert [str(each) for each in second.exceptions] == ["3: disk", "Locked: ('it is', 'locked')"]
+
+
+@pytest.mark.skipif(Group is None, reason="Python 3.10 has no groups")
+def test_a_group_brings_notes_and_the_texts_of_classes_that_the_driver_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_ranks: Any = types.ModuleType("of_ranks")
+    monkeypatch.setitem(sys.modules, "of_ranks", of_ranks)
+    of_ranks.Lost = type("Lost", (Exception,), {"__module__": "of_ranks"})
+    group = Group("outer", [of_ranks.Lost("gone"), Locked()])
+    group.add_note("of shard 7")
+    data = dump_exception(group)
+    monkeypatch.delitem(sys.modules, "of_ranks")
+    rebuilt: Any = load_exception(data)
+    assert rebuilt.__notes__ == ["of shard 7"]
+    assert repr(rebuilt.exceptions[0]) == "RuntimeError('Lost: gone')"
 
 
 def test_exceptions_can_be_raised_again() -> None:

@@ -141,7 +141,7 @@ def test_ctrl_c_ends_every_trial() -> None:
     with pytest.raises(KeyboardInterrupt):
         optimize(study, objective, 10, parallel=2)
     assert states(study) == ["FAIL", "FAIL"]
-    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "spark_hvd-tuning"])
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("spark_hvd-tuning")])
 
 
 def test_trials_are_nested_runs_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
