@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,7 @@ def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
 
     if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")
-    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(columns).items() if count > 1):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
     first: dict[str, str] = {}
     for name in columns:
