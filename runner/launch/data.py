@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -214,7 +215,7 @@ def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
 
     if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")
-    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(columns).items() if count > 1):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
     first: dict[str, str] = {}
     for name in columns:
@@ -306,7 +307,8 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
         return None
     import pyarrow as pa
 
-    from spark_hvd.data.schemas.table import plain_schema
+    from spark_hvd.data.readers.errors import DataError
+    from spark_hvd.data.schemas.table import plain_type
 
     try:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
@@ -314,16 +316,24 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
         raise TypeError(
             f"data[{name!r}] is of type {type(value).__qualname__}, which Arrow cannot convert to a table: {error}"
         ) from error
-    for at, column in enumerate(table.columns):
-        if pa.types.is_dictionary(column.type) or pa.types.is_run_end_encoded(column.type):
-            table = table.set_column(at, table.column_names[at], _decoded(column))
     # In pieces, because the text of a whole table may exceed the capacity of a string array.
-    pieces = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
-    return pieces.cast(plain_schema(table.schema)).replace_schema_metadata(None)
+    table = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
+    for at, each in enumerate(table.schema):
+        kind = plain_type(each.type)
+        if kind == each.type:
+            continue
+        try:
+            table = table.set_column(at, each.with_type(kind), _decoded(table.column(at)).cast(kind))
+        except pa.ArrowException as error:
+            raise DataError(
+                f"data[{name!r}]: column {each.name!r} of {each.type} cannot be converted to {kind}: {error}. Next: "
+                "convert it in the table, or leave it out"
+            ) from error
+    return table.replace_schema_metadata(None)
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a dictionary-encoded or run-end encoded column.
+    """The values of a dictionary-encoded or run-end encoded column; others as they are.
 
     Arrow cannot decode dictionaries of view types, so these are cast; it cannot cast run-end encoded columns.
     """
@@ -334,6 +344,8 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
     if pa.types.is_run_end_encoded(column.type):
         return pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
+    if not pa.types.is_dictionary(column.type):
+        return column
     kind = plain_type(column.type.value_type)
     values = [
         pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind)).dictionary_decode()

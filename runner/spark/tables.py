@@ -29,6 +29,8 @@ _WIDER = {
 def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
     """The rows of ``data[name]``. Numbers and times are widened to types that Spark has.
 
+    Before PySpark 4 they pass through pandas, where times without a zone become local times of the session.
+
     Raises:
         DataError: Spark lacks the type of a column, or cannot hold one of its values.
     """
@@ -41,6 +43,14 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                     f"data[{name!r}]: column {field.name!r} of {field.type} has a value that {kind}, its type in "
                     f"Spark, cannot hold: {error}. Next: convert it in the table, or write Parquet and give the path"
                 ) from error
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"data[{name!r}]: column {field.name!r} of {field.type} cannot be converted to {kind}, its type in "
+                    f"Spark: {error}. Next: convert it in the table, or write Parquet and give the path"
+                ) from error
+    if int(pyspark.__version__.partition(".")[0]) < 4:
+        return session.createDataFrame(table.to_pandas())
+    for at, field in enumerate(table.schema):
         try:
             spark_schema(table.schema.empty_table().select([at]).schema)
         except Exception as error:  # PySpark's error classes differ between versions, and on Connect
@@ -48,8 +58,6 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                 f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
                 "it to another type, or leave it out"
             ) from error
-    if int(pyspark.__version__.partition(".")[0]) < 4:
-        return session.createDataFrame(table.to_pandas())
     # Without a schema, Spark takes timestamps without a zone for local times of the session.
     return session.createDataFrame(table, spark_schema(table.schema))
 

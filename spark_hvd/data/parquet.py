@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
             raise gone(file, table.version) from error
         raise
     metadata, schema = parquet.metadata, plain_schema(parquet.schema_arrow)
-    if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(schema.names).items() if count > 1):
         raise DataError(f"{file} has more than one column {twice[0]!r}: write it again with a name for each")
     rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     deleted = _deleted_in(rows, table.deleted.get(file))

@@ -386,12 +386,15 @@ def _typed(texts: pa.Array) -> pa.Array:
     """Text as the first type that all of it can be read as, in Spark's order."""
     there = [text for text in texts.to_pylist() if text is not None]
     kinds: tuple[pa.DataType, ...] = (pa.date32(),) if there else ()
+    values = texts
     if there and all(map(_WHOLE.fullmatch, there)):
-        texts = pa.array([None if text is None else str(int(text)) for text in texts.to_pylist()])
-        kinds = (pa.int32(), pa.int64(), pa.decimal128(38, 0))
+        values = pa.array([None if text is None else str(int(text)) for text in texts.to_pylist()])
+        # Arrow casts some texts of more than 38 digits to other numbers
+        short = all(abs(int(text)) < 10**38 for text in there)
+        kinds = (pa.int32(), pa.int64(), pa.decimal128(38, 0)) if short else ()
     elif there and all(map(_NUMBER.fullmatch, there)):
         kinds = (pa.float64(),)
     for kind in kinds:
         with contextlib.suppress(pa.ArrowInvalid):
-            return texts.cast(kind)
+            return values.cast(kind)
     return texts

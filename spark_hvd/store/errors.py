@@ -102,7 +102,8 @@ def _next_step(path: str, cause: Exception) -> str:
     code = cause.errno if isinstance(cause, OSError) else None
     kind = type(cause).__name__
     if any(word in str(cause) for word in ("libjvm", "libhdfs")):
-        return f"Next: {to_install(path)}. Without that package, set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+        needed = to_install(path) or to_install("hdfs://")  # also viewfs:// and har:// come to it
+        return f"Next: {needed}. Without that package, set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
     if path.startswith("dbfs:") and kind == "TypeError":
         return (
             "Here is no /dbfs, the mount of Databricks' clusters. Expected a path of a volume there, "

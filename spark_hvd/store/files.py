@@ -338,7 +338,7 @@ def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str,
     try:
         filesystem.mv(temporary, target, **options)
     except OSError:
-        if not filesystem.isfile(target):
+        if not (filesystem.exists(temporary) and filesystem.isfile(target)):
             raise
     if not filesystem.exists(temporary):
         return
@@ -350,7 +350,8 @@ def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str,
     except BaseException:
         filesystem.mv(old, target)
         raise
-    filesystem.rm_file(old)
+    with contextlib.suppress(Exception):  # the file is written, whatever becomes of the old one
+        filesystem.rm_file(old)
 
 
 def _remove_if_left(temporary: str) -> None:

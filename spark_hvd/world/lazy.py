@@ -28,4 +28,4 @@ def names_of(
                 say()
             raise
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *home})
+    return find, lambda: sorted(sys.modules[package].__all__)

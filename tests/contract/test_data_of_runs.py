@@ -166,6 +166,13 @@ def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
     assert "which Arrow cannot convert to a table" in str(refused.value)
 
 
+def test_a_column_that_arrow_cannot_lay_out_plainly_is_named() -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), runs)
+    with pytest.raises(DataError, match=r"data\['train'\]: column 'x' of list<.*run_end.* to list<.*Next: convert"):
+        given({"train": pa.table({"x": lists})})
+
+
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:
     deltalake = pytest.importorskip("deltalake")
 

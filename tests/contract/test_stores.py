@@ -61,6 +61,37 @@ class Unwilling(MemoryFileSystem):
         super().mv(path1, path2, **kwargs)
 
 
+class Losing(MemoryFileSystem):
+    """Loses what it is to rename, as where another process deletes it."""
+
+    protocol = "losing"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        self.rm_file(path1)
+        raise FileNotFoundError(path1)
+
+
+class Keeping(MemoryFileSystem):
+    """Renames nothing onto a file, and deletes none."""
+
+    protocol = "keeping"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.exists(path2):
+            raise FileExistsError(path2)
+        self.pipe_file(path2, self.cat_file(path1))
+        super().rm_file(path1)
+
+    def rm_file(self, path: str) -> None:
+        raise PermissionError(path)
+
+
+fsspec.register_implementation("losing", Losing, clobber=True)
+fsspec.register_implementation("keeping", Keeping, clobber=True)
 fsspec.register_implementation("unforgiving", Unforgiving, clobber=True)
 fsspec.register_implementation("unwilling", Unwilling, clobber=True)
 
@@ -85,6 +116,24 @@ def test_bytes_come_back(store: Store) -> None:
     assert store.exists(path)
     assert store.exists(store.join("deep"))
     assert everything(store) == [store.inner_path(path)]
+
+
+def test_a_new_content_that_was_lost_is_told() -> None:
+    store = Store.create(f"losing://{uuid.uuid4().hex}")
+    path = store.join("a")
+    store.filesystem.pipe_file(store.inner_path(path), b"old")
+    with pytest.raises(StoreError, match=r"cannot write losing://.*/a: FileNotFoundError"):
+        store.write_bytes(path, b"new")
+    assert store.read_bytes(path) == b"old"
+
+
+def test_an_old_content_that_stays_is_no_failure() -> None:
+    store = Store.create(f"keeping://{uuid.uuid4().hex}")
+    path = store.join("a")
+    for data in (b"old", b"new"):
+        store.write_bytes(path, data)
+    assert store.read_bytes(path) == b"new"
+    assert store.list(store.url) == [path]
 
 
 def test_list_gives_complete_paths_that_open(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def test_public_names() -> None:
         "warm_up",
     ]
     assert all(hasattr(spark_hvd, name) for name in spark_hvd.__all__)
+
+
+@pytest.mark.parametrize("name", ["spark_hvd", "spark_hvd.compat", "spark_hvd.data", "spark_hvd.estimators"])
+def test_dir_gives_the_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,9 @@ def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         Store.create("gs://bucket/x")
 
 
-def test_long_causes_are_cut_and_hdfs_says_what_it_needs() -> None:
-    error = store_error("open", "hdfs:///x", OSError("Unable to load libjvm " + "dlopen failed " * 900))
+@pytest.mark.parametrize("path", ["hdfs:///x", "viewfs://cluster/x", "har:///x"])
+def test_long_causes_are_cut_and_hdfs_says_what_it_needs(path: str) -> None:
+    error = store_error("open", path, OSError("Unable to load libjvm " + "dlopen failed " * 900))
     assert len(str(error)) < 800
     assert str(error).endswith(
         "Next: pip install hdfs-native, on every host of the cluster. Expected a path such as "
