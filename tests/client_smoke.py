@@ -82,9 +82,12 @@ def test_an_error_of_a_rank(spark: SparkSession) -> None:
         spark_hvd.run(fails, spark=spark, **MINE)
 
 
-def test_an_estimator_and_its_model(df: DataFrame, tmp_path: Path) -> None:
-    estimator = TorchEstimator(
-        model=torch.nn.Linear(2, 1),
+def estimator() -> TorchEstimator:
+    net = torch.nn.Linear(2, 1)
+    for each in net.parameters():
+        torch.nn.init.zeros_(each)
+    return TorchEstimator(
+        model=net,
         optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
         loss=torch.nn.MSELoss(),
         feature_cols=["x"],
@@ -93,7 +96,10 @@ def test_an_estimator_and_its_model(df: DataFrame, tmp_path: Path) -> None:
         epochs=2,
         **MINE,
     )
-    model = estimator.fit(df)
+
+
+def test_an_estimator_and_its_model(df: DataFrame, tmp_path: Path) -> None:
+    model = estimator().fit(df)
     model.write().overwrite().save(str(tmp_path / "model"))
     predicted = TorchModel.load(str(tmp_path / "model")).transform(df).first()
     assert predicted is not None
@@ -101,6 +107,24 @@ def test_an_estimator_and_its_model(df: DataFrame, tmp_path: Path) -> None:
         wanted = model.getModel()(torch.tensor([predicted.x]))
     assert predicted.prediction == pytest.approx(float(wanted), rel=1e-4)
     assert spark_hvd.predict(df, model.getModel(), columns="x", outputs="array<float>").count() == 1000
+
+
+def test_cross_validator(df: DataFrame, tmp_path: Path) -> None:
+    from pyspark.ml.evaluation import RegressionEvaluator
+    from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
+
+    made, evaluator = estimator(), RegressionEvaluator(labelCol="y")
+    grid = ParamGridBuilder().addGrid(made.epochs, [1, 8]).build()
+    validator = CrossValidator(
+        estimator=made, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1, parallelism=2
+    )
+    model = validator.fit(df)
+    assert model.avgMetrics[1] < model.avgMetrics[0], "five steps cannot get as far as forty"
+    assert len(model.bestModel.getHistory()) == 8
+    model.write().save(str(tmp_path / "chosen"))
+    again = CrossValidatorModel.load(str(tmp_path / "chosen"))
+    assert isinstance(again.bestModel, TorchModel)
+    assert evaluator.evaluate(again.transform(df)) == pytest.approx(evaluator.evaluate(model.transform(df)))
 
 
 def test_the_doctor(spark: SparkSession) -> None:
