@@ -249,6 +249,8 @@ def kill_fork_server(program: Program) -> None:
     for each in servers:
         each.kill()
         wait_until(lambda each=each: each.status() == psutil.STATUS_ZOMBIE)
+        # Its main thread is one before the others have ended, and with them what they have open.
+        wait_until(lambda each=each: len(os.listdir(f"/proc/{each.pid}/task")) == 1)
 
 
 JUMPS = ["clock ahead", "clock back"]

@@ -47,7 +47,13 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
     job: Any = object.__new__(train.Job)
     job.__dict__.update(
         spec=SimpleNamespace(
-            checkpoint_every=None, seed=1, epochs=9, monitor="auc", monitor_mode="min", restore_best_weights=True
+            checkpoint_every=None,
+            seed=1,
+            epochs=9,
+            monitor="auc",
+            monitor_mode="min",
+            restore_best_weights=True,
+            keeps_epochs=False,
         ),
         state=None,
         late=None,

@@ -67,5 +67,5 @@ def test_the_directory_is_closed_where_the_wait_for_feeders_is_broken_off() -> N
     directory = SimpleNamespace(end=lambda: done.append("end"), close=lambda: done.append("close"))
     broken: Any = SimpleNamespace(_directory=directory, _job=SimpleNamespace(wait=wait))
     with pytest.raises(KeyboardInterrupt):
-        Feeding.__exit__(broken, None, None, None)
+        Feeding.close(broken)
     assert done == ["end", "close"]
