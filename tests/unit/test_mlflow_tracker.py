@@ -392,6 +392,6 @@ def test_checkpoints_that_cannot_be_logged_do_not_fail_the_run(
     monkeypatch.setattr(type(spec.store), "exists", Mock(side_effect=StoreError("the store is gone")))
     log_checkpoints(tracker, spec, None, HISTORY, lambda state: Logged([]))  # type: ignore[arg-type]
     assert [said.partition(": ")[2] for said in warnings_of(caplog)] == [
-        "OSError: no space. model.log_to_mlflow(df) logs the trained one",
-        "StoreError: the store is gone. model.log_to_mlflow(df) logs the trained one",
+        "OSError: no space. model.log_to_mlflow(df) logs it",
+        "StoreError: the store is gone. model.log_to_mlflow(df) logs it",
     ]
