@@ -27,7 +27,7 @@ def run_example(name: str, *arguments: str, timeout: float = 280) -> str:
     # What a newcomer must not see at start: Spark's log. These two lines come from the JVM, and from a library of
     # Spark ML where the system has no BLAS, past every logger.
     lines = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-" not in line]
-    ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|samples|compute|data|communication|slowest|metrics|cost) ")
+    ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|ETT|samples|compute|data|communication|slowest|metrics|cost) ")
     assert [line for line in lines if not ours.match(line)] == []
     return done.stdout
 

@@ -290,9 +290,9 @@ def test_the_checkpoint_of_each_epoch_is_a_model_with_its_metrics(df: DataFrame,
     for row in fitted.getHistory():
         found = logged[f"checkpoint-{row['epoch']}"]
         assert found.source_run_id == tracker.run_id
-        assert {(each.key, each.value, each.step) for each in found.metrics} == {
-            (name, value, row["epoch"]) for name, value in row.items() if name != "epoch"
-        }
+        # MLflow also links what the run has of this step by chance: the memory of a rank, say.
+        linked = {(each.key, each.value, each.step) for each in found.metrics if not each.key.startswith("system/")}
+        assert linked == {(name, value, row["epoch"]) for name, value in row.items() if name != "epoch"}
     best = max(fitted.getHistory(), key=lambda row: row["val_loss"])["epoch"]
     assert best < 3
     (version,) = mlflow.MlflowClient().search_model_versions("name='lateness'")

@@ -145,7 +145,10 @@ def test_by_value(name: str) -> None:
         (pa.array([2**60], pa.timestamp("s")), r"column 'x' of timestamp\[s\] .*Next: round it"),
         (pa.array([1001], pa.time64("ns")), r"column 'x' of time64\[ns\] .*1001.*Next: round it"),
         (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())), r"column 'x' of map.*distinct keys"),
-        (pa.array([[([1], 1)]], pa.map_(pa.list_(pa.int8()), pa.int8())), r"column 'x' of map.*neither arrays nor maps"),
+        (
+            pa.array([[([1], 1)]], pa.map_(pa.list_(pa.int8()), pa.int8())),
+            r"column 'x' of map.*neither arrays nor maps",
+        ),
         (pa.array([[1], [1, 2], []]), r"column 'x' has arrays of 3 different lengths, from 0 to 2.*padded"),
     ],
 )
