@@ -67,9 +67,11 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         elif len(grads) == len(variables):  # else Keras says what is wrong
             reducer = self._exchange.open(self._trainable_variables or variables)
             grads = self._exchange.reduce(reducer, grads, variables)
-        super().apply(grads, trainable_variables)
-        if self._exchange.reducer is not None and not self.gradient_accumulation_steps:
-            self._exchange.reducer.stepped()
+        try:
+            super().apply(grads, trainable_variables)
+        finally:  # the step is over on all ranks, even if an error here is caught
+            if self._exchange.reducer is not None and not self.gradient_accumulation_steps:
+                self._exchange.reducer.stepped()
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this in the steps that update variables, with the mean of what was accumulated until then.
