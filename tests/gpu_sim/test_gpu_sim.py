@@ -22,7 +22,7 @@ from tests.gpu_sim.reached import ROOT, files, written_for_cuda
 HERE = Path(__file__).resolve().parent
 MODULES = ["steps", "named", "worlds", "lines", "around"]
 RANKS = 2
-NEVER = 8
+NEVER = 11  # of 135; aborts of NCCL are reached only if a rank is late
 """Lines written for CUDA that may stay without a run: it only falls."""
 
 pytestmark = pytest.mark.slow
