@@ -68,7 +68,7 @@ def _warned() -> Iterator[None]:
 
 @contextmanager
 def _active(run_id: str) -> Iterator[None]:
-    """Have a run of MLflow active, which refuses one of another experiment than that which is set."""
+    """Make a run of MLflow active, and its experiment, which MLflow compares with the current one."""
     import mlflow
     from mlflow.tracking import fluent
 

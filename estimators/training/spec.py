@@ -94,7 +94,7 @@ class TrainSpec:
 
     @property
     def uses(self) -> Uses:
-        """The uses of the columns."""
+        """Return the uses of the columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ class _Window:
         self._calls: Iterator[Arguments] = iter(())
 
     def next(self) -> Arguments:
-        """Make the next one."""
+        """Make the arguments of the next call."""
         if self._begin is not None:
             self._calls, self.order = self._begin()
             self._begin = None  # it has the rows

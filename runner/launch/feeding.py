@@ -130,12 +130,12 @@ class Feeding:
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
         self.address = self._directory.address
-        """What ranks are told."""
+        """The address at which ranks find the feeders."""
         self._job: TaskJob | None = None
         self._started, self._next_look, self._deadline = 0, 0.0, 0.0
 
     def close(self) -> None:
-        """Have the feeders end."""
+        """End the feeders."""
         self._directory.end()
         try:
             if self._job is not None:

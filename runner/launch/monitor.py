@@ -80,7 +80,7 @@ class Monitor:
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
     def hear(self, rank: int, said: Message | Vitals | Examination) -> None:
-        """Take what a rank says."""
+        """Accept a message of a rank."""
         if isinstance(said, Vitals):
             self._records.append(said)
         elif isinstance(said, Examination):

@@ -38,15 +38,10 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
         if (kind := _type_in_spark(field.type)) != field.type:
             try:
                 table = table.set_column(at, field.with_type(kind), table.column(at).cast(kind))
-            except pa.ArrowInvalid as error:
+            except pa.ArrowException as error:
                 raise DataError(
                     f"data[{name!r}]: column {field.name!r} of {field.type} has a value that {kind}, its type in "
                     f"Spark, cannot hold: {error}. Next: convert it in the table, or write Parquet and give the path"
-                ) from error
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"data[{name!r}]: column {field.name!r} of {field.type} cannot be converted to {kind}, its type in "
-                    f"Spark: {error}. Next: convert it in the table, or write Parquet and give the path"
                 ) from error
     if int(pyspark.__version__.partition(".")[0]) < 4:
         return session.createDataFrame(table.to_pandas())

@@ -87,8 +87,8 @@ class StepProfiler:
 
         if is_profiling():  # torch would take that one's place without a word
             raise RuntimeError("the program profiles itself at the moment")
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        more = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        profiler = profile(activities=[ProfilerActivity.CPU, *more])
         profiler.start()
         self._profiler, self._on = profiler, threading.get_ident()
         self._mark()

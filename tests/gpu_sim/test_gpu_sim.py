@@ -22,7 +22,7 @@ from tests.gpu_sim.reached import ROOT, files, written_for_cuda
 HERE = Path(__file__).resolve().parent
 MODULES = ["steps", "named", "worlds", "lines", "around"]
 RANKS = 2
-NEVER = 11  # of 135; aborts of NCCL are reached only if a rank is late
+NEVER = 10
 """Lines written for CUDA that may stay without a run: it only falls."""
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,7 @@ def told(library: Path) -> Told:
     return Told(said, reached)
 
 
-@pytest.mark.timeout(300)  # the first of them compiles, and runs all
+@pytest.mark.timeout(600)  # the first of them compiles, and runs all, beside other tests
 @pytest.mark.parametrize("case", CASES)
 def test_on_simulated_devices(case: str, told: Told) -> None:
     for rank, fault in enumerate(told.verdicts[case]):

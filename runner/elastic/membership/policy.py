@@ -16,7 +16,7 @@ SETTLE = 1.0
 
 
 class Start(Enum):
-    """What to do now."""
+    """A run's decision, when it is asked, on whether to start."""
 
     WAIT = "wait"
     GO = "go"
@@ -76,7 +76,7 @@ class FailurePolicy:
         self.commits = max(self.commits, commits)
 
     def lost(self, worker: Worker, error: str) -> None:
-        """A worker was lost."""
+        """Note the loss of a worker, for the verdict's text."""
         self._culprit, self._error = worker.number, error
 
     def enough(self) -> None:
