@@ -58,6 +58,6 @@ def test_a_rank_cannot_record(fault: str, tmp_path: Path) -> None:
     assert zero == one == [2.0, 2.0, 2.0]
     assert no_word == []
     assert words == [
-        "The timeline lacks the latest events of this rank, and all that follow: RuntimeError: no events today"
+        "The timeline lacks this rank's latest events and all later ones: RuntimeError: no events today"
     ]
     assert '"name":"ALLREDUCE","pid":0' in (tmp_path / "timeline.json").read_text()
