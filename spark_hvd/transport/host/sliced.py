@@ -1,7 +1,7 @@
-"""Large all-reduces by name through memory that the ranks of a host share: on one host, or in two levels on several.
+"""Large named all-reduces through memory that a host's ranks share: on one host, or in two levels on several.
 
-A tensor goes piece by piece: while the other ranks or the network work on some pieces, the next one is filled and the
-first one is taken out. A thread does this for one tensor after the other, on all ranks in the same order, so other
+A tensor is reduced piece by piece. While the other ranks or the network work on some pieces, the next one is filled and
+the first one is taken out. One thread does this for one tensor after another, in the same order on all ranks, so other
 collectives can be negotiated meanwhile.
 """
 
@@ -27,16 +27,16 @@ from spark_hvd.transport.host.shared_memory import MemorySum, SharedSum
 from spark_hvd.world.activity import activity
 
 LEAST = 1 << 18
-"""Minimum bytes on several hosts: below, two more waits cost what is saved on the link."""
+"""Minimum bytes on several hosts: below this, two more waits cost more than the link saves."""
 LEAST_AT_HOME = 3 << 19
-"""Minimum bytes on one host: from here on, two waits cost less than moving that much through Gloo."""
+"""Minimum bytes on one host: from here on, two waits cost less than moving the data through Gloo."""
 _PARTS = 5
-"""Pieces that are in memory at a time."""
+"""Number of pieces that are in memory at a time."""
 PIECE = 2 << 20
-"""Bytes of a piece. Smaller ones cost small tensors more than it spares them to work on memory meanwhile."""
+"""Bytes of a piece. Smaller pieces would cost small tensors more than the overlap saves."""
 
 Change = Callable[[torch.Tensor], None]
-"""What is done to some elements, in place and to each by itself."""
+"""A change of some elements, in place and element by element."""
 _Job = Callable[[], None]
 
 
@@ -47,7 +47,7 @@ PARTS = [(PIECE, torch.uint8)] * _PARTS
 class SlicedStaging(Forkable):
     """Memory of the ranks of this host, and the thread that sums in it.
 
-    ``parts`` has, for each piece, those of all ranks of this host, in rank order.
+    ``parts`` has, for each piece, the memory of all ranks of this host, in rank order.
     """
 
     def __init__(self, sharing: HostSharing, parts: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -68,7 +68,7 @@ class SlicedStaging(Forkable):
     def open(
         cls, hierarchy: Hierarchy, process_set_id: int, groups: Groups, group: dist.ProcessGroup
     ) -> SlicedStaging | None:
-        """Make and map memory; collective over `group`. None, on every rank, if one has none to share."""
+        """Make and map memory; collective over `group`. None, on every rank, if a rank has none to share."""
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
         parts = hierarchy.levels.map_all(PARTS, ask)
         if parts is None:
@@ -80,7 +80,7 @@ class SlicedStaging(Forkable):
     def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:
         """Start to sum a tensor over all ranks.
 
-        ``ins`` and ``outs`` are flat, and may be the same; ``prepare`` scales what goes in.
+        ``ins`` and ``outs`` are flat, and may be the same; ``prepare`` scales the input.
         """
         future = Future[None]()
         with self._lock:
@@ -94,7 +94,7 @@ class SlicedStaging(Forkable):
         return SlicedSum(future)
 
     def abort(self) -> None:
-        """Have gone, for the other ranks of this host and for whoever waits here. From any thread."""
+        """Leave: the other ranks of this host, and threads that wait here, see this rank as gone. From any thread."""
         with self._lock:
             self._ended = True
         self._pipes.abort()
@@ -149,7 +149,7 @@ class SlicedStaging(Forkable):
             prepare(mine)
             started = self._sum(buffers, finish)
             started.start()
-            if under_way:  # give the others, or the network, all pieces but this one, however late some are
+            if under_way:  # let the others, or the network, have all pieces but this one, however late some are
                 under_way[-1][0].advance()
             started.poll()
             under_way.append((started, mine, outs[low:high]))
@@ -162,11 +162,11 @@ class SlicedStaging(Forkable):
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds tensors that nobody else may need by the time the next one comes
+        del job  # it holds tensors that may be free long before the next job comes
 
 
 class SlicedSum(Handle[None]):
-    """A sum that the thread has, or had."""
+    """A sum that the thread runs or has run."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -180,11 +180,11 @@ class SlicedSum(Handle[None]):
                     self._future.result()
         except RuntimeError as error:
             raise failed("allreduce", error) from error
-        # Its callbacks refer to those who waited for it, and so to the tensors, until the next garbage collection.
+        # Its callbacks refer to waiting threads and so to the tensors, until the next garbage collection.
         self._future = _ENDED
 
     def fault(self) -> Exception | None:
-        """An error of this rank's own, such as a lack of memory. None if all went well or a peer or the wire failed."""
+        """Return an error of this rank's own, such as a lack of memory; None if nothing, a peer or the wire failed."""
         error = self._future.exception()
         if not isinstance(error, Exception) or (isinstance(error, RuntimeError) and not is_out_of_memory(error)):
             return None
