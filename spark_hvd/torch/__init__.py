@@ -1,4 +1,4 @@
-"""The face for PyTorch: ``import spark_hvd.torch as hvd``.
+"""The API for PyTorch: ``import spark_hvd.torch as hvd``.
 
 May import every other room of spark_hvd. Doors: itself, elastic.
 """
@@ -39,7 +39,7 @@ from spark_hvd.world.errors import (
 )
 
 HorovodInternalError = CollectiveError
-"""Horovod's name for it."""
+"""Horovod's name for CollectiveError."""
 
 __all__ = [
     "CollectiveError",

@@ -1,4 +1,4 @@
-"""The collectives that move elements without computing, with Horovod's signatures, and barrier and join."""
+"""The collectives that move elements without computing, barrier and join, with Horovod's signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``prepare``: what trains in one process trains on all ranks; the four things that are easy to forget, in one line."""
+"""``prepare`` makes a program for one process train on all ranks, by four steps that are easy to forget."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def _prepare_optimizer(
 
 
 def _reduces_itself(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is one of torch's wrappers that broadcast weights and average gradients."""
+    """Return whether the model, or a part of it, is a torch wrapper that broadcasts weights and averages gradients."""
     return any(
         base.__module__.startswith(_REDUCE_THEMSELVES) for module in model.modules() for base in type(module).__mro__
     )
 
 
 class _EpochSampler(DistributedSampler[int]):
-    """Goes on to the next epoch by itself; ``set_epoch`` still says which is next."""
+    """Moves on to the next epoch by itself; ``set_epoch`` can still choose the next one."""
 
     def __iter__(self) -> Iterator[int]:
         order = super().__iter__()
@@ -101,30 +101,30 @@ class _EpochSampler(DistributedSampler[int]):
 
 
 def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """A copy that gives this rank's share."""
+    """Return a copy that loads this rank's share."""
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
     if isinstance(sampler, DistributedSampler | ElasticSampler):
         return loader
     why = None
     if isinstance(loader.dataset, IterableDataset):
-        why = "an IterableDataset: let its __iter__ give each rank its share, by hvd.rank() and hvd.size()"
+        why = "an IterableDataset: its __iter__ must select each rank's share, by hvd.rank() and hvd.size()"
     elif batches is not None and type(batches) is not BatchSampler:
-        why = f"a batch_sampler of its own, {type(batches).__name__}: let that share batches out"
+        why = f"a batch_sampler of its own, {type(batches).__name__}: it must divide the batches"
     elif (
         type(sampler) not in (RandomSampler, SequentialSampler)
         or getattr(sampler, "replacement", False)
         or len(sampler) != len(loader.dataset)  # type: ignore[arg-type]
     ):
-        why = f"a sampler of its own, {type(sampler).__name__}: let that share samples out"
+        why = f"a sampler of its own, {type(sampler).__name__}: it must divide the samples"
     if why is not None:
         raise ValueError(
-            f"hvd.prepare cannot deal out the samples of a DataLoader with {why}. Then leave the loader out"
+            f"hvd.prepare cannot divide the samples of a DataLoader with {why}. Then do not pass the loader"
         )
     own = _EpochSampler(
         loader.dataset, num_replicas=size(), rank=rank(), shuffle=isinstance(sampler, RandomSampler), seed=seed
     )
-    # A copy keeps whatever arguments there are, those of a subclass too; the class refuses assignment, object does not.
+    # A copy keeps all arguments, even a subclass's. DataLoader refuses assignment, but object does not.
     shared = copy.copy(loader)
     shared._iterator = None
     object.__setattr__(shared, "sampler", own)

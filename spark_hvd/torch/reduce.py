@@ -55,8 +55,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new tensor.
 
-    It is differentiable: gradients of Average and Sum are reduced in the same way, those of Min and Max go to the ranks
-    that hold the extreme, in equal parts, and that of Product is the product of the others. Adasum has none.
+    It is differentiable: gradients of Average and Sum are reduced in the same way; those of Min and Max go to the ranks
+    that hold the extreme, in equal parts; that of Product is the product of the others. Adasum has no derivative.
 
     Args:
         tensor: The same shape and dtype on every rank; any stride.
@@ -71,7 +71,7 @@ def allreduce(
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: The reduction does not exist for this dtype.
+        TypeError: The reduction does not support this dtype.
         ValueError: `op` and `average` are both given, or this rank is not in the process set.
         MismatchError: Ranks made different calls under this name. Raised on every rank; the world stays usable.
         DuplicateNameError: A call of this rank under this name has not ended.
@@ -141,7 +141,7 @@ def _start(
     in_place: bool,
     urgent: bool = False,
 ) -> NamedHandle[torch.Tensor]:
-    if average is None:  # a call like the one before by this name is checked already
+    if average is None:  # a repeated call with this name was checked before
         given = ReduceOp.AVERAGE if op is None else op, prescale, postscale
         queue = queue_of(process_set)
         handle = queue.again("allreduce", name, tensor, given, single_result, in_place=in_place, urgent=urgent)
@@ -283,10 +283,10 @@ def grouped_reducescatter_async(
 
 
 def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
-    """The reduction that Horovod's two arguments ask for; a warning is for the caller so many frames up.
+    """Return the reduction that Horovod's two arguments select; ``stacklevel`` is that of a deprecation warning.
 
     Raises:
-        ValueError: both are given, or `op` is no reduction.
+        ValueError: both are given, or `op` is not a reduction.
     """
     if average is not None:
         if op is not None:
@@ -296,7 +296,7 @@ def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) ->
     if op is None:
         return ReduceOp.AVERAGE
     if not isinstance(op, ReduceOp):
-        raise ValueError(f"op={op!r} is no reduction; pass Average, Sum, Min, Max, Product or Adasum.")
+        raise ValueError(f"op={op!r} is not a reduction; pass Average, Sum, Min, Max, Product or Adasum.")
     return op
 
 
@@ -324,7 +324,7 @@ def sparse_allreduce_async(
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"expected a sparse COO tensor, got {kind}; dense tensors go by allreduce_async.")
+        raise TypeError(f"expected a sparse COO tensor, got {kind}; use allreduce_async for dense tensors.")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op={op!r}: sparse tensors can be reduced with Average or Sum.")
     mine = tensor.detach().coalesce()
@@ -337,8 +337,8 @@ def sparse_allreduce_async(
                 f"sparse_allreduce of tensors of different shapes: {sorted(map(tuple, shapes.tolist()))}."
             )
         if op is ReduceOp.AVERAGE:
-            values = values / shapes.shape[0]  # the ranks that contributed
-        # Coalescing adds up the elements that several ranks have.
+            values = values / shapes.shape[0]  # divides by the number of ranks that contributed
+        # Coalescing adds up elements that several ranks have.
         return torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False).coalesce()
 
     return start_allgather([mine.indices().t().contiguous(), mine.values(), shape], name, process_set, result)

@@ -231,18 +231,18 @@ def what_is_wrong_is_said(rank: int, size: int) -> None:
             "outer_optimizer has 6 parameters",
             lambda: hvd.DiLoCo(model, plain, 4, outer_optimizer=inner(net())),
         ),
-        (ValueError, "none of the model's", lambda: hvd.LocalSGD(net(), plain, 4)),
+        (ValueError, "do not belong to the model", lambda: hvd.LocalSGD(net(), plain, 4)),
         (TypeError, "model is int; expected", lambda: hvd.LocalSGD(3, plain, 4)),
         (ValueError, "ratio=2: expected", lambda: hvd.TopKCompressor(2)),
         (ValueError, "block_size=0: expected", lambda: hvd.Int8Compressor(0)),
-        (ValueError, "already one of hvd.DistributedOptimizer", lambda: hvd.LocalSGD(model, reduced, 4)),
+        (ValueError, "already an hvd.DistributedOptimizer", lambda: hvd.LocalSGD(model, reduced, 4)),
     ):
         with pytest.raises(error, match=said):
             call()
     optimizer = hvd.LocalSGD(model, inner(model), 4)
     with pytest.raises(RuntimeError, match=r"add_param_group\(\) after"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ValueError, match=r"already one of hvd.LocalSGD"):
+    with pytest.raises(ValueError, match=r"already an hvd.LocalSGD"):
         hvd.DiLoCo(model, optimizer, 4)
     apart = net(rank)
     optimizer = hvd.LocalSGD(apart, inner(apart), 4)

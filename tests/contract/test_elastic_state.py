@@ -233,7 +233,7 @@ def bad_pickle() -> None:
             bad_shapes,
             "state.sync(): rank 1 cannot load the state of rank 0: model: 'bias' is torch.float32 of shape (3,) here",
         ),
-        (bad_groups, "optimizer: it has parameter groups of [1] parameters here, of [2] there"),
+        (bad_groups, "optimizer: its parameter groups have [1] parameters here, [2] there"),
         (bad_sparse, "ValueError: state.sync(): rank 0 has state that cannot be sent: 'table': a tensor of layout"),
         (bad_pickle, "ValueError: broadcast_object: the object of rank 0 cannot be pickled"),
     ],

@@ -198,7 +198,7 @@ def test_an_id_beyond_the_table(world: Ranks) -> None:
         return str(caught.value)
 
     other, own = world.run(fn, ROWS)[:2]
-    assert "the id 53 is beyond the table 'movies', whose 53 rows are 0 to 52" in own
+    assert "the id 53 is not in the table 'movies', whose 53 rows are 0 to 52" in own
     assert "rank 1" in other
     assert "the id -1" in world.run(fn, -1)[1]
 

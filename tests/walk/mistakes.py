@@ -267,7 +267,7 @@ fit(classes, torch.nn.Linear(1, 2), loss=torch.nn.CrossEntropyLoss(), label_shap
         training("model = torch.nn.parallel.DistributedDataParallel(model)"),
         "by DistributedDataParallel and by DistributedOptimizer",
         "py:8: UserWarning",
-        "leave one out",
+        "use only one",
         fails=False,
     ),
     "more steps on one rank": Mistake(

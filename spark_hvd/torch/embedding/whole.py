@@ -1,4 +1,4 @@
-"""State of sharded tables as a whole: gathered from the ranks, and cut for any number of them."""
+"""The state of sharded tables as a whole: gathered from the ranks, and divided among any number of them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from spark_hvd.context.standing import current
 from spark_hvd.torch.embedding.routes import Cut
 
 _CHUNK = 64 << 20
-"""Bytes that are gathered at once; bounds the copies that are in memory."""
+"""Bytes gathered at once; this bounds the copies in memory."""
 
 _cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_cut(weight: torch.Tensor, cut: Cut, name: str) -> None:
-    """Remember how a table was cut."""
+    """Remember how a table is divided."""
     _cuts[weight] = cut, name
 
 
 def whole_state_dict(
     of: torch.nn.Module | torch.optim.Optimizer, root_rank: int | None = None
 ) -> dict[str, Any] | None:
-    """The ``state_dict()`` of a model or an optimizer with whole tables in place of this rank's rows; collective.
+    """Return the ``state_dict()`` of a model or optimizer, with whole tables instead of this rank's rows; collective.
 
-    Model: ``load_state_dict`` takes it on any number of ranks, each its rows; so does an nn.Embedding of as many rows.
-    Optimizer: :func:`load_whole_state_dict` does.
+    For a model, ``load_state_dict`` loads it on any number of ranks, and each takes its rows; so does an nn.Embedding
+    with as many rows. For an optimizer, use :func:`load_whole_state_dict`.
 
     Args:
         of: The model or the optimizer.
-        root_rank: The rank that gets it, as others may lack the memory. None: all ranks get it.
+        root_rank: The only rank that gets it, as others may lack the memory. None: all ranks get it.
 
     Returns:
-        Tensors of tables are new ones on the CPU, others those of ``state_dict()``. None on ranks that are not to get
-        it.
+        Tensors of tables are new ones on the CPU; the others are those of ``state_dict()``. None on ranks that do not
+        get it.
 
     Raises:
         NotInitializedError: Outside a world.
@@ -59,7 +59,7 @@ def whole_state_dict(
 
 
 def load_whole_state_dict(into: torch.nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`whole_state_dict` gave, with any number of ranks: each takes its rows; not collective.
+    """Load the result of :func:`whole_state_dict` on any number of ranks: each takes its rows; not collective.
 
     Args:
         into: The model or the optimizer.
@@ -85,12 +85,12 @@ def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[t
 
 
 def _of_rows(value: Any, rows: int) -> bool:
-    """Whether this has an entry for each row of a table."""
+    """Return whether this has an entry for each row of a table."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _gather(part: torch.Tensor, cut: Cut, root_rank: int | None) -> torch.Tensor:
-    """The whole that has these parts; empty on ranks that are not to get it."""
+    """Gather the whole tensor from its parts; empty on ranks that do not get it."""
     communicator = current().communicator
     kept = root_rank in (None, communicator.rank)
     whole = torch.empty(cut.rows if kept else 0, *part.shape[1:], dtype=part.dtype, device="cpu")

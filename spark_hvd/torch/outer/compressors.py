@@ -1,7 +1,8 @@
-"""The mean over the ranks of a flat tensor, and compressors for it whose results cannot be added up on the way.
+"""The mean of a flat tensor over the ranks, and compressors whose results cannot be summed in transit.
 
-With one of those, each rank gathers what all ranks have sent, and decodes it. What is lost is kept by the rank that
-lost it and added to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression
+has
+lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
 (Interspeech 2014).
 """
 
@@ -21,25 +22,25 @@ from spark_hvd.transport.communicator import ReduceOp
 
 _LEVELS = 127
 _MOST = 2**31
-"""Elements that an int32 can number."""
+"""Number of elements that an int32 can index."""
 
 
 @runtime_checkable
 class RowCompressor(Protocol):
-    """What turns numbers into a row of bytes, as long on every rank, and back."""
+    """Turns numbers into a row of bytes, of equal length on every rank, and back."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes.
+        """Return the bytes of some values.
 
         Args:
             values: One-dimensional, float32 or float64.
 
         Returns:
-            One-dimensional, uint8, a multiple of four long, which depends on the number of values alone.
+            One-dimensional, uint8. Its length is a multiple of four that depends only on the number of values.
         """
 
     def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the values of a row to `out`, which is like what was encoded."""
+        """Add the values of a row to `out`, which has the shape and dtype of the encoded values."""
 
 
 class Int8Compressor:
@@ -69,9 +70,10 @@ class Int8Compressor:
         """See RowCompressor."""
         blocks = pad(values.float(), (0, -len(values) % self.block_size)).view(-1, self.block_size)
         scales = blocks.abs().amax(1) / _LEVELS
-        # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
+        # A block of zeros can have any scale. A non-finite number makes its scale non-finite, and so all decoded
+        # numbers.
         numbers = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8)
-        # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
+        # Rows are stored one after another, and the scales of each must begin at a multiple of four bytes.
         return torch.cat([scales.view(torch.uint8), pad(numbers.view(-1).view(torch.uint8), (0, -numbers.numel() % 4))])
 
     def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
@@ -98,7 +100,7 @@ class TopKCompressor:
 
     def __init__(self, ratio: float = 0.01) -> None:
         if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"ratio={ratio!r}: expected a part of all numbers, above 0 and up to 1, such as 0.01")
+            raise ValueError(f"ratio={ratio!r}: expected a share of all numbers, above 0 and up to 1, such as 0.01")
         self.ratio = ratio
 
     def __repr__(self) -> str:
@@ -123,12 +125,12 @@ class TopKCompressor:
 
 
 class Averaging:
-    """The mean over the ranks of one flat tensor, started when this is made.
+    """The mean over the ranks of one flat tensor; the constructor starts it.
 
     ``values`` are one-dimensional and overwritten.
 
     Attributes:
-        lost: What compression has lost of `values`; None where nobody is to keep it.
+        lost: What compression has lost of `values`; None if nobody needs to keep it.
     """
 
     lost: torch.Tensor | None = None
@@ -148,10 +150,10 @@ class Averaging:
             wire, self._context = compression.compress(values)
             reducing = Reducing(ReduceOp.AVERAGE)
             self._handle = start_allreduce([wire], name, reducing, process_set, single_result, in_place=True)
-        self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
+        self._handle.poll()  # tells the coordinator now, not when somebody waits
 
     def wait(self) -> torch.Tensor:
-        """The mean over the ranks that have taken part: all but those that have joined.
+        """Return the mean over the ranks that took part: all but those that have joined.
 
         Raises:
             MismatchError, StalledError, CollectiveError: See NamedHandle.wait.

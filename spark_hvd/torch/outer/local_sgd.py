@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo: a torch optimizer whose steps are the rank's own, and whose ranks come together now and then."""
+"""LocalSGD and DiLoCo: torch optimizers whose steps are local, with an exchange between the ranks now and then."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from spark_hvd.world import launcher as elastic_launcher
 Model = torch.nn.Module | Iterable[torch.nn.Parameter]
 
 _KEY = "outer"
-"""Under which a state dict has what torch's optimizers do not know."""
+"""Key in a state dict for what torch's optimizers do not know."""
 _live: weakref.WeakSet[OuterLoop] = weakref.WeakSet()
-"""Those of this process."""
+"""The loops of this process."""
 
 
 class OuterOptimizer(TakenOver):
-    """What LocalSGD and DiLoCo add to the methods of the optimizer they are given."""
+    """Methods that LocalSGD and DiLoCo add to the optimizer they are given."""
 
     __module__ = "spark_hvd.torch"
 
@@ -36,12 +36,12 @@ class OuterOptimizer(TakenOver):
 
     @property
     def local_steps(self) -> int:
-        """Steps of this rank since the last exchange that was applied; 0 where all ranks have the same parameters."""
+        """This rank's steps since the last exchange that was applied; 0 if all ranks have the same parameters."""
         return self._loop.steps
 
     @property
     def rounds(self) -> int:
-        """How many exchanges were applied; equal on all ranks that have not joined."""
+        """Number of exchanges that were applied; equal on all ranks that have not joined."""
         return self._loop.count
 
     @property
@@ -66,15 +66,15 @@ class OuterOptimizer(TakenOver):
         self._loop.synchronize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported.
+        """Refuse: this is not supported.
 
         Raises:
             RuntimeError: Always.
         """
         if hasattr(self, "_loop"):
             raise RuntimeError(
-                "add_param_group() after hvd.LocalSGD or hvd.DiLoCo: the exchanges have places for the parameters "
-                "that were there. Add groups to the optimizer before it is given to them."
+                "add_param_group() after hvd.LocalSGD or hvd.DiLoCo: the exchanges are laid out for the parameters "
+                "that existed then. Add groups to the optimizer before you wrap it."
             )
         super().add_param_group(param_group)
 
@@ -94,8 +94,8 @@ class OuterOptimizer(TakenOver):
         """
         if _KEY not in state_dict:
             raise ValueError(
-                f"the state dict has {', '.join(map(repr, state_dict))}, and lacks {_KEY!r}: it was saved by an "
-                "optimizer without hvd.LocalSGD or hvd.DiLoCo. Load it before the optimizer is given to them."
+                f"the state dict has {', '.join(map(repr, state_dict))}, but lacks {_KEY!r}: it was saved by an "
+                "optimizer without hvd.LocalSGD or hvd.DiLoCo. Load it before you wrap the optimizer."
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         self._loop.load_state_dict(state_dict[_KEY])
@@ -113,11 +113,11 @@ def LocalSGD(
 ) -> OuterOptimizer:
     """Let each rank train alone, and average the parameters over all ranks every `sync_every` steps.
 
-    As in Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019). Every rank must call it; it waits for
-    nobody. Ranks must have the same weights at the first step: call hvd.broadcast_parameters before.
+    As in Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019). Every rank must call it, but it does
+    not wait for other ranks. Ranks must have the same weights at the first step: call hvd.broadcast_parameters before.
 
-    The same object is returned. Its class has the same name and also the methods of OuterOptimizer, so learning rate
-    schedulers and other holders of the optimizer keep working.
+    It returns the same object. The object's class keeps its name and gains the methods of OuterOptimizer, so learning
+    rate schedulers and other holders of the optimizer keep working.
 
     Args:
         model: A module, or its parameters. Must include all parameters of the optimizer.
@@ -181,7 +181,7 @@ def DiLoCo(
     elif not isinstance(outer_optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"outer_optimizer={outer_optimizer!r}: expected a torch optimizer for the parameters of the inner one, "
-            "such as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), or None for that one"
+            "such as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), or None for it"
         )
     return _take_over(
         "DiLoCo",
@@ -221,7 +221,7 @@ def _take_over(
         compression = compression()
     if elastic_launcher.installed() is not None and not in_world() and process_set is not global_process_set:
         raise ValueError(
-            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
+            f"process_set={process_set}: process sets end with the world, but an elastic rank moves from world to "
             "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
         )
     names = _names(kind, model)
@@ -248,7 +248,7 @@ def _check_numbers(sync_every: int, overlap: int) -> None:
     if not isinstance(overlap, int) or isinstance(overlap, bool) or not 0 <= overlap < sync_every:
         raise ValueError(
             f"overlap={overlap!r}: expected a number of steps from 0 to {sync_every - 1}, as sync_every={sync_every}: "
-            "an exchange ends before the next begins"
+            "an exchange must end before the next begins"
         )
 
 
@@ -258,19 +258,19 @@ def _check_params(kind: str, params: list[torch.nn.Parameter], names: dict[int, 
     unknown = sum(id(param) not in names for param in params)
     if unknown:
         raise ValueError(
-            f"{kind}: {unknown} of the optimizer's {len(params)} parameters are none of the model's: give the model "
+            f"{kind}: {unknown} of the optimizer's {len(params)} parameters do not belong to the model: pass the model "
             "that the optimizer was made for"
         )
     for param in params:
         if not param.is_floating_point():
             raise TypeError(
-                f"{kind}: {names[id(param)]!r} is {param.dtype}; expected floating-point numbers. Leave it to an "
+                f"{kind}: {names[id(param)]!r} is {param.dtype}; expected floating-point numbers. Train it with an "
                 "optimizer of its own, such as hvd.DistributedOptimizer"
             )
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters of an optimizer that ranks have in common."""
+    """Return the parameters of an optimizer that ranks share."""
     return [param for group in optimizer.param_groups for param in group["params"] if not is_local(param)]
 
 
@@ -286,7 +286,7 @@ def _names(kind: str, model: Model) -> dict[int, str]:
 
 
 def _retarget(outer: torch.optim.Optimizer, anchors: dict[int, torch.nn.Parameter]) -> None:
-    """Let the outer optimizer step on the anchors."""
+    """Make the outer optimizer step on the anchors."""
     given = _shared(outer)
     if {id(param) for param in given} != anchors.keys():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The outer loop of LocalSGD and DiLoCo: when ranks exchange, what they exchange, and what all have in common since."""
+"""The outer loop of LocalSGD and DiLoCo: when ranks exchange, what they exchange, and the last common parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OuterSettings:
     kind: str
     """``LocalSGD`` or ``DiLoCo``."""
     name: str
-    """The same on all ranks, for what belongs to one optimizer."""
+    """Identifies one optimizer; the same on all ranks."""
     sync_every: int
     overlap: int
     compression: Any
@@ -38,24 +38,24 @@ class _OuterExchange:
     """An exchange in flight."""
 
     steps: int
-    """How many local steps are in it."""
+    """Number of local steps that it covers."""
     start: list[torch.Tensor]
-    """The parameters that went into it."""
+    """The parameters when it began."""
     deltas: list[Averaging]
     buffer_start: list[torch.Tensor]
     buffers: list[Averaging]
 
 
 class OuterLoop:
-    """Counts the local steps of one optimizer, and exchanges what they came to with the other ranks.
+    """Counts the local steps of one optimizer, and exchanges their effect with the other ranks.
 
-    Floating-point ``buffers`` are averaged along.
+    Floating-point ``buffers`` are averaged as well.
 
     Attributes:
-        steps: Local steps since the last exchange that was applied, this rank's own.
-        count: Exchanges applied.
-        outer: The outer optimizer. It comes with parameters of the same shapes, and gets :attr:`anchors` to step on.
-            None: the parameters are averaged.
+        steps: This rank's local steps since the last exchange that was applied.
+        count: Number of exchanges that were applied.
+        outer: The outer optimizer. It is passed with parameters of the same shapes, and steps on :attr:`anchors`
+            instead. None: the parameters are averaged.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OuterLoop:
         self._params, self._buffers = FlatTensors(params), FlatTensors(buffers)
         self._flats = self._params.read()
         self.anchors = [torch.nn.Parameter(view) for view in self._params.views(self._flats)]
-        """The parameters after the last exchange, equal on all ranks; float32 at least."""
+        """The parameters after the last exchange, equal on all ranks; at least float32."""
         self._lost = [torch.zeros_like(flat) for flat in self._flats]
         self.outer = outer
         self._begun = False
@@ -89,12 +89,12 @@ class OuterLoop:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """A local step is about to be made. The first takes the weights that are there for what training starts from.
+        """Prepare for a local step. The first call takes the present weights as the start of training.
 
         Raises:
             NotInitializedError: Outside a world.
-            PlanMismatchError: The first time in a world: parameters or settings differ; raised on every rank.
-            MismatchError: The first time in a world: ranks start from different weights; raised on every rank.
+            PlanMismatchError: First call in a world: parameters or settings differ; raised on every rank.
+            MismatchError: First call in a world: ranks start from different weights; raised on every rank.
             CollectiveError: A peer or the network failed.
         """
         if self._begun and self._checked:
@@ -107,7 +107,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """A local step has been made: start an exchange, or end one, when it is time.
+        """Count a local step, and start or end an exchange when it is due.
 
         Raises:
             NotInitializedError: Outside a world.
@@ -174,7 +174,7 @@ class OuterLoop:
     # ---- exchanges ----------------------------------------------------------------------------------------------
 
     def _begin(self, scale: float = 1.0) -> _OuterExchange:
-        """Send how far the parameters have come, and what was lost before, times `scale`."""
+        """Send how far the parameters have moved, plus what was lost before, times `scale`."""
         settings = self._settings
         start, buffer_start = self._params.read(), self._buffers.read()
         deltas = []
@@ -189,14 +189,14 @@ class OuterLoop:
         return _OuterExchange(self.steps, start, deltas, buffer_start, buffers)
 
     def _base(self) -> list[torch.Tensor]:
-        """The anchors as the parameters had them: rounded, where those are of lower precision."""
+        """Return the anchors as the parameters held them, rounded if those have lower precision."""
         base = [flat.clone() for flat in self._flats]
         for view, param in zip(self._params.views(base), self._params.tensors, strict=True):
             view.copy_(view.to(param.dtype))
         return base
 
     def _end(self) -> None:
-        """Wait for the mean, make the outer step, and go on from there with what was trained meanwhile."""
+        """Wait for the mean, make the outer step, and add what was trained meanwhile."""
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
         means = [each.wait() for each in exchange.deltas]
@@ -224,7 +224,7 @@ class OuterLoop:
         self._buffers.write(buffers)
 
     def _catch_up(self, root_rank: int, count: int) -> None:
-        """Some ranks have joined before the others' last exchange: all take over what a rank has that has not."""
+        """Copy the state of a rank that has not joined: some joined before the others' last exchange."""
         process_set, name = self._settings.process_set, f"{self._settings.name}.leader"
         for number, flat in enumerate(self._flats):
             start_broadcast(
@@ -244,16 +244,16 @@ class OuterLoop:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def forget_exchange(self) -> None:
-        """Drop the exchange in flight; what went into it goes into the next."""
+        """Drop the exchange in flight; its changes go into the next one."""
         self._exchange = None
 
     def leave_world(self) -> None:
-        """Prepare for another world: the exchange in flight is dropped, and ranks are compared again."""
+        """Prepare for another world: drop the exchange in flight, and have ranks compared again."""
         self.forget_exchange()
         self._checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What training resumes from. An exchange in flight is not included: its steps are sent again."""
+        """Return the state to resume from. It omits an exchange in flight, whose steps are sent again."""
         return {
             "anchors": list(self._flats),
             "lost": list(self._lost),
@@ -265,10 +265,10 @@ class OuterLoop:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state_dict` was made of.
+        """Load a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: It is of other parameters, or of the other kind.
+            ValueError: The state belongs to other parameters, or to the other kind of optimizer.
         """
         mine, theirs = ([list(flat.shape) for flat in flats] for flats in (self._flats, state["anchors"]))
         if mine != theirs or (state["optimizer"] is None) is not (self.outer is None):
@@ -299,7 +299,7 @@ def _name_of(compression: Any) -> str:
 
 
 class FlatTensors:
-    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64."""
+    """Many tensors as a few flat ones for exchanges: one per device and precision, float32 or float64."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -314,7 +314,7 @@ class FlatTensors:
             self._sizes[number] += tensor.numel()
 
     def read(self) -> list[torch.Tensor]:
-        """New flat tensors with the values that the tensors have now."""
+        """Return new flat tensors with the present values of the tensors."""
         flats = [
             torch.empty(size, dtype=dtype, device=device)
             for size, (device, dtype) in zip(self._sizes, self._kinds, strict=True)
@@ -324,12 +324,12 @@ class FlatTensors:
         return flats
 
     def write(self, flats: Sequence[torch.Tensor]) -> None:
-        """Give the tensors the values of flat ones."""
+        """Copy the values of flat tensors into the tensors."""
         for view, tensor in zip(self.views(flats), self.tensors, strict=True):
             tensor.detach().copy_(view)
 
     def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of flat tensors, in the order and the shapes of the tensors."""
+        """Return the parts of flat tensors, in the order and the shapes of the tensors."""
         return [
             flats[number][start : start + tensor.numel()].view(tensor.shape)
             for tensor, (number, start) in zip(self.tensors, self._places, strict=True)
