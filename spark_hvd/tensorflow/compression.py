@@ -1,4 +1,4 @@
-"""Compressors that take TensorFlow's tensors as well as torch's: programs call them themselves, as Horovod's."""
+"""Compressors for TensorFlow's tensors as well as torch's: programs call them directly, as they call Horovod's."""
 
 from __future__ import annotations
 
