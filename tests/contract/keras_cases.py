@@ -237,7 +237,7 @@ def wrong_ways_round(rank: int, size: int) -> None:
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     refused(ValueError, "wrap it once", lambda: hvd.DistributedOptimizer(wrapped))
     refused(TypeError, "expected an optimizer of Keras", lambda: hvd.DistributedOptimizer("sgd"))
-    refused(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Adasum))
+    refused(ValueError, "Average and Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Adasum))
     accumulating = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
     refused(
         ValueError,

@@ -146,4 +146,4 @@ def test_another_backend_is_refused_by_name() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import spark_hvd.keras"], env=environment, capture_output=True, text=True
     )
-    assert "KERAS_BACKEND=jax: spark_hvd.keras works with torch" in done.stderr
+    assert "KERAS_BACKEND=jax: spark_hvd.keras supports torch" in done.stderr
