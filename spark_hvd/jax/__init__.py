@@ -1,6 +1,6 @@
-"""The face for JAX: ``import spark_hvd.jax as hvd``.
+"""The API for JAX: ``import spark_hvd.jax as hvd``.
 
-May import every other room of spark_hvd but the faces for other frameworks. Doors: itself.
+May import every other room of spark_hvd but those for other frameworks. Doors: itself.
 """
 
 from __future__ import annotations
