@@ -1,4 +1,4 @@
-"""The dialect: under Horovod's name, numbers and errors are Horovod's."""
+"""Switches on the dialect: under Horovod's name, numbers and errors are Horovod's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spark_hvd.world.env import HOROVODS, read_log_level
 
 
 def switch_on() -> None:
-    """From now on: worlds that this process joins have the dialect, and so have the ranks that it starts."""
+    """From now on, use the dialect in worlds that this process joins and in ranks that it starts."""
     os.environ.update(HOROVODS)
     level = read_log_level()
     if level is not None:
@@ -21,9 +21,9 @@ def switch_on() -> None:
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the world in Horovod's dialect, or change to it in one that was joined; see :func:`spark_hvd.torch.init`.
+    """Join the world in Horovod's dialect, or switch a joined world to it; see :func:`spark_hvd.torch.init`.
 
-    Horovod's variables of the place in the world, HOROVOD_RANK and so on, are set for programs that read them.
+    This sets Horovod's variables, such as HOROVOD_RANK, for programs that read them.
     """
     from spark_hvd.context import init as context
     from spark_hvd.context.standing import in_world, speaks_horovod

@@ -1,4 +1,4 @@
-"""Stores by Horovod's names. Their paths may be replaced, on the object or in a subclass, as its programs do."""
+"""Stores under Horovod's names. Programs may replace their paths, on the object or in a subclass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spark_hvd.store import Store
 
 
 class FilesystemStore(Store):
-    """A store whose methods tell its paths, which a subclass or an assignment may replace.
+    """A store whose paths come from methods, which a subclass or an assignment may replace.
 
     Args:
-        prefix_path: As of :meth:`Store.create`, as are ``storage_options`` and, for the data and runs, the other paths.
-        train_path: Of data to train on; by default ``<prefix_path>/intermediate_train_data``.
-        val_path: Of data to validate on; by default ``<prefix_path>/intermediate_val_data``.
-        test_path: Of data to test on; only told.
-        runs_path: Of the runs.
-        others: Options of Horovod's stores that mean nothing here.
+        prefix_path: See :meth:`Store.create`, also for ``storage_options``.
+        train_path: Training data; by default ``<prefix_path>/intermediate_train_data``.
+        val_path: Validation data; by default ``<prefix_path>/intermediate_val_data``.
+        test_path: Test data; only returned by :meth:`get_test_data_path`.
+        runs_path: Directory of the runs.
+        others: Options of Horovod's stores that have no effect here.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class FilesystemStore(Store):
         return train, val
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Where prepared data to train on lie."""
+        """Return where prepared training data lie."""
         return _numbered(self._train_path, idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Where prepared data to validate on lie."""
+        """Return where prepared validation data lie."""
         return _numbered(self._val_path, idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Where data to test on lie."""
+        """Return where test data lie."""
         return _numbered(self._test_path, idx)
 
     def get_runs_path(self) -> str:
@@ -104,17 +104,17 @@ def prepare_data(
     sample_weight_col: str | None = None,
     **others: Any,
 ) -> Iterator[None]:
-    """Within this context, the columns of a DataFrame lie in the store for ``fit_on_parquet()``.
+    """Within this context, the columns of a DataFrame lie in the store, for ``fit_on_parquet()``.
 
     Args:
-        num_processes: Number of ranks; they share any files here.
-        store: Where to.
+        num_processes: Number of ranks; they can share any files here.
+        store: The store to write to.
         df: A DataFrame of Spark.
-        label_columns: Their names.
-        feature_columns: Their names.
-        validation: The share of the rows, or a column that is above 0, of those to validate on.
+        label_columns: Names of the label columns.
+        feature_columns: Names of the feature columns.
+        validation: The share of rows for validation, or a column that is above 0 in such rows.
         sample_weight_col: Name of the column of weights.
-        others: Options of Horovod's writer that mean nothing here.
+        others: Options of Horovod's writer that have no effect here.
     """
     names = dict.fromkeys([*feature_columns, *label_columns, *filter(None, [sample_weight_col])])
     parts = [(store.get_train_data_path(), df), (store.get_val_data_path(), None)]
