@@ -118,7 +118,7 @@ class Squeezed(nn.Linear):
 
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
-    "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
+    "no loss": ({"loss": None}, ValueError, r"loss is missing: pass .* torch\.nn\.MSELoss"),
     "no optimizer": ({"optimizer": None}, ValueError, "optimizer is missing"),
     "two losses": ({"loss_constructors": [nn.MSELoss]}, ValueError, "both given"),
     "two numbers of ranks": ({"backend": LocalBackend(2)}, ValueError, "num_proc=2 and backend are both given"),

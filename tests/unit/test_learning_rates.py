@@ -60,7 +60,7 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     """It would leave the rates of the one that trains as they are."""
     other = of_torch.StepLR(optimizer(), 1)
     for given in (other, lambda _: other):
-        with pytest.raises(ValueError, match="lr_scheduler is a StepLR of another optimizer"):
+        with pytest.raises(ValueError, match="lr_scheduler is a StepLR for another optimizer"):
             make_scheduler(given, optimizer(), 1.0, 10)
 
 

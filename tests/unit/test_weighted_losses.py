@@ -98,7 +98,7 @@ def without_reduction(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor
     ("loss", "text"),
     [
         (Halved(), "Halved is .* Expected the same"),
-        (Deaf(), r"Deaf gives the shape \(\) for 12 rows"),
+        (Deaf(), r"Deaf returns the shape \(\) for 12 rows"),
         (without_reduction, "without_reduction has no argument `reduction`"),
         (partial(without_reduction), "without_reduction has no argument `reduction`"),
     ],
