@@ -1,7 +1,7 @@
-"""Callbacks, which observe, log and stop a training.
+"""Callbacks observe, log and stop a training.
 
-They are pickled with the estimator, and each rank runs its own copies; ``state.rank`` tells which rank. Guard what must
-happen once by ``if state.rank == 0``. An exception in a callback fails the fit.
+They are pickled with the estimator, and each rank runs its own copies; ``state.rank`` tells which rank. Guard anything
+that must happen once with ``if state.rank == 0``. An exception in a callback fails the fit.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Callback:
     def on_epoch_end(self, state: TrainState) -> None:
         """Called after validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
 
-        With ``validation_in_background``, rows of earlier epochs may have got their validation since the last call. The
-        last results may arrive only before ``on_train_end``.
+        With ``validation_in_background``, rows of earlier epochs may have received their validation since the last
+        call. The last results may arrive only before ``on_train_end``.
         """
 
     def on_train_end(self, state: TrainState) -> None:
-        """Called once after the last epoch, also if training was stopped early, but not after an error."""
+        """Called once after the last epoch, even if training was stopped early, but not after an error."""
 
 
 class EarlyStopping(Callback):
@@ -245,17 +245,17 @@ class MLflow(Callback):
 
 
 class _News:
-    """What a history has that was not told yet: of an epoch that has ended, and what came late of those before."""
+    """Finds what is new in a history: the row of an epoch that has ended, and late values of earlier ones."""
 
     def __init__(self) -> None:
         self._told: set[tuple[int, str]] = set()
 
     def skip(self, history: History) -> None:
-        """Somebody else has told this much."""
+        """Mark this history as already reported."""
         list(self.of(history))
 
     def of(self, history: History) -> Iterator[tuple[int, str, float]]:
-        """Epoch, key and value of each, in the order of epochs."""
+        """Yield epoch, key and value of each new entry, in the order of epochs."""
         for row in history:
             for key in row.keys() - {"epoch"}:
                 if (told := (row["epoch"], key)) not in self._told:
@@ -264,7 +264,7 @@ class _News:
 
 
 def _experiment(mlflow: Any) -> str:
-    """The id of the experiment that ``mlflow.set_experiment`` or the environment has set; else of the default one."""
+    """Return the id of the experiment set by ``mlflow.set_experiment`` or the environment, or of the default one."""
     from mlflow.tracking.fluent import _get_experiment_id
 
     return str(_get_experiment_id())

@@ -118,7 +118,7 @@ def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
     assert not ranks._results().ended
     now = 1101.0
     assert ranks._results().ended
-    assert "waited for no longer" in capsys.readouterr().out
+    assert "Ranks no longer wait for it" in capsys.readouterr().out
 
 
 def test_the_driver_tries_again_what_a_store_did_not_take(
