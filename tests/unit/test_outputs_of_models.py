@@ -127,7 +127,7 @@ def test_outputs_by_name_in_another_order_are_refused() -> None:
 
     inputs = [torch.ones(2, 1)]
     assert len(run(model, inputs, ["b", "a"])) == len(run(model, inputs, ["x", "y"])) == 2
-    with pytest.raises(ModelError, match="a dict with 'b', 'a', and the labels are 'a', 'b'"):
+    with pytest.raises(ModelError, match="a dict with 'b', 'a', but the labels are 'a', 'b'"):
         run(model, inputs, ["a", "b"])
 
 
@@ -158,7 +158,7 @@ def test_lists_become_what_tensors_become() -> None:
 
 def test_rows_that_lack_an_output_are_told() -> None:
     plan = declared_outputs({"p": "float"})
-    with pytest.raises(ModelError, match="returns 'q' for a row, and outputs declares 'p'"):
+    with pytest.raises(ModelError, match="returns 'q' for a row, but outputs declares 'p'"):
         taken([{"p": 1.0}, {"q": 1.0}], plan, 2)
 
 
