@@ -192,7 +192,7 @@ def test_batches_that_jax_would_not_take_are_told() -> None:
     def first(batch: dict[str, Any], size: int = 4) -> Any:
         return next(hvd.global_batches([batch], size))
 
-    with pytest.raises(ValueError, match=r"id has numbers from 0 to 1099511627776, which JAX would truncate to 32 bits"):
+    with pytest.raises(ValueError, match=r"id has numbers from 0 to 1099511627776, which JAX would truncate to"):
         first({"id": np.array([0, 1 << 40])})
     with pytest.raises(ValueError, match="a batch has 5 rows: expected at most batch_size=4"):
         first({"x": np.ones(5)})

@@ -58,7 +58,7 @@ def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSe
 @pytest.mark.timeout(300)
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
     df = frame(cluster)
-    with pytest.raises(ValueError, match="store is missing: run_id='lost' goes on from checkpoints"):
+    with pytest.raises(ValueError, match="store is missing: run_id='lost' resumes from checkpoints"):
         estimator(run_id="lost").fit(df)
     made = estimator(
         store=Store.create(tmp_path / "store"),
@@ -66,7 +66,7 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
         epochs=4,
         callbacks=[KillsItsExecutor(str(tmp_path / "killed"))],
     )
-    with pytest.raises(ExecutorLostError, match=r"fit again with run_id='lost' to go on from it"):
+    with pytest.raises(ExecutorLostError, match=r"fit again with run_id='lost' to resume from it"):
         made.fit(df)
     fitted = made.fit(df)
     assert [row["epoch"] for row in fitted.getHistory()] == [1, 2, 3, 4]

@@ -283,7 +283,7 @@ def test_an_unwritable_store_fails_before_ranks_start(df: DataFrame, tmp_path: P
 
 
 def test_the_memory_store_is_refused(df: DataFrame) -> None:
-    with pytest.raises(Exception, match="ranks are other processes and see nothing of it"):
+    with pytest.raises(Exception, match="ranks are other processes and cannot see it"):
         estimator(store=Store.create("memory://data")).fit(df)
 
 
