@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_turn = threading.Lock()
+_one_training = threading.Lock()
 """Held by one training at a time if nobody counts slots: on this machine, with Spark Connect, and for elastic runs,
 which take every slot they find. A CrossValidator with parallelism above 1 fits from several threads."""
 
@@ -91,8 +91,8 @@ class SparkBackend(Backend):
         assert isinstance(config, ElasticConfig)
         assert self.max_num_proc is not None
         resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, 1))
-        there = wait_for_slots(session, None, config.start_timeout, resources)
-        return max(min(there, self.max_num_proc), config.min_num_proc or 1)
+        slots = wait_for_slots(session, None, config.start_timeout, resources)
+        return max(min(slots, self.max_num_proc), config.min_num_proc or 1)
 
     def of(self, num_proc: int) -> SparkBackend:
         """Return the same backend with another number of ranks."""
@@ -126,7 +126,7 @@ class SparkBackend(Backend):
         options = {"spark": self._spark, "data": data, **self._options}
         if self.max_num_proc is None and not is_connect(active_session(self._spark)):  # runs share the slots
             return run(fn, args, kwargs, self._num_proc, **options)
-        with _turn:
+        with _one_training:
             if self.max_num_proc is None:
                 return run(fn, args, kwargs, self._num_proc, **options)
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
@@ -162,7 +162,7 @@ class LocalBackend(Backend):
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings of this process."""
-        with _turn:
+        with _one_training:
             if self.max_num_proc is None:
                 return run_local(fn, args, kwargs, self._num_proc, **self._options)
             return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)
@@ -176,10 +176,10 @@ class LocalBackend(Backend):
         return fn
 
 
-_ALIKE = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_per_proc")
-"""Options that a run has in common with another beside it."""
+_INHERITED = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_per_proc")
+"""Options that a validation in the background takes over from the training."""
 
 
 def _beside(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
-    alike = {name: options[name] for name in _ALIKE if name in options}
-    return {**alike, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}
+    inherited = {name: options[name] for name in _INHERITED if name in options}
+    return {**inherited, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}

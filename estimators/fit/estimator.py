@@ -28,14 +28,14 @@ from spark_hvd.estimators.fit.backend import SparkBackend, tracker_of
 from spark_hvd.estimators.fit.logged import log_checkpoints
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
-from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
+from spark_hvd.estimators.fit.rows import passes_rows_directly, rows_for_ranks
 from spark_hvd.estimators.fit.trial import (
     ROWS,
+    batch_norm_layers,
     batch_of_rows,
     dtypes_asked,
     first_batch,
     losses_known,
-    normalised_rows,
     spec_for,
 )
 from spark_hvd.estimators.params.persistence import SavedParams
@@ -155,7 +155,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         spec = self._tried(plan, batch_of_rows(plan, rows, columns), columns)
         num_proc = plan.backend.num_processes()
         validation, seed = plan.settings["validation"] or None, plan.settings["random_seed"] or 0
-        if feeds(plan):
+        if passes_rows_directly(plan):
             rows = rows_for_ranks(dataset, columns, validation, seed)
             spec = replace(spec, train=rows.train, validation=rows.validation)
             return self._trained(plan, spec, num_proc, rows.data, dataset)
@@ -188,7 +188,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns, self._takes_other_columns)
-        with normalised_rows(plan.objects.model) as layers:
+        with batch_norm_layers(plan.objects.model) as layers:
             spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 

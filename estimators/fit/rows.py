@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.estimators.data.columns import expression_of
@@ -32,7 +32,7 @@ class RowsForRanks:
     validation: DatasetMeta | None
 
 
-def feeds(plan: FitPlan) -> bool:
+def passes_rows_directly(plan: FitPlan) -> bool:
     """Return whether ranks get rows directly: the fit has no store, and nothing reads files again or elsewhere."""
     settings = plan.settings
     return (
@@ -58,14 +58,14 @@ def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float |
         return RowsForRanks({"training": df.select(sources)}, DatasetMeta("the DataFrame", tuple(columns), ()), None)
     if isinstance(validation, str):
         marked = F.col(quoted(validation)).cast("bigint") > 0
-        held = F.coalesce(marked, F.lit(False))
+        held_out = F.coalesce(marked, F.lit(False))
         # Ranks count its nulls, as they count those of the model's columns.
         name = f"{validation} (validation)" if validation in names else validation
         columns, names = [*columns, Column(name, "bool")], [*names, name]
         sources.append(marked.alias(name))
     else:
-        held = F.rand(seed) < validation
+        held_out = F.rand(seed) < validation
     meta = DatasetMeta("the DataFrame", tuple(columns), ())
     mark = "__held" + "_" * max(map(len, names))  # longer than all column names
-    split = Split(df.select([*sources, held.alias(mark)]), names, "validation", F.col(mark))
+    split = Split(df.select([*sources, held_out.alias(mark)]), names, "validation", F.col(mark))
     return RowsForRanks({"training": split}, meta, meta)

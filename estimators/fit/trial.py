@@ -33,7 +33,7 @@ ROWS = 32
 
 
 @contextmanager
-def normalised_rows(model: torch.nn.Module) -> Iterator[list[str]]:
+def batch_norm_layers(model: torch.nn.Module) -> Iterator[list[str]]:
     """Within this context, collect names of batch normalisation layers that would fail on a batch of one row.
 
     The model, or a copy, must train on a batch of any size meanwhile: torch refuses one value per channel.

@@ -43,7 +43,7 @@ _HEADS = {
 }
 
 
-class _OfKeras(TableParams):
+class _KerasParams(TableParams):
     """A table of parameters with a Keras model and its custom objects."""
 
     def value_of(self, name: str) -> Any:
@@ -59,7 +59,7 @@ class _OfKeras(TableParams):
         return None if module is None else module.keras_model
 
 
-class KerasModel(_OfKeras, TorchModel):
+class KerasModel(_KerasParams, TorchModel):
     """A trained Keras model in Spark ML; see TorchModel. It runs on the backend on which it was trained."""
 
     __module__ = "spark_hvd.estimators"
@@ -108,7 +108,7 @@ class KerasModel(_OfKeras, TorchModel):
         return (Head("other"),) * outputs if made_by_hand else super()._heads(outputs)
 
 
-class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
+class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
     """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks. ``fit`` returns a KerasModel.
 
     Data, store, checkpoints and history work as in TorchEstimator. It uses the backend of Keras 3 in the driver: torch

@@ -54,7 +54,7 @@ class TrainLoader:
         job, begun = self._job, self.begun
         self.weights[:] = [1.0] * begun
         if begun:
-            self._go_on(begun)
+            self._resume(begun)
         for number in range(begun, len(self)):
             if number > begun and job.saves_after(number):
                 self._save(number)
@@ -64,7 +64,7 @@ class TrainLoader:
             self.weights.append(job.feed.weight)
             yield batch
 
-    def _go_on(self, begun: int) -> None:
+    def _resume(self, begun: int) -> None:
         """Make Lightning's loop, which has begun the epoch, count the batches that were done before."""
         loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
         counts = loop.batch_progress.current
@@ -113,7 +113,7 @@ def mine(ranks: Sequence[Any]) -> Sequence[Any]:
     return ranks[hvd.rank() :: hvd.size()]
 
 
-def tell_unknown(job: Job) -> None:
+def warn_unknown_monitor(job: Job) -> None:
     """Warn about a monitor that no epoch has, if a validated epoch might have had it."""
     monitor = job.spec.monitor
     if hvd.rank() == 0 and job.awaits_validation and not any(monitor in (None, *row) for row in job.history):

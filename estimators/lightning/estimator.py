@@ -83,12 +83,12 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     asked = spec.trainer
     args = {name: value for name, value in asked["args"].items() if name in _TRIED}
     trainer = _make_trainer(pl, args, max_epochs=spec.epochs, callbacks=[probe])
-    validation = _Same(tensors, 1) if asked["validate"] else None
+    validation = _RepeatedBatch(tensors, 1) if asked["validate"] else None
     try:
         # Nothing random in the driver's process may depend on whether a fit was tried.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer.fit(module, _Same(tensors, steps), validation)
+            trainer.fit(module, _RepeatedBatch(tensors, steps), validation)
     except Exception as error:
         raise failed(_where(error, module), error, given) from error
     check_loss(spec, probe.loss, batch)
@@ -100,7 +100,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         )
 
 
-class _Same:
+class _RepeatedBatch:
     """One batch, repeated."""
 
     def __init__(self, batch: Batch, steps: int) -> None:

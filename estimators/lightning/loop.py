@@ -254,7 +254,7 @@ class _Fit:
             self.logged.append(dict(part["logged"]))
 
     def finish_batch(self, outputs: Any, batch: Mapping[str, torch.Tensor], number: int) -> None:
-        """After a batch, add training_step's result to the mean loss of the epoch."""
+        """Add training_step's result to the mean loss of the epoch, after a batch."""
         rows = len(next(iter(batch.values())))
         self.rows += rows
         assert self.job.progress is not None
@@ -290,7 +290,7 @@ class _Fit:
         job.feed.skip(max(0, self.due - job.feed.given))  # the epoch ended early (limit_train_batches)
         job.report()
         if last:
-            epoch.tell_unknown(job)
+            epoch.warn_unknown_monitor(job)
         self._save(stop=last)
 
     def save_within(self, done: int) -> None:

@@ -79,7 +79,7 @@ def make_strategy(
     find_unused_parameters: bool,
     factor: Callable[[], float] = lambda: 1.0,
 ) -> Any:
-    """DDP over the process group that the runner has initialised.
+    """Make a strategy for DDP over the process group that the runner has initialised.
 
     We use DDP and not hvd.DistributedOptimizer, which belongs to one optimizer that gets each gradient once per step.
     Modules of Lightning have several optimizers, toggle them, and clip, scale and accumulate within Lightning's own

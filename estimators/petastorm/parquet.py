@@ -35,7 +35,7 @@ class PartitionLevel:
 
     @property
     def dictionary(self) -> pa.Array:
-        """Return the values: integers if all of them are, otherwise strings."""
+        """The values: integers if all of them are, otherwise strings."""
         try:
             return pa.array([int(key) for key in self.keys], pa.int64())
         except ValueError:

@@ -37,12 +37,12 @@ Arrays = list[tuple[np.ndarray[Any, Any], Any]]
 class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
     """Reads pieces as Petastorm reads row groups, and turns them into the arrays of a batch's blocks.
 
-    Errors are published instead of arrays: an exception raised here would end the worker, and print.
+    Errors are published instead of arrays: an exception raised here would end the worker and print a traceback.
     """
 
     def __init__(self, worker_id: int, publish: Any, arguments: tuple[Any, ...]) -> None:
-        *petastorms, spec = arguments
-        super().__init__(worker_id, publish, petastorms)
+        *inherited, spec = arguments
+        super().__init__(worker_id, publish, inherited)
         self._spec: ReaderSpec = spec
         self._dataset = _NoPartitions()  # otherwise every worker would list the directory
         self._values: Any = None

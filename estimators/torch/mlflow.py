@@ -46,7 +46,7 @@ def log_model(
     except ImportError as error:
         raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
     plan = _plan(planned, batch_size)
-    example = df.select(*(_as_pandas_has_it(spec.column) for spec in planned.specs)).limit(5).toPandas()
+    example = df.select(*(_for_pandas(spec.column) for spec in planned.specs)).limit(5).toPandas()
     for column in example:
         if example[column].dtype == object and column not in planned.decoders:  # JSON has no numpy arrays
             example[column] = [value.tolist() if hasattr(value, "tolist") else value for value in example[column]]
@@ -104,7 +104,7 @@ def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any
     return info
 
 
-def _as_pandas_has_it(column: Column) -> SparkColumn:
+def _for_pandas(column: Column) -> SparkColumn:
     """Return the column as users of the model usually have it: unchanged, vectors as lists, decimals as doubles."""
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812 - the usual name

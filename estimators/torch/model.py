@@ -226,7 +226,7 @@ class TorchModel(SavedParams, Model):
         return Planned(model, packed, specs, used, plan, len(found), self._head())
 
     def _takes_text(self) -> bool:
-        """Whether the model accepts columns of text unchanged."""
+        """Return whether the model accepts columns of text unchanged."""
         return False
 
     def _head(self) -> Head:
@@ -240,14 +240,14 @@ class TorchModel(SavedParams, Model):
         return meta.heads if len(meta.heads) == outputs else (meta.head,) * outputs
 
     def _outputs(self) -> int:
-        """Number of outputs to name."""
+        """Return the number of outputs to name."""
         named = self.value_of("output_cols") or self.value_of("label_columns")
         if not named:
             raise ValueError("transform needs label_columns (or output_cols): one for each output of the model")
         return len(named)
 
     def _assumed_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the outputs if there is no row to show them; they only determine types."""
+        """Return the outputs' shapes to assume if there is no row to show them; they only determine types."""
         return ((2,) if self._head().kind == "multiclass" else (),) * self._outputs()
 
     def _plan(self, types: Sequence[str], shapes: Sequence[Shape]) -> tuple[Output, ...]:

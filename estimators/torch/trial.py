@@ -27,7 +27,7 @@ from spark_hvd.estimators.training.inputs import argument_names, outputs_of, ten
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
-_THAT_ADD_NOTHING = (EarlyStopping, CSVLogger, TensorBoard, MLflow)
+_ADD_NO_KEYS = (EarlyStopping, CSVLogger, TensorBoard, MLflow)
 """Callbacks that do not change the keys of the history."""
 
 
@@ -99,7 +99,7 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
     Raises:
         ValueError: a monitored value will be missing.
     """
-    if any(type(each) not in _THAT_ADD_NOTHING for each in objects.callbacks):
+    if any(type(each) not in _ADD_NO_KEYS for each in objects.callbacks):
         return
     stopping = [each.monitor for each in objects.callbacks if isinstance(each, EarlyStopping)]
     known = [f"{prefix}{name}" for prefix in ("", "val_") for name in ("loss", *metrics)] + list(NOT_MEANS)
@@ -111,7 +111,7 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
 def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:
     """Observe the reduction of a loss that does not declare one; None if nothing is observed."""
     told = LossReduction.of(loss)
-    if told.by_class or told.is_torchs:
+    if told.by_class or told.is_from_torch:
         return None
     kind = reduction_seen(loss, output, label)
     if kind is None:

@@ -24,14 +24,14 @@ class LossReduction:
 
     Attributes:
         kind: "mean", "sum" and the like; None if the loss does not declare it.
-        is_torchs: Whether the loss declares it and is torch's, so that the declaration is true.
+        is_from_torch: Whether the loss declares it and is torch's, so that the declaration is true.
         by_class: Whether labels are numbers of classes.
         weight: Weight of each class; None for 1.
         ignored: The label that is ignored.
     """
 
     kind: str | None
-    is_torchs: bool = False
+    is_from_torch: bool = False
     by_class: bool = False
     weight: torch.Tensor | None = None
     ignored: int | None = None
@@ -56,10 +56,10 @@ class LossReduction:
             if options.get("size_average") is False:  # an older spelling
                 kind = "sum"
             by_class = _function_of(loss) in _CLASSES
-        is_torchs = told and str(_function_of(loss).__module__).startswith("torch.")
+        is_from_torch = told and str(_function_of(loss).__module__).startswith("torch.")
         if not by_class:
-            return cls(kind, is_torchs)
-        return cls(kind, is_torchs, True, options.get("weight"), options.get("ignore_index"))
+            return cls(kind, is_from_torch)
+        return cls(kind, is_from_torch, True, options.get("weight"), options.get("ignore_index"))
 
     def divisor(self, label: torch.Tensor) -> float:
         """Return the divisor in the mean of a class loss: the labels that count, each with the weight of its class."""

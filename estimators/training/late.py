@@ -102,9 +102,9 @@ class MeetingPlace:
         path = self._path(_RESULTS)
         if not self.store.exists(path):
             return Results()
-        told: dict[str, Any] = json.loads(self.store.read_bytes(path))
-        epochs = {int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}
-        return Results(epochs, told["ended"], told["at"])
+        content: dict[str, Any] = json.loads(self.store.read_bytes(path))
+        epochs = {int(epoch): (each[0], each[1]) for epoch, each in content["epochs"].items()}
+        return Results(epochs, content["ended"], content["at"])
 
     def publish(self, results: Results) -> None:
         """Write results for the ranks."""
@@ -117,7 +117,7 @@ class MeetingPlace:
 
     @property
     def wants_no_more(self) -> bool:
-        """Return whether ranks have asked for no more."""
+        """Whether ranks have asked for no more."""
         return self.store.exists(self._path(_LAST))
 
     def clear(self, *, results: bool) -> None:
@@ -140,7 +140,7 @@ class LateValidation:
     def __init__(self, place: MeetingPlace, says: bool) -> None:
         self._place, self._says = place, says
         self._failing_since: float | None = None
-        self._told: tuple[float, float] | None = None
+        self._last_written: tuple[float, float] | None = None
         """When the driver last wrote, by its clock, and when this rank first saw it, by its own."""
 
     def ticket(self, epoch: int) -> Ticket:
@@ -162,7 +162,7 @@ class LateValidation:
         With ``wait``, wait for a running validation.
         """
         began = time.monotonic()
-        said = not self._says or hvd.rank() != 0
+        is_quiet = not self._says or hvd.rank() != 0
         while True:
             results = on_rank_0(self._results, name="spark_hvd.late")
             for epoch, means in results.of(history).items():
@@ -172,8 +172,8 @@ class LateValidation:
                     yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return
-            if not said and time.monotonic() - began > _SAY_AFTER:
-                said = True
+            if not is_quiet and time.monotonic() - began > _SAY_AFTER:
+                is_quiet = True
                 print("the last epoch is done; waiting for the validation in the background to end", flush=True)
             time.sleep(_LOOK_EVERY)
 
@@ -188,9 +188,9 @@ class LateValidation:
             return Results()
         self._failing_since = None
         now = time.monotonic()
-        if self._told is None or results.at != self._told[0]:
-            self._told = results.at, now
-        elif now - self._told[1] > _SILENT:
+        if self._last_written is None or results.at != self._last_written[0]:
+            self._last_written = results.at, now
+        elif now - self._last_written[1] > _SILENT:
             print(
                 f"the driver has reported nothing about validation in the background for {_SILENT:g} s. Perhaps it "
                 "cannot reach the store. Ranks no longer wait for it",

@@ -40,7 +40,7 @@ class PackedModule:
     weights: bytes = field(repr=False)
 
     def digest(self) -> str:
-        """SHA-256 of the content, in hex: equal for equal bytes."""
+        """Return the SHA-256 of the content, in hex: equal for equal bytes."""
         content = hashlib.sha256(len(self.structure).to_bytes(8, "little"))
         content.update(self.structure)
         content.update(self.weights)
@@ -106,7 +106,7 @@ def unpack_file(structure: bytes, weights: str) -> Any:
 
 
 def _restored(structure: bytes, values: dict[str, torch.Tensor]) -> Any:
-    entries, body = _ByDoor(io.BytesIO(structure)).load()
+    entries, body = _MovedNames(io.BytesIO(structure)).load()
     return _Unpickler(io.BytesIO(body), entries, values).load()
 
 
@@ -135,7 +135,7 @@ class _Pickler(SourcePickler):
         return super().reducer_override(obj)
 
 
-class _ByDoor(pickle.Unpickler):
+class _MovedNames(pickle.Unpickler):
     """Also reads pickles from before our files moved: names under the old path are in a room's door, or here."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -149,7 +149,7 @@ class _ByDoor(pickle.Unpickler):
             raise
 
 
-class _Unpickler(_ByDoor):
+class _Unpickler(_MovedNames):
     def __init__(self, file: io.BytesIO, entries: list[_Entry], values: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
         self._entries, self._values = entries, values

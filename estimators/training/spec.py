@@ -89,12 +89,12 @@ class TrainSpec:
     reductions: tuple[str | None, ...] = ()
 
     def epoch_steps(self, size: int) -> int:
-        """Number of batches in an epoch on each of ``size`` ranks."""
+        """Return the number of batches in an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
     def uses(self) -> Uses:
-        """Return the uses of the columns."""
+        """How the training uses its columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, Any]) -> str:

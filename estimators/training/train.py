@@ -251,7 +251,7 @@ class Job:
             self.state.put({**content, _STOPPED: stop}, done)
 
     def _monitored(self) -> str:
-        """The key of the history that determines the best epoch.
+        """Return the key of the history that determines the best epoch.
 
         Raises:
             ValueError: the history should have this key by now, but does not.

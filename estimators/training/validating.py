@@ -72,7 +72,7 @@ def validate(
 
 
 def _take(spec: TrainSpec, taken: list[tuple[Ticket, Found]]) -> Found | None:
-    """Read the newest waiting checkpoint. It may be deleted during that, if a newer one arrives."""
+    """Read the newest waiting checkpoint. It may be deleted meanwhile, if a newer one arrives."""
     place, checkpoints = MeetingPlace(spec.store, spec.run_id), Checkpoints(spec.store, spec.run_id)
     while waiting := place.waiting():
         try:

@@ -90,7 +90,7 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
 
 @contextmanager
 def memory_named(what: str, remedy: str = "") -> Iterator[None]:
-    """A context that turns out-of-memory errors, which each library words differently, into a ``ModelError``.
+    """Return a context that turns out-of-memory errors, which each library words differently, into a ModelError.
 
     Raises:
         ModelError: ``what`` does not fit; the text gives the available memory, and what to change.
@@ -278,7 +278,7 @@ class Shipped:
 
 @contextmanager
 def lacking_named(what: str) -> Iterator[None]:
-    """A context that raises ``ModelError`` if a module, or a name in one, is missing while ``what`` is unpickled.
+    """Return a context that raises a ModelError if a module, or a name in one, is missing while unpickling ``what``.
 
     Raises:
         ModelError: the text says what is missing, where, and what to do.

@@ -28,7 +28,7 @@ from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
-from spark_hvd.world.env import HOROVODS
+from spark_hvd.world.env import HOROVOD_DIALECT
 
 _INTERRUPTED = 130
 _FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.jax"}
@@ -176,7 +176,7 @@ def _dialect(program: Script, asked: bool) -> dict[str, str]:
             "dialect, so both have Horovod's numbers and errors (docs/migrating-from-horovod.md).",
             err=True,
         )
-    return dict(HOROVODS) if asked or theirs else {}
+    return dict(HOROVOD_DIALECT) if asked or theirs else {}
 
 
 def _check_multiple(num_proc: int | None, each: int | None) -> None:

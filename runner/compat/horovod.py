@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from spark_hvd.runner.launch.arguments import folded
 from spark_hvd.runner.launch.local import run_local
 from spark_hvd.runner.launch.run import run
-from spark_hvd.world.env import HOROVODS, read_patience
+from spark_hvd.world.env import HOROVOD_DIALECT, read_patience
 
 _PLACES = "Spark decides on which hosts ranks run: use horovod.spark.run; without it, ranks run on this machine"
 _OF_THIS_HOST = ("localhost", "127.0.0.1", "::1")
@@ -187,7 +187,7 @@ def _common(
     patience = start_timeout if start_timeout is not None else read_patience("SPARK_START_TIMEOUT", "START_TIMEOUT")
     interfaces = nics.split(",") if isinstance(nics, str) else [*(nics or ())]
     given = {"start_timeout": patience, "interfaces": interfaces or None, "stdout": stdout, "stderr": stderr}
-    return {"env": {**HOROVODS, **(env or {})}, "verbose": min(int(verbose), 1), **folded(_without_none(given))}
+    return {"env": {**HOROVOD_DIALECT, **(env or {})}, "verbose": min(int(verbose), 1), **folded(_without_none(given))}
 
 
 def _backend(use_mpi: bool | None, use_gloo: bool | None) -> str | None:

@@ -73,7 +73,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                 self._deferred.put(called, handle)
             else:
                 first = self._put(handle)
-        return self._told(handle, first, urgent)
+        return self._announce(handle, first, urgent)
 
     def again(
         self,
@@ -120,7 +120,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                 if first:
                     self._link.notify(self)
                 return handle
-        return self._told(handle, first, urgent)
+        return self._announce(handle, first, urgent)
 
     def _is_under_way(self, name: str) -> bool:
         other = self._handles.get(name)
@@ -151,7 +151,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         for handle in self._deferred.take(lambda name: not self._is_under_way(name)):
             self._put(handle)
 
-    def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
+    def _announce(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
         if self.tracing.recorder is not None:
             self.tracing.called(handle)

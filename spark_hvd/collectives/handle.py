@@ -130,7 +130,7 @@ class NamedHandle(Generic[T]):
                 left = -1 if timeout is None else max(0.0, begun + timeout - time.monotonic())
                 ended = self._baton.acquire(timeout=left)
                 if ended:
-                    self._let_go()
+                    self._release_waiters()
             activity.wait_ends(time.monotonic())
             if not ended:
                 raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
@@ -163,9 +163,9 @@ class NamedHandle(Generic[T]):
         self._execution = outcome
         self._error = error
         self._done = True
-        self._let_go()
+        self._release_waiters()
 
-    def _let_go(self) -> None:
+    def _release_waiters(self) -> None:
         try:  # noqa: SIM105 (a context manager would cost more than the rest)
             self._baton.release()
         except RuntimeError:  # two threads have ended it at the same time

@@ -33,7 +33,7 @@ from spark_hvd.world.config import Config
 from spark_hvd.world.layout import WorldLayout
 
 _log = logging.getLogger("spark_hvd")
-_told = False
+_warned = False
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""
@@ -121,7 +121,7 @@ def _open_memory(
         try:
             arena = SharedArena([(CAPACITY, torch.uint8), *([*KINDS, *PARTS] if small else ())])
         except OSError as error:
-            _tell(error)
+            _warn_once(error)
     if not all(exchange(arena is not None, group, cpu)) or arena is None:
         return None, None, None
     ask = functools.partial(exchange, group=group, device=cpu)
@@ -137,10 +137,10 @@ def _open_memory(
     return staging, Slots(gathered[1], gathered[2], place), sliced
 
 
-def _tell(error: OSError) -> None:
-    global _told
-    if not _told:  # warn once, however many process sets there are
-        _told = True
+def _warn_once(error: OSError) -> None:
+    global _warned
+    if not _warned:  # warn once, however many process sets there are
+        _warned = True
         _log.warning("The ranks of this host share no memory, and exchange all data by sockets: %s", error)
 
 

@@ -53,7 +53,7 @@ def how_of(request: Request) -> How | None:
 
 
 _log = logging.getLogger("spark_hvd")
-_told = False
+_warned = False
 
 
 def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
@@ -135,8 +135,8 @@ class Unnamed:
         before, last = self._last.get(kind, (thread, ""))
         self._last[kind] = thread, name
         # Threads that take turns keep an order, as autograd's do.
-        if before != thread and not _told and (other := under_way.get(last)) is not None and not other.done:
-            _tell(kind)
+        if before != thread and not _warned and (other := under_way.get(last)) is not None and not other.done:
+            _warn_once(kind)
         return name
 
     def joined(self) -> None:
@@ -144,9 +144,9 @@ class Unnamed:
         self._counters.clear()
 
 
-def _tell(kind: str) -> None:
-    global _told
-    _told = True
+def _warn_once(kind: str) -> None:
+    global _warned
+    _warned = True
     _log.warning(
         "%s was called without a name in thread %r, while another thread's call is in flight. Such calls are matched "
         "by their order, which is not the same on all ranks when there are several threads: ranks may combine tensors "

@@ -83,18 +83,18 @@ class ProcessSet:
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """Number of ranks; None while it is not registered."""
+        """Return the number of ranks; None while the set is not registered."""
         return None if self._id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This rank's position in the set; None if it is not a member, or the set is not registered."""
+        """Return this rank's position in the set; None if it is not a member, or the set is not registered."""
         ranks, world = self.ranks, _world()
         if self.process_set_id is None or ranks is None or world is None:
             return None
         return ranks.index(world.me.rank) if world.me.rank in ranks else None
 
     def included(self) -> bool | None:
-        """Whether this rank is a member; None while the set is not registered."""
+        """Return whether this rank is a member; None while the set is not registered."""
         return None if self.process_set_id is None else self.rank() is not None
 
     def registered_as(self, number: int | None) -> None:

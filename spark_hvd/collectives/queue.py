@@ -71,7 +71,7 @@ class NegotiatedQueue(Calls, Source):
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
         # Once this rank has joined, a name stands for the other ranks' calls, to which this rank contributes zeros. So
         # no call of its own may be left: none that waits for a name, and none in memory. A call there that all ranks
-        # have entered ends only when the rank that tries to withdraw has seen so.
+        # have entered ends only once the rank that tries to withdraw has seen that all have.
         left: list[NamedHandle[Any]] | None = None
         while left != []:
             with self._lock:

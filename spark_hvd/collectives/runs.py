@@ -116,7 +116,7 @@ class Runs:
             self._started.pop(active.number, None)
             self._fail(active.handles, error)
         else:
-            self._go_on(active)
+            self._continue(active)
         self._pump()
 
     def _pump(self) -> None:
@@ -134,14 +134,14 @@ class Runs:
                 started = _Started(number, batch, Execution(steps), handles, queued_ns, started_ns)
                 self._started[number] = started
                 if rounds(batch, self._members) or started.execution.waiting_for is None:
-                    self._go_on(started)
+                    self._continue(started)
                 else:
                     started.execution.waiting_for.when_done(partial(self._only_round_is_over, started))
             except Exception as error:
                 self._started.pop(number, None)
                 self._fail(handles, error)
 
-    def _go_on(self, started: _Started) -> None:
+    def _continue(self, started: _Started) -> None:
         """Continue with a batch of several rounds, which has begun another round or has ended."""
         if started.execution.waiting_for is None:
             self._ended(started)

@@ -285,7 +285,7 @@ class Coordinator:
         return here == len(self._ranks) or len(pending.requests.keys() | self._joined.keys()) == len(self._ranks)
 
     def _finish(self, name: str, pending: _PendingName, entries: list[Entry]) -> list[Decision]:
-        """Every rank is ready: add the entry to `entries`, or return its failure."""
+        """Add an entry for which every rank is ready to `entries`, or return its failure."""
         if name in self._ids:
             self._thawed &= ~(1 << self._ids[name])
         places = sorted(pending.requests)

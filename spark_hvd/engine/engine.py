@@ -270,7 +270,7 @@ class Engine:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._run_once()
         except BaseException as error:  # a defect of ours must not leave ranks waiting for ever
             _log.exception("the engine of the named collectives has failed")
             self._give_up(f"{type(error).__name__}: {error}")
@@ -280,7 +280,7 @@ class Engine:
         # thread because Python 3.12 starts no thread while the interpreter exits.
         self._context.term()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Sleep until something arrives, and handle it."""
         handled = False
         for ready, _ in self._poller.poll(self._milliseconds_left()):

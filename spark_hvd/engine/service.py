@@ -39,7 +39,7 @@ class Coordination:
         self._coordinator.last_in_memory = queue.memory.last
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(queue.ranks)))
-        self._unheard = set(self._absent)
+        self._without_hello = set(self._absent)
         self.complete = threading.Event()
         """Set when both connections of all members are up."""
         self._held_back: list[Decision] = []
@@ -59,7 +59,7 @@ class Coordination:
         decisions: list[Decision] = []
         while (message := self.sockets.receive()) is not None:
             try:
-                decisions += self._heard(*json.loads(message))
+                decisions += self._handle(*json.loads(message))
             except Exception as error:  # our defect, or another version of spark_hvd
                 kind = type(error).__name__
                 raise ValueError(f"a member sent an invalid request ({kind}): {message[:100]!r}") from error
@@ -74,17 +74,17 @@ class Coordination:
                 self._absent.discard(place)
             else:
                 self._vanished.setdefault(place, time.monotonic() + CLOSE_GRACE_SECONDS)
-                self._unheard.discard(place)
+                self._without_hello.discard(place)
         held, self._held_back = self._held_back, []
         self._send(held)
-        self._look_who_is_here()
+        self._check_complete()
 
     @property
     def waits(self) -> bool:
         """Whether anything depends on the clock."""
         return bool(self._vanished) or self._coordinator.has_waiting
 
-    def _heard(self, place: int, kind: str, *fields: Any) -> list[Decision]:
+    def _handle(self, place: int, kind: str, *fields: Any) -> list[Decision]:
         if kind == "ready":
             ids, fresh = fields
             requests = [(name, Request(*request)) for name, request in fresh]
@@ -97,8 +97,8 @@ class Coordination:
             text = f"rank {self.queue.ranks[place]} could not do its part: {fields[0]}"
             return self._coordinator.gone(place, text, left=False)
         if kind == "hello":
-            self._unheard.discard(place)
-            self._look_who_is_here()
+            self._without_hello.discard(place)
+            self._check_complete()
             return []
         if kind == "ping":
             return [Pong(place, fields[0], time.monotonic_ns())]
@@ -136,7 +136,7 @@ class Coordination:
     def give_up(self, why: str) -> None:
         """Tell all members that this coordinator has failed."""
         self.complete.set()
-        self.tell(self._heard(0, "failed", why))
+        self.tell(self._handle(0, "failed", why))
 
     def tell(self, decisions: Sequence[Decision]) -> None:
         """Tell all members, this rank last."""
@@ -153,14 +153,14 @@ class Coordination:
         elif decisions and self.sockets is not None:
             self.sockets.send(decisions)
 
-    def _look_who_is_here(self) -> None:
-        if not self._absent and not self._unheard:
+    def _check_complete(self) -> None:
+        if not self._absent and not self._without_hello:
             self.complete.set()
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
     def next_check(self) -> float | None:
-        """When :meth:`check` is due, in seconds of the monotonic clock; None if nothing is waiting."""
+        """Return when :meth:`check` is due, in seconds of the monotonic clock; None if nothing is waiting."""
         due = min(self._vanished.values(), default=None)
         limits = [limit for limit in (self._stall_warning, self._coordinator.stall_timeout) if limit is not None]
         if limits and self._coordinator.has_waiting:
@@ -214,7 +214,7 @@ class Coordination:
 
     def absent_text(self, seconds: float) -> str:
         """Return an error text for the members that have not connected."""
-        ranks = [self.queue.ranks[place] for place in sorted(self._absent | self._unheard)]
+        ranks = [self.queue.ranks[place] for place in sorted(self._absent | self._without_hello)]
         return (
             f"{ranks_text(ranks)} did not connect to the coordinator of the named collectives, rank "
             f"{self.queue.ranks[0]}, within {seconds:.0f} s. See their own errors for the cause."

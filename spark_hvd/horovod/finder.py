@@ -35,7 +35,7 @@ class NamesFinder(MetaPathFinder, Loader):
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
         if fullname == "horovod":
-            _tell_of_the_other(sys.path)
+            _warn_about_other(sys.path)
         if fullname in TABLE:
             return ModuleSpec(fullname, self, is_package=True)
         why = next((why for name, why in REFUSED.items() if f"{fullname}.".startswith(f"{name}.")), None)
@@ -84,7 +84,7 @@ def install() -> None:
     sys.meta_path.insert(0, NamesFinder())
 
 
-def _tell_of_the_other(path: Sequence[str]) -> None:
+def _warn_about_other(path: Sequence[str]) -> None:
     spec = PathFinder.find_spec("horovod", path)
     if _is_other(spec):
         assert spec is not None

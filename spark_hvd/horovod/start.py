@@ -7,17 +7,17 @@ import os
 import sys
 from typing import Any
 
-from spark_hvd.world.env import HOROVODS, read_log_level
+from spark_hvd.world.env import HOROVOD_DIALECT, read_log_level
 
 
 def switch_on() -> None:
-    """From now on, use the dialect in worlds that this process joins and in ranks that it starts."""
-    os.environ.update(HOROVODS)
+    """Use the dialect from now on, in worlds that this process joins and in ranks that it starts."""
+    os.environ.update(HOROVOD_DIALECT)
     level = read_log_level()
     if level is not None:
         logging.getLogger("spark_hvd").setLevel(level)
     if "spark_hvd.context.init" in sys.modules:
-        _tell_rank()
+        _export_rank()
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -30,10 +30,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     change = {"dialect": "horovod"} if in_world() and not speaks_horovod() else {}
     context.init(comm, process_sets, **change)
-    _tell_rank()
+    _export_rank()
 
 
-def _tell_rank() -> None:
+def _export_rank() -> None:
     from spark_hvd.context import who
     from spark_hvd.context.standing import is_initialized
 

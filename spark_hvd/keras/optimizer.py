@@ -182,7 +182,7 @@ OUTSIDE = (
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
 ) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers to their rank.
+    """Make a :func:`DistributedOptimizer` that does not reduce the gradients of some layers.
 
     Args:
         optimizer: Any optimizer of Keras.

@@ -84,7 +84,7 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: Any, *args: Any, local_layers: Any = None, **options: Any
 ) -> Any:
-    """A :func:`DistributedGradientTape` that leaves the gradients of some layers to their rank.
+    """Make a :func:`DistributedGradientTape` that does not reduce the gradients of some layers.
 
     Args:
         gradtape: The tape. It is changed, and returned.

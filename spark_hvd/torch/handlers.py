@@ -206,7 +206,7 @@ _PLAIN = {bool, int, float, str, bytes, type(None), tuple, list, dict}
 
 
 def get_handler_registry() -> Registry:
-    """The list of (class, handler class) pairs; the first match is used. You may change the list."""
+    """Return the list of (class, handler class) pairs; the first match is used. You may change the list."""
     return _registry
 
 

@@ -58,7 +58,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
                 f"argument {number} of hvd.prepare is a {type(each).__name__}: expected models, optimizers and "
                 "DataLoaders. Leave others out: schedulers of a prepared optimizer need no change"
             )
-    loaders = {id(each): _dealt_out(each, seed) for each in objects if isinstance(each, DataLoader)}
+    loaders = {id(each): _sharded(each, seed) for each in objects if isinstance(each, DataLoader)}
     models = [each for each in objects if isinstance(each, torch.nn.Module)]
     for model in models:
         if not _reduces_itself(model):
@@ -100,7 +100,7 @@ class _EpochSampler(DistributedSampler[int]):
         return order
 
 
-def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def _sharded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     """Return a copy that loads this rank's share."""
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler

@@ -105,19 +105,19 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for key, value in state["state"].get(number, {}).items():
-            optimizer.state[param][key] = _as_it_was(optimizer.state[param][key], value)
+            optimizer.state[param][key] = _restored(optimizer.state[param][key], value)
 
 
-def _as_it_was(loaded: Any, value: Any) -> Any:
+def _restored(loaded: Any, value: Any) -> Any:
     """Undo torch's changes to a loaded state value: to its dtype, and to text."""
     if isinstance(value, str):
         return value  # torch takes text for a collection, and makes "<generator object ...>" of it
     if isinstance(value, torch.Tensor):
         return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
     if isinstance(value, dict):
-        return {key: _as_it_was(loaded[key], part) for key, part in value.items()}
+        return {key: _restored(loaded[key], part) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_as_it_was(*pair) for pair in zip(loaded, value, strict=True))
+        return type(value)(_restored(*pair) for pair in zip(loaded, value, strict=True))
     return loaded
 
 

@@ -22,7 +22,7 @@ _WIDER = {
 # A sum of small integers can leave their range, though the average never does.
 _WIDER_FOR_AVERAGE = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
-_AS_THEY_ARE = {
+_UNCHANGED = {
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -54,7 +54,7 @@ def is_integer(dtype: torch.dtype) -> bool:
 @functools.cache
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
     """Raise an UnsupportedDtypeError if this reduction does not support this dtype."""
-    if dtype not in _AS_THEY_ARE and dtype not in _WIDER:
+    if dtype not in _UNCHANGED and dtype not in _WIDER:
         raise UnsupportedDtypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
     if op is ReduceOp.AVERAGE and dtype == torch.bool:
         raise UnsupportedDtypeError(

@@ -23,8 +23,8 @@ def without_lookups() -> None:
     A TCPStore looks up the name of each address that it connects to, for a line of torch's log. Without a reachable
     server, that takes ten seconds per rank, and five if the server drops one of many queries. Since torch 2.9, a
     process in which a lookup has failed makes no more. So this function makes one fail, in a thread whose resolver
-    tries zero times. It does not affect the resolver of other threads, and so of users' code. It does nothing if the C
-    library is not glibc.
+    tries zero times. It does not affect the resolver of other threads, in which users' code runs. It does nothing if
+    the C library is not glibc.
     """
     state = getattr(ctypes.CDLL(None), "__res_state", None)
     if state is None:

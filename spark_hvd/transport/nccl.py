@@ -53,7 +53,7 @@ class NcclGroups:
 
     @property
     def backends(self) -> list[NcclBackend]:
-        """Return their NCCL parts, that of the oldest group first."""
+        """NCCL parts of the groups, that of the oldest group first."""
         parts = (self._backend_of(group) for group in self._groups() if group is not None)
         return [part for part in parts if part is not None]
 

@@ -98,9 +98,9 @@ class ConnectionRegistry:
         self._cut()
         if self._before is not None:
             # In its own thread, which ends with the making of the group: the caller must listen to others.
-            threading.Thread(target=self._go_on_cutting, name="spark_hvd-abort", daemon=True).start()
+            threading.Thread(target=self._keep_cutting, name="spark_hvd-abort", daemon=True).start()
 
-    def _go_on_cutting(self) -> None:
+    def _keep_cutting(self) -> None:
         while self._before is not None:
             time.sleep(_AGAIN_SECONDS)
             self._cut()

@@ -70,7 +70,7 @@ class Activity:
         self.progress: Loop | None = None
         """The loop that runs, or that ran last."""
         self._epochs: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_EPOCHS)
-        self._told_by_fit = False
+        self._fit_reports_epochs = False
         self._epoch: int | None = None
         self._values: dict[str, float] = {}
         """Last values of that epoch's loops that have ended."""
@@ -104,7 +104,7 @@ class Activity:
 
     def add_epoch(self, means: Mapping[str, float]) -> None:
         """Record the means of a fit's epoch; the values of its loops, which are of batches, are not reported."""
-        self._told_by_fit = True
+        self._fit_reports_epochs = True
         self._epochs.append((time.monotonic(), means))
 
     def end_loop(self, epoch: int | None = None, *, last: bool = False) -> None:
@@ -113,7 +113,7 @@ class Activity:
         ``epoch`` is the epoch of the next loop, unless this loop is the ``last``; None: the next loop belongs to the
         same epoch. The epoch's values are the last ones of its loops.
         """
-        if self.progress is None or self._told_by_fit or not self.watched:
+        if self.progress is None or self._fit_reports_epochs or not self.watched:
             return
         facts = self.progress.facts(time.monotonic())
         if facts["epoch"] is not None:

@@ -106,7 +106,7 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
     return Config(**values)
 
 
-HOROVODS = {"SPARK_HVD_DIALECT": "horovod"}
+HOROVOD_DIALECT = {"SPARK_HVD_DIALECT": "horovod"}
 """The environment of ranks whose world uses Horovod's dialect."""
 
 
@@ -114,7 +114,7 @@ def carried_dialect(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variable that gives a run's ranks this process's dialect; empty for our own dialect."""
     if dialect := env.get("SPARK_HVD_DIALECT", ""):
         return {"SPARK_HVD_DIALECT": dialect}
-    return dict(HOROVODS) if "spark_hvd.horovod" in sys.modules else {}
+    return dict(HOROVOD_DIALECT) if "spark_hvd.horovod" in sys.modules else {}
 
 
 def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float | None:

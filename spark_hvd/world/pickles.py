@@ -15,17 +15,17 @@ import cloudpickle
 _NAMELESS = "<dynamic-code>"
 
 
-def _with_its_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
     make, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if each == _NAMELESS else each for each in arguments)
 
 
-def _as_bytes(storage: Any) -> Any:
+def _reduce_storage(storage: Any) -> Any:
     torch = sys.modules["torch"]
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True).__reduce__()
 
 
-def _alone(tensor: Any) -> Any:
+def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a view without the rest of its storage; torch would pickle a whole bucket for each gradient in it."""
     torch = sys.modules["torch"]
     plain = (
@@ -36,7 +36,7 @@ def _alone(tensor: Any) -> Any:
     return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _of_tasks(value: Any) -> Any:
+def _refuse(value: Any) -> Any:
     """Refuse a broadcast or an accumulator: a rank can use neither, unlike Spark's tasks."""
     raise pickle.PicklingError(f"only Spark's own tasks know a {type(value).__qualname__}")
 
@@ -44,16 +44,16 @@ def _of_tasks(value: Any) -> Any:
 class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
     """cloudpickle's pickler, which since 3.1.3 would call every code object's file "<dynamic-code>"."""
 
-    dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if (torch := sys.modules.get("torch")) is not None:
             # float8 and other new dtypes: torch cannot read its own pickles of such storages.
-            self.dispatch_table.setdefault(torch.UntypedStorage, _as_bytes)
-            self.dispatch_table.setdefault(torch.Tensor, _alone)
+            self.dispatch_table.setdefault(torch.UntypedStorage, _reduce_storage)
+            self.dispatch_table.setdefault(torch.Tensor, _reduce_tensor)
         for name in ("Broadcast", "Accumulator"):
             if (kind := getattr(sys.modules.get("pyspark"), name, None)) is not None:
-                self.dispatch_table.setdefault(kind, _of_tasks)
+                self.dispatch_table.setdefault(kind, _refuse)
         super().__init__(*args, **kwargs)
 
 

@@ -270,7 +270,7 @@ def two_threads_of_autograd_in_the_hooks() -> None:
 
 @mutant("")
 def hooks_without_a_lock() -> None:
-    with mock.patch.object(hooks, "one_after_another", side_effect=lambda hook, lock: hook):
+    with mock.patch.object(hooks, "serialized", side_effect=lambda hook, lock: hook):
         two_branches(10)
 
 

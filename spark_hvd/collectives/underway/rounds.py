@@ -106,7 +106,7 @@ class MemoryRounds(Generic[C]):
 
     @property
     def under_way(self) -> list[C]:
-        """Return the calls that are in memory."""
+        """The calls that are in memory."""
         return [*self._under_way.values()]
 
     def last(self, place: int) -> tuple[float, str] | None:

@@ -68,11 +68,11 @@ class LookUp:
         self._size = self._tables[0].cut.size
         fault = next((text for pair in zip(tables, self._ids, strict=True) if (text := _beyond(*pair))), None)
         if self._size > 1:
-            self._ask(fault)
+            self._request(fault)
         if fault is not None:
             raise IndexError(fault)
 
-    def _ask(self, fault: str | None) -> None:
+    def _request(self, fault: str | None) -> None:
         """Send each rank a message of fixed length: how many rows of each table, the maximum for any rank, and rows.
 
         So ranks learn the maximum that any rank requests from any other, which is the room for rows in the next
@@ -96,27 +96,27 @@ class LookUp:
         each = [message.shape[1]] * size
         self._room, self._told = room, self._communicator.alltoall(message.view(-1), each, each)
         if fault is not None:
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> tuple[torch.Tensor, list[list[int]], int]:
+    def _receive(self) -> tuple[torch.Tensor, list[list[int]], int]:
         """Return the messages, each rank's number of wanted rows per table, and the maximum between any two ranks."""
-        heard = self._told.wait().view(self._size, -1)
-        header = heard[:, : len(self._tables) + 1].tolist()
+        messages = self._told.wait().view(self._size, -1)
+        header = messages[:, : len(self._tables) + 1].tolist()
         most = max(each[-1] for each in header)
         if most > self._room or most < self._room // 2:
             _rooms[self._tables[0]] = most + most // 8
-        return heard, [each[:-1] for each in header], most
+        return messages, [each[:-1] for each in header], most
 
     def _answer(self) -> torch.Tensor:
         """Return the rows that the others request from this rank, rank by rank."""
-        heard, self._asked, most = self._hear()
+        messages, self._asked, most = self._receive()
         bad = [rank for rank, counts in enumerate(self._asked) if counts[0] == _FAULT]
         if bad:
             raise CollectiveError(
                 f"rank {bad[0]} looks up an id beyond its table, so all look-ups fail; its own error names the id"
             )
         totals, first = [sum(each) for each in self._asked], len(self._tables) + 1
-        pieces = [row[first : first + total] for row, total in zip(heard, totals, strict=True)]
+        pieces = [row[first : first + total] for row, total in zip(messages, totals, strict=True)]
         if most > self._room:
             lengths = [max(0, total - self._room) for total in totals]
             rest = self._communicator.alltoall(

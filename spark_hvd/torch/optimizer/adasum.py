@@ -87,7 +87,7 @@ def _has_others(process_set: ProcessSet) -> bool:
 def take_over_with_adasum(
     optimizer: torch.optim.Optimizer, names: Sequence[str], process_set: ProcessSet, compression: Any
 ) -> AdasumOptimizer:
-    """Make `optimizer` combine the ranks' steps; on ranks outside the process set, it keeps its own steps.
+    """Make `optimizer` combine the ranks' steps; on ranks outside the process set, steps stay local.
 
     Raises:
         PlanMismatchError: Parameters or compression differ between ranks; raised on all of them.
@@ -100,9 +100,9 @@ def take_over_with_adasum(
             {"op": "ADASUM", "compression": getattr(compression, "__name__", type(compression).__name__)},
             lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
         )
-    others = process_set if elastic or _has_others(process_set) else None
+    combining = process_set if elastic or _has_others(process_set) else None
     optimizer = take_over(optimizer, AdasumOptimizer)
-    deltas = optimizer._deltas = _Deltas(others, compression)
+    deltas = optimizer._deltas = _Deltas(combining, compression)
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())
     return optimizer

@@ -150,7 +150,7 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64) % _PRIME  # modulo a prime, so that the high bits count, too
 
 
-def warn_of_start(
+def warn_about_start(
     params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], weights: Sequence[list[int]]
 ) -> None:
     """Warn if ranks start from different weights, or if DistributedDataParallel reduces the same gradients."""

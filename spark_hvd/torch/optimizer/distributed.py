@@ -44,7 +44,7 @@ class ReducedOptimizer(TakenOver):
     _reducer: GradientReducer | None
     _recipe: Recipe
     _synchronizes: bool
-    _goes_along: bool
+    _spans_worlds: bool
     """Whether it was made outside the worlds of an elastic rank, and is bound to each of them."""
     _unbound: str | None
     """Why gradients cannot be reduced now; None if they can."""
@@ -268,7 +268,7 @@ def _take_over(
     optimizer._recipe = recipe
     optimizer._reducer = reducer
     optimizer._unbound = unbound
-    optimizer._goes_along = unbound is not None
+    optimizer._spans_worlds = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
     recipe.scale_gradients(optimizer)
     enlist(optimizer)

@@ -124,7 +124,7 @@ class FlatBucket:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return the addresses at which the buffer starts and ends."""
+        """Addresses at which the buffer starts and ends."""
         start = self._flat.data_ptr()
         return start, start + self.nbytes
 

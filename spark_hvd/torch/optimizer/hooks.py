@@ -21,7 +21,7 @@ class Backward(Protocol):
         """Record the first gradient of a pass, which is this parameter's."""
 
     def advance(self) -> None:
-        """Continue: a bucket is complete."""
+        """Launch complete buckets, of which there is one more."""
 
     def overrun(self, index: int) -> None:
         """Handle a parameter that got one gradient more than its step should have."""
@@ -80,7 +80,7 @@ def make_hook(
     return hook
 
 
-def one_after_another(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
+def serialized(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
     """Wrap a hook so that it waits while another with the same lock runs, in any thread.
 
     Autograd has one thread per GPU, and runs CPU work in the caller's thread. So if parameters are on several devices,
@@ -134,7 +134,7 @@ class Watch:
         self.watched[index] = None
         hook = make_hook(index, self._progress, self._reducer_ref)
         if self._lock is not None:
-            hook = one_after_another(hook, self._lock)
+            hook = serialized(hook, self._lock)
         self.handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:

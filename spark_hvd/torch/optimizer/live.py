@@ -112,7 +112,7 @@ class Live(Protocol):
     param_groups: list[dict[str, Any]]
     _recipe: Recipe
     _reducer: GradientReducer | None
-    _goes_along: bool
+    _spans_worlds: bool
     _unbound: str | None
 
 
@@ -142,9 +142,9 @@ def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> N
                 other._reducer.close()
             other._reducer, other._unbound = None, _REPLACED
             # An optimizer that moves between worlds, replaced in one, is bound in the next, as on new ranks.
-            other._goes_along = other._goes_along and in_world()
+            other._spans_worlds = other._spans_worlds and in_world()
     _made[:] = [
-        ref for ref in _made if (each := ref()) is not None and (each._goes_along or each._unbound is not _REPLACED)
+        ref for ref in _made if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
     ]
 
 
@@ -191,7 +191,7 @@ def release_optimizers() -> None:
         if optimizer._reducer is not None:
             optimizer._reducer.close()
             optimizer._reducer = None
-        optimizer._unbound = NOT_YET if optimizer._goes_along else _OVER
+        optimizer._unbound = NOT_YET if optimizer._spans_worlds else _OVER
 
 
 def _params_of(optimizer: Live) -> list[torch.nn.Parameter]:

@@ -43,7 +43,7 @@ class BucketMemory:
         return grad.layout is torch.strided and self.is_inside(grad.data_ptr())
 
     def rescue(self, written: FlatBucket) -> None:
-        """Before one bucket is written, move gradients of other buckets that lie out of place to separate memory."""
+        """Move gradients of other buckets that lie out of place to separate memory, before ``written`` is written."""
         for bucket in self._buckets:
             if bucket is not written:
                 bucket.rescue()
@@ -75,7 +75,7 @@ class Handed:
         return count > self._own
 
     def give_way(self, given: Sequence[Callable[[], torch.Tensor | None]]) -> None:
-        """Before the buffer is written, move tensors of ``given`` that are no longer gradients to separate memory."""
+        """Move tensors of ``given`` that are no longer gradients to separate memory, before the buffer is written."""
         for param, view, alive in zip(self._params, self._views, given, strict=True):
             grad = alive()
             if grad is not None and grad is not param.grad and lies_in(grad, view):

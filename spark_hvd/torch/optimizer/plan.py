@@ -77,7 +77,7 @@ class GradientPlan:
         return bool(self.buckets or self.sparse)
 
     def newcomers(self) -> list[int]:
-        """Parameters without a place that are trained now, because they were added or unfrozen."""
+        """Return parameters without a place that are trained now, because they were added or unfrozen."""
         return [index for index in self.unplanned if self._params[index].requires_grad]
 
     def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:

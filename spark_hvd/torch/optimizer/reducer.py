@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
+from spark_hvd.torch.optimizer.arguments import fingerprints, warn_about_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, make_hook, overrun, remove_all
@@ -305,7 +305,7 @@ class GradientReducer:
         )
         if facts and facts[0]["rank"] == dist.get_rank() and not self._warned:
             self._warned = True
-            warn_of_start(self._params, self._specs, [fact["weights"] for fact in facts])
+            warn_about_start(self._params, self._specs, [fact["weights"] for fact in facts])
         complete = all(fact["complete"] for fact in facts)
         if not complete and not last_chance:
             self.phase = Phase.LATE
@@ -369,9 +369,9 @@ class GradientReducer:
         pipeline.launch_rest(presence)
         pipeline.finish(0, [self._params[index] for index in self._plan.sparse], presence)
         if pipeline.participation.newcomers:
-            self._take_in_newcomers(presence)
+            self._place_newcomers(presence)
 
-    def _take_in_newcomers(self, presence: Presence) -> None:
+    def _place_newcomers(self, presence: Presence) -> None:
         """Place parameters that were added, unfrozen or changed after the last plan; their gradients are complete."""
         newcomers, plan = self._newcomers or [], self._plan
         misfits = [index for bucket in self._buckets for index in bucket.misfits]

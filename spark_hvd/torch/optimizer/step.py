@@ -116,12 +116,12 @@ class BucketPipeline:
             self._ended += 1
             bucket.receive()
             if number == 0 and not sparse:
-                self._look_round(bucket, presence)
+                self._learn_participation(bucket, presence)
             elif (not bucket.on_gpu or bucket.misfits) and bucket.tells_of_misfits:
                 self.participation = replace(self.participation, newcomers=True)
             bucket.complete(self._correction)
 
-    def _look_round(self, first: FlatBucket, presence: Presence) -> None:
+    def _learn_participation(self, first: FlatBucket, presence: Presence) -> None:
         """Find out which ranks have taken part."""
         # The host would have to wait for a device. So with a device, it reads only if it expects news.
         if not first.on_gpu or self.must_look or presence is not Presence.HERE or first.misfits:

@@ -79,30 +79,30 @@ class Levels:
         if refused := [(place, text) for place, text in enumerate(ask(why)) if text is not None]:
             if arena is not None:
                 arena.discard()
-            self.say_off(f"rank {refused[0][0]} of it has no memory to share ({refused[0][1]})")
+            self.warn_disabled(f"rank {refused[0][0]} of it has no memory to share ({refused[0][1]})")
             return None
         assert arena is not None
         gathered = arena.map_all(self.place, self.among_home(ask))
         possible = ask(gathered is not None)
         if not all(possible):
-            self.say_off(f"rank {possible.index(False)} of it cannot map the memory of its host's other ranks")
+            self.warn_disabled(f"rank {possible.index(False)} of it cannot map the memory of its host's other ranks")
             return None
         return gathered
 
-    def say_off(self, why: str) -> None:
+    def warn_disabled(self, why: str) -> None:
         """Warn once, on the process set's first rank."""
         if self.place == 0 and self.home[0] == 0:
-            say_off(why)
+            warn_disabled(why)
 
 
-_said: list[str] = []
+_warned: list[str] = []
 
 
-def say_off(why: str) -> None:
+def warn_disabled(why: str) -> None:
     """Warn why a process set reduces without levels, once per process and reason."""
-    if _said:
+    if _warned:
         return
-    _said.append(why)
+    _warned.append(why)
     _log.warning(
         "hierarchical all-reduce is off for a process set: %s. All ranks reduce in one ring over Gloo instead, which "
         "sends more over each host's link. HOROVOD_HIERARCHICAL_ALLREDUCE=0 turns it off without this warning.",
@@ -187,7 +187,9 @@ class Hierarchy:
             if pipes is not None:
                 pipes.abort()
             unable = (reached if False in reached else possible).index(False)
-            levels.say_off(f"rank {unable} of it has no memory to share, or cannot open that of its host's other ranks")
+            levels.warn_disabled(
+                f"rank {unable} of it has no memory to share, or cannot open that of its host's other ranks"
+            )
             return None
         assert pipes is not None
         groups.keep(process_set_id, pipes)
@@ -301,7 +303,7 @@ class HierarchicalSum(MemorySum):
 
     @property
     def summed(self) -> bool:
-        """Return whether this rank's slice is summed over the hosts."""
+        """Whether this rank's slice is summed over the hosts."""
         return all(work.is_completed() for _, _, work in self._works)
 
     def reduce(self) -> None:

@@ -53,10 +53,10 @@ class Fence:
     def __call__(self) -> None:
         """Make all writes of this thread visible."""
         # Releasing a lock orders what came before, acquiring one what comes after, and both together are one order.
-        # On Arm: what
-        # precedes a store-release stays before it, what follows a load-acquire stays after it, and a load-acquire does
-        # not happen before an earlier store-release (Arm ARM B2.3: po;[L], [A];po and [L];po;[A] are ordered). glibc's
-        # semaphores, which implement Python's locks up to 3.12, and the atomics of later versions consist of these.
+        # On Arm, what precedes a store-release stays before it, what follows a load-acquire stays after it, and a
+        # load-acquire does not happen before an earlier store-release (Arm ARM B2.3: po;[L], [A];po and [L];po;[A] are
+        # ordered). glibc's semaphores, which implement Python's locks up to 3.12, and the atomics of later versions
+        # consist of these.
         self._lock.release()
         self._lock.acquire()
 

@@ -161,14 +161,14 @@ class Pipes(Forkable):
         # Before reading who sleeps: a rank about to sleep says so, then reads this counter. One of the two sees the
         # other.
         self._fence()
-        if (lacking := self._lacking(point, times)) is None:
+        if (lacking := self._missing(point, times)) is None:
             return times
         for place, board, fd in self._others:
             if board[_ASLEEP] and lacking in (_NOBODY, place):
                 self._wake(place, fd)
         return times
 
-    def _lacking(self, point: SyncPoint, times: int) -> int | None:
+    def _missing(self, point: SyncPoint, times: int) -> int | None:
         """Return the only other rank that is missing, as its place, _NOBODY if none is, or None if there are several.
 
         Only the last rank that it waits for wakes a rank. If each did, n ranks would write n² bytes.

@@ -165,13 +165,13 @@ class MpiProcessGroup(_ProcessGroup):
         parts = []
         for shares, mine in zip(outputs, inputs, strict=True):
             wire, counts = self._outward(mine), [share.numel() for share in shares]
-            room = _side_by_side(shares)
+            room = _adjacent(shares)
             if room is None:
                 room = memory.room(wire, (sum(counts),))
             operation = self._start(
                 "all_gather", self._mpi.Iallgatherv, in_bytes(wire), in_parts(room, counts), keep=(wire, room)
             )
-            parts.append((operation, functools.partial(_share_out, room, shares)))
+            parts.append((operation, functools.partial(_distribute, room, shares)))
         return self._work([share for shares in outputs for share in shares], parts)
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> MpiWork:
@@ -211,7 +211,7 @@ class MpiProcessGroup(_ProcessGroup):
         operation = self._start(
             "gather", self._mpi.Igatherv, in_bytes(wire), in_parts(room, counts), root, keep=(wire, room)
         )
-        return self._work(shares, [(operation, lambda: _share_out(room, shares))])
+        return self._work(shares, [(operation, lambda: _distribute(room, shares))])
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
         """Fill a tensor on each rank from the root's list of tensors."""
@@ -238,7 +238,7 @@ class MpiProcessGroup(_ProcessGroup):
             in_parts(room, counts),
             keep=(wire, room),
         )
-        return self._work(outputs, [(operation, lambda: _share_out(room, outputs))])
+        return self._work(outputs, [(operation, lambda: _distribute(room, outputs))])
 
     def all_to_all_single(
         self, output: torch.Tensor, whole: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -322,12 +322,12 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([to_dense(tensor)[1].reshape(-1) for tensor in tensors])
 
 
-def _share_out(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+def _distribute(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     for target, part in zip(targets, torch.split(flat, [each.numel() for each in targets]), strict=True):
         copy_unless_shared(target.detach(), part.view(target.shape))
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return adjacent tensors as one tensor, if MPI can write to that memory; else None."""
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     end = filled[0].data_ptr() if filled else 0

@@ -71,7 +71,7 @@ class MpiWork(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait`."""
+        """Do the same as :meth:`wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
