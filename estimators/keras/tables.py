@@ -118,6 +118,6 @@ GONE = {
     "gradient_clip_norm": "pass global_clipnorm= to the optimizer",
     "gradient_clip_value": "pass clipvalue= to the optimizer",
     "train_minibatch_fn": "override train_step of the model",
-    "loss_constructors": "give custom_objects=",
+    "loss_constructors": "pass custom_objects=",
 }
 """Parameters of Horovod or TorchEstimator that KerasEstimator lacks -> what to do instead."""

@@ -186,7 +186,7 @@ def _setting(variable: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} in the environment is no number; unset it or give it one.") from None
+        raise ValueError(f"{variable}={text!r} in the environment is not a number; unset it or set a number.") from None
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

@@ -152,7 +152,7 @@ def test_lists_become_what_tensors_become() -> None:
         listed_column([2**63, 2**70], "double")
     with pytest.raises(ModelError, match=r"output 'p' of the model has the float64 1e\+300"):
         listed_column([1e300], "float")
-    with pytest.raises(ModelError, match="not all of its 1 values are that"):
+    with pytest.raises(ModelError, match="not all of its 1 values have this type"):
         listed_column([Decimal("12345678901234567.89")], "double")
 
 

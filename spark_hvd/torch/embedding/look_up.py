@@ -224,7 +224,7 @@ register_world_hook(WorldHook(lambda: None, _release))
 
 def _require_alike(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tensor]) -> None:
     if not tables or len(tables) != len(ids):
-        raise ValueError(f"look_up of {len(tables)} tables got ids of {len(ids)}: give ids for each, and one at least")
+        raise ValueError(f"look_up of {len(tables)} tables got ids of {len(ids)}: pass ids for each, and at least one")
     first = tables[0].weight
     for table, given in zip(tables, ids, strict=True):
         table.require_cut_for_here()

@@ -137,7 +137,7 @@ class ShardedEmbedding(nn.Module):
         here = _cut_for_here(self.rows)
         if self.cut != here:
             raise ValueError(
-                f"the table {self.name!r} is rank {self.cut.rank}'s of {self.cut.size} ranks, and this is rank "
+                f"the table {self.name!r} is rank {self.cut.rank}'s of {self.cut.size} ranks, but this is rank "
                 f"{here.rank} of {here.size}: make it inside the function that run() calls, or load a whole state "
                 "into it after table.cut_again()"
             )
