@@ -312,7 +312,7 @@ def a_model_is_loaded_with_its_optimizer(rank: int, size: int) -> None:
         each.fit(x[mine], y[mine], batch_size=16, shuffle=False, verbose=0)
     for one, two in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
-    with pytest.raises(ValueError, match="where to save"):
+    with pytest.raises(ValueError, match="so it cannot save"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
 

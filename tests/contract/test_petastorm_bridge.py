@@ -105,7 +105,7 @@ def test_after_an_import_without_it() -> None:
             print(type(error).__name__, error)
     """)
     assert text.startswith("EstimatorError petastorm.")
-    assert "before the bridge was in place" in text
+    assert "before the bridge was installed" in text
     assert "install() before `import petastorm`" in text
 
 

@@ -135,7 +135,7 @@ def test_bags(world: Ranks) -> None:
         torch.testing.assert_close(table(ids), oracle(ids))
         offsets = torch.tensor([0, 4, 4, 10])
         torch.testing.assert_close(table(ids.flatten(), offsets), oracle(ids.flatten(), offsets))
-        with pytest.raises(ValueError, match="bags take"):
+        with pytest.raises(ValueError, match="bags need"):
             table(ids.flatten())
 
     world.run(fn, "sum")

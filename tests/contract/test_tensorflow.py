@@ -126,7 +126,7 @@ def said_by(code: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stderr
 
 
-WARNING = "one thread to run operations in"
+WARNING = "one thread to run operations"
 
 
 def test_so_does_one_that_others_have_launched() -> None:

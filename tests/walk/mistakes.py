@@ -100,7 +100,7 @@ MISTAKES = {
         "fit(loss=torch.nn.MSELoss(reduction='none'))", "float32 [32, 1]", "the loss of a batch", "single number"
     ),
     "a frozen model": Mistake(
-        "fit(model=torch.nn.Linear(1, 1).requires_grad_(False))", "loss", "does not depend on any parameter", "no_grad"
+        "fit(model=torch.nn.Linear(1, 1).requires_grad_(False))", "loss", "on any trained parameter", "no_grad"
     ),
     "a model of another input": Mistake(
         "fit(model=torch.nn.Linear(3, 1))", "x: float32 [32, 1]", "model(*inputs)", "input_shapes="

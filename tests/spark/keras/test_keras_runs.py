@@ -60,7 +60,7 @@ def test_on_tensorflow(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ON_TENSORFLOW, path]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    with pytest.raises(ModelError, match=r"one of Keras on tensorflow, .* set KERAS_BACKEND=tensorflow"):
+    with pytest.raises(ModelError, match=r"needs Keras on tensorflow, .* set KERAS_BACKEND=tensorflow"):
         KerasModel.load(path).getModel()
 
 

@@ -184,7 +184,7 @@ class Unvalidated(L.LightningModule):
     ("options", "error", "text"),
     [
         ({"loss": nn.MSELoss()}, TypeError, "'loss': a LightningModule has its own, in training_step"),
-        ({"optimizer": torch.optim.SGD}, TypeError, "'optimizer': a LightningModule has its own: in configure_opt"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "'optimizer': a LightningModule has its own, in configure_opt"),
         ({"model": nn.Linear(1, 1)}, TypeError, "Linear, not a LightningModule: pass it to TorchEstimator"),
         ({"model": Net}, TypeError, "expected a LightningModule"),
         ({"profiler": "simpel"}, ValueError, "Did you mean 'simple'"),
@@ -194,7 +194,7 @@ class Unvalidated(L.LightningModule):
         ({"trainer_args": {"devices": 2}}, ValueError, "num_proc is the number of ranks"),
         ({"trainer_args": {"max_epochs": 2}}, ValueError, "pass epochs= to the estimator"),
         ({"trainer_args": {"gradient_clip": 2}}, TypeError, "Did you mean 'gradient_clip_val'"),
-        ({"trainer_args": {"gradient_clip_algorithm": "mean"}}, ValueError, "the Trainer does not take them"),
+        ({"trainer_args": {"gradient_clip_algorithm": "mean"}}, ValueError, "the Trainer does not accept them"),
         ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
         ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
         ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
