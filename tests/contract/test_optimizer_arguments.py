@@ -68,7 +68,7 @@ FOREIGN = nn.Parameter(torch.ones(1))
         ({"named_parameters": [("a", FOREIGN)]}, "lacks 2"),
         ({"groups": -1}, "groups=-1"),
         ({"groups": [FOREIGN]}, "lists of parameters"),
-        ({"groups": [[FOREIGN]]}, r"groups\[0\].*no parameter"),
+        ({"groups": [[FOREIGN]]}, r"groups\[0\].*not a parameter"),
     ],
 )
 def test_arguments_that_do_not_fit(alone: None, options: dict[str, Any], words: str) -> None:
