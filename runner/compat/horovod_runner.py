@@ -39,13 +39,13 @@ class HorovodRunner:
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Run ``main(**kwargs)`` on every rank.
 
-        It may import ``horovod``, with Horovod's own numbers: see :mod:`spark_hvd.horovod`.
+        ``main`` may import ``horovod``, which then has Horovod's own numbers: see :mod:`spark_hvd.horovod`.
 
         Returns:
             The return value of rank 0.
 
         Raises:
-            RunError: as :func:`spark_hvd.run`.
+            RunError: as raised by :func:`spark_hvd.run`.
         """
         options: dict[str, Any] = {"kwargs": kwargs, "verbose": self._verbose, "env": HOROVOD_DIALECT}
         if self.num_processor < 0:

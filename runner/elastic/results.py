@@ -1,4 +1,4 @@
-"""From how an elastic run ended, and what its agents report, to what the caller gets: values, or one exception."""
+"""Turns the end of an elastic run and its agents' reports into what the caller gets: values, or one exception."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def elastic_results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack what the ranks of the last generation have returned. ``where`` is asked only if the run has failed.
+    """Unpack the values that the ranks of the last generation returned. ``where`` is called only if the run failed.
 
     Returns:
         The values in rank order.
 
     Raises:
-        RankFailedError: ranks failed, and going on without them would not have helped.
-        ElasticError: the run could not go on.
-        StartTimeoutError: it never began.
+        RankFailedError: ranks failed, and to continue without them would not have helped.
+        ElasticError: the run could not continue.
+        StartTimeoutError: the run never began.
         RunError: a value is missing, or cannot be unpickled here.
     """
     if verdict.end is End.NOT_STARTED:
@@ -56,8 +56,8 @@ def elastic_results(
     missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
     if missing:
         raise RunError(
-            f"rank {missing[0]} had returned from fn, but Spark has lost its value, with the executor. Save what "
-            "matters inside fn, as in a checkpoint"
+            f"rank {missing[0]} had returned from fn, but Spark lost the executor and the value with it. Save what "
+            "matters inside fn, for example in a checkpoint"
         )
     return [value_of(values[worker]) for worker in verdict.ranks]
 

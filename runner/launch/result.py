@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _FEW = 8
-"""Numbers of an array that are printed."""
+"""Maximum number of elements for which an array is printed in full."""
 
 
 class _Abbreviating(reprlib.Repr):

@@ -20,7 +20,7 @@ class RunError(Brief, RuntimeError):
             cls.__module__ = RunError.__module__
 
     def __str__(self) -> str:
-        return harmless(super().__str__())  # it quotes what ranks said, and is mostly read in a terminal
+        return harmless(super().__str__())  # the text quotes ranks, and people read it in a terminal
 
 
 class ClusterError(RunError):
@@ -44,7 +44,7 @@ class ExecutorLostError(RunError):
 
 
 class HubError(RunError):
-    """The hub between the driver and its tasks failed, on a malformed message or by a defect."""
+    """The hub between the driver and its tasks failed, because of a malformed message or a bug."""
 
 
 def check_hub(failure: Exception | None) -> None:
@@ -122,4 +122,4 @@ class ResetLimitError(ElasticError):
 
 
 class StateLostError(ElasticError):
-    """All ranks that had a committed state were lost, so starting again would lose the work done."""
+    """All ranks that had a committed state were lost, so to start again would repeat the work from the beginning."""

@@ -1,4 +1,4 @@
-"""Tables in this program's memory as Spark DataFrames with the same values."""
+"""Converts tables in this program's memory to Spark DataFrames with the same values."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WIDER = {
 
 
 def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
-    """The rows of ``data[name]``. Numbers and times are widened to types that Spark has.
+    """Return the rows of ``data[name]`` as a DataFrame, with numbers and times widened to types that Spark has.
 
-    Before PySpark 4 they pass through pandas, where times without a zone become local times of the session.
+    Before PySpark 4, rows pass through pandas, and times without a zone become local times of the session.
 
     Raises:
         DataError: Spark lacks the type of a column, or cannot hold one of its values.
@@ -53,7 +53,7 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                 f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
                 "it to another type, or leave it out"
             ) from error
-    # Without a schema, Spark takes timestamps without a zone for local times of the session.
+    # Without the schema, Spark would take timestamps without a zone for local times of the session.
     return session.createDataFrame(table, spark_schema(table.schema))
 
 

@@ -93,7 +93,7 @@ def test_a_malformed_message_ends_the_run(launch: Launcher, hubs: list[HubServer
         with connected(hubs[-1]) as link:
             link.socket.send(b'{"type": "ended", "rank": 0, "ok": "yes"')
 
-    fails(launch, inject, "the driver was sent a malformed message .* install the same one")
+    fails(launch, inject, "the driver got a malformed message .* install the same one")
 
 
 def test_a_defect_of_the_hub_ends_the_run(

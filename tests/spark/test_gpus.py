@@ -266,5 +266,5 @@ def test_gpus_of_a_standalone_cluster(standalone: str) -> None:
         assert sorted(pairs) == [("GPU-0a,GPU-0b", "1"), ("GPU-1a,GPU-1b", "1")]
         assert run(seen, num_proc=1, spark=session, gpus_per_proc=0) == [("", "1")]
         own = {"CUDA_VISIBLE_DEVICES": ""}  # goes before Spark's: ranks choose among what it leaves
-        with pytest.raises(RankFailedError, match="2 ranks on this host need 2 GPUs, and torch sees 0"):
+        with pytest.raises(RankFailedError, match="2 ranks on this host need 2 GPUs, but torch sees 0"):
             run(seen, num_proc=2, spark=session, gpus_per_proc=1, env=own, verbose=0)

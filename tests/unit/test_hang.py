@@ -138,7 +138,7 @@ def test_when_it_goes_on_that_is_said_once_and_no_verdict_holds() -> None:
     world = World(2, one_differs(1, Work(100.0, 0.0), Collective("allreduce 'loss'")))
     world.go_on(600)
     assert world.kinds == [Kind.HANG, Kind.OVER]
-    assert "goes on: allreduce 'loss' has ended after 10" in world.told[1].text
+    assert "continues: allreduce 'loss' has ended after 10" in world.told[1].text
     assert world.watch.verdict is None
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a run in which ranks wait: who waits where, for which ranks, and what those do instead."""
+"""The verdict on a run in which ranks wait: who waits where, for which ranks, and what these do instead."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CULPRITS = 3
 class Kind(str, Enum):
     """How serious a verdict is."""
 
-    HANG = "hang"  # nothing that the run waits for is being done
-    STRAGGLER = "straggler"  # it is being done, slowly
-    OVER = "over"  # what was told before has ended: the run goes on
+    HANG = "hang"  # the run waits, and nobody works on what it waits for
+    STRAGGLER = "straggler"  # the run waits for ranks that work slowly
+    OVER = "over"  # a hang or straggling that was reported has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class HangVerdict:
         text: For the log, at most 40 lines: a first line with the essence, then each rank, then stacks.
         ranks: The ranks that keep the others waiting, if known.
         seconds: How long the run has waited.
-        report: As `text`, with the stacks of all ranks.
+        report: The text with the stacks of all ranks.
         states: What each rank does, in words.
         stacks: The Python stacks of each rank as written, including threads of libraries.
     """
@@ -84,7 +84,7 @@ def judge(waits: Sequence[Wait], observations: Mapping[int, RankObservation], pa
     stacks = {rank: seen.stacks for rank, seen in observations.items() if seen.stacks.strip()}
     head = [finding.headline, *(f"  {line}" for line in _lines(finding.states))]
     shown = loud = _stack_lines(stacks, finding.culprits)
-    if finding.kind is Kind.STRAGGLER:  # nothing is wrong with the others
+    if finding.kind is Kind.STRAGGLER:  # the stacks of the others do not matter
         loud = _stack_lines({rank: stack for rank, stack in stacks.items() if rank in finding.culprits}, ())
     room = max(_LOG_LINES - len(head), 1)
     if len(loud) > room:
@@ -112,7 +112,7 @@ def _waiting(waits: Sequence[Wait], observations: Mapping[int, RankObservation],
         ]
         for name, ranks in collectives
     }
-    # Ranks that wait elsewhere wait for somebody themselves: whom nobody else explains is the cause.
+    # A rank that waits in another collective waits for others itself. The cause is a rank that waits in none.
     for key, seconds in collectives.items():
         guilty = [
             each
@@ -123,9 +123,9 @@ def _waiting(waits: Sequence[Wait], observations: Mapping[int, RankObservation],
             return _kept_waiting(*key, seconds, states[key], guilty, observations)
     for key in collectives:
         parts = [entered(observations[state.rank], *key) for state in states[key]]
-        there = [part.seconds for part in parts if part is not None]
-        if len(there) == len(parts):
-            return _all_there(key[0], min(there), states[key]) if min(there) >= patience else None
+        seconds_in = [part.seconds for part in parts if part is not None]
+        if len(seconds_in) == len(parts):
+            return _all_there(key[0], min(seconds_in), states[key]) if min(seconds_in) >= patience else None
     return _different(max(collectives.values()), observations)
 
 
@@ -137,15 +137,15 @@ def _kept_waiting(
     guilty: list[RankState],
     observations: Mapping[int, RankObservation],
 ) -> _Finding | None:
-    """The verdict if members do something else than wait in collectives."""
-    # A process that is stopped or gone is not helped by waiting; but a straggler may be what an idle rank waits for.
+    """Return the verdict if members do something other than wait in collectives."""
+    # Waiting does not help if a process is stopped or gone. An idle rank, though, may be waiting for a straggler.
     dead = [
         state for state in guilty if state.activity in (RankActivity.STOPPED, RankActivity.SILENT, RankActivity.ENDED)
     ]
     busy = [state for state in guilty if state.works or state.activity is RankActivity.MOVES]
     slow = bool(busy) and not dead
     if slow and name.startswith("join "):
-        return None  # the others still have data: that is what join is for
+        return None  # join is meant to wait for ranks that still have data
     culprits = dead or busy or guilty
     numbers = [state.rank for state in culprits]
     one = len(numbers) == 1
@@ -175,18 +175,18 @@ def _all_there(name: str, seconds: float, states: list[RankState]) -> _Finding:
     if any(state.works for state in states):
         text = (
             f"{name} has taken {seconds:.0f} s since the last of {ranks_text(everyone)} entered it; they are working. "
-            "If it does not end: much data, or a slow network?"
+            "If it does not end: is there much data, or is the network slow?"
         )
         return _Finding(Kind.STRAGGLER, text, everyone, states)
     text = (
-        f"no progress for {seconds:.0f} s: {ranks_text(everyone)} have all entered {name}, and nothing moves. Has a "
-        "network between them failed, or does a firewall swallow what they send?"
+        f"no progress for {seconds:.0f} s: {ranks_text(everyone)} have all entered {name}, but nothing happens. Has "
+        "the network between them failed, or does a firewall drop their packets?"
     )
     return _Finding(Kind.HANG, text, everyone, states)
 
 
 def _different(seconds: float, observations: Mapping[int, RankObservation]) -> _Finding:
-    """The verdict if all wait for each other, in collectives that not all of them call."""
+    """Return the verdict if all wait for each other, in collectives that not all of them call."""
     groups: dict[str, list[int]] = {}
     states = []
     for rank, seen in observations.items():
@@ -196,15 +196,15 @@ def _different(seconds: float, observations: Mapping[int, RankObservation]) -> _
     where = ", ".join(f"{ranks_text(ranks)} in {name}" for name, ranks in groups.items())
     return _Finding(
         Kind.HANG,
-        f"no progress for {seconds:.0f} s: ranks wait for each other in different collectives, {where}; every rank has "
-        "to call the same ones",
+        f"no progress for {seconds:.0f} s: ranks wait for each other in different collectives, {where}; every rank "
+        "must call the same ones",
         sorted(rank for ranks in groups.values() for rank in ranks),
         states,
     )
 
 
 def _silent(observations: Mapping[int, RankObservation]) -> _Finding | None:
-    """The verdict if no rank is known to wait. A silent rank may be in native code, or may have left the world."""
+    """Return the verdict if no rank is known to wait. A silent rank may be in native code, or have left the world."""
     states = [state_of(seen, "", None) for seen in observations.values()]
     dead = [
         state
@@ -225,7 +225,7 @@ def _what(states: Sequence[RankState]) -> str:
 
 
 def _lines(states: Sequence[RankState]) -> list[str]:
-    """A line for each rank, and one line for ranks that wait together for nearly the same time."""
+    """Return a line for each rank, and a single line for ranks that wait together for nearly the same time."""
     together: dict[str, str] = {}
     lines: dict[str, list[int]] = {}
     for state in states:
@@ -237,7 +237,7 @@ def _lines(states: Sequence[RankState]) -> list[str]:
 
 
 def _stack_lines(stacks: Mapping[int, str], culprits: Sequence[int]) -> list[str]:
-    """Lines with stacks, the most relevant ranks first."""
+    """Return lines with stacks, the most relevant ranks first."""
     groups = sorted(grouped(stacks), key=lambda group: (not set(group[0]) & set(culprits), group[0]))
     lines: list[str] = []
     for ranks, stack in groups:
