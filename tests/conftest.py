@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("spark_hvd", settings(), deadline=None)
         settings.load_profile("spark_hvd")
+    gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
@@ -127,6 +128,7 @@ def pytest_collection_finish() -> None:
     """A process that has imported spark_hvd.horovod has Horovod's dialect, and so have the ranks of its runs."""
     if "spark_hvd.horovod" in sys.modules:
         raise pytest.UsageError("A test module imports spark_hvd.horovod when it is collected: import it in the tests.")
+    gc.enable()
     gc.freeze()  # the collector has 300,000 objects of torch less to go through, again and again
 
 
