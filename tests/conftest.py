@@ -43,11 +43,15 @@ def not_activated() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis has no deadlines. A process has a temporary folder of its own: tests look for what is left there."""
+    """Hypothesis has no deadlines, and few examples except at night. Processes have temporary folders of their own.
+
+    Tests look there for what is left.
+    """
     with contextlib.suppress(ImportError):  # some rows of the matrix have none
         from hypothesis import settings
 
-        settings.register_profile("spark_hvd", settings(), deadline=None)
+        night = "SPARK_HVD_NIGHT" in os.environ
+        settings.register_profile("spark_hvd", settings(), deadline=None, max_examples=500 if night else 30)
         settings.load_profile("spark_hvd")
     gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
@@ -71,7 +75,13 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
-_WITH_SESSIONS = {"contract/test_petastorm_spark.py", "oracle/test_fitting.py", "oracle/test_loading.py"}
+_WITH_SESSIONS = {
+    "contract/test_hub_faults.py",
+    "contract/test_petastorm_spark.py",
+    "contract/test_run_contract.py",
+    "oracle/test_fitting.py",
+    "oracle/test_loading.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -174,6 +184,9 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": "2",
+        # Each query of a test would be compiled, by Janino and by the JVM, for a few rows.
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.extraJavaOptions": SHORT_LIVED,
         "spark.executor.extraJavaOptions": SHORT_LIVED,
