@@ -32,6 +32,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+# Or each rank would import it: whatever asserts something pytest, and whatever is given rows the modules of data.
+os.environ.setdefault("SPARK_HVD_PRELOAD", "pytest,spark_hvd.data.shard,spark_hvd.data.source,spark_hvd.data.spool")
 os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark program that a test starts
 
 
