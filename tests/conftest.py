@@ -32,6 +32,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+# Or each rank would import it: whatever asserts something pytest, and whatever is given rows the modules of data.
+os.environ.setdefault("SPARK_HVD_PRELOAD", "pytest,spark_hvd.data.shard,spark_hvd.data.source,spark_hvd.data.spool")
 os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark program that a test starts
 
 
@@ -43,12 +45,17 @@ def not_activated() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis has no deadlines. A process has a temporary folder of its own: tests look for what is left there."""
+    """Hypothesis has no deadlines, and few examples except at night. Processes have temporary folders of their own.
+
+    Tests look there for what is left.
+    """
     with contextlib.suppress(ImportError):  # some rows of the matrix have none
         from hypothesis import settings
 
-        settings.register_profile("spark_hvd", settings(), deadline=None)
+        night = "SPARK_HVD_NIGHT" in os.environ
+        settings.register_profile("spark_hvd", settings(), deadline=None, max_examples=500 if night else 30)
         settings.load_profile("spark_hvd")
+    gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
@@ -70,7 +77,13 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
-_WITH_SESSIONS = {"contract/test_petastorm_spark.py", "oracle/test_fitting.py", "oracle/test_loading.py"}
+_WITH_SESSIONS = {
+    "contract/test_hub_faults.py",
+    "contract/test_petastorm_spark.py",
+    "contract/test_run_contract.py",
+    "oracle/test_fitting.py",
+    "oracle/test_loading.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,6 +140,7 @@ def pytest_collection_finish() -> None:
     """A process that has imported spark_hvd.horovod has Horovod's dialect, and so have the ranks of its runs."""
     if "spark_hvd.horovod" in sys.modules:
         raise pytest.UsageError("A test module imports spark_hvd.horovod when it is collected: import it in the tests.")
+    gc.enable()
     gc.freeze()  # the collector has 300,000 objects of torch less to go through, again and again
 
 
@@ -172,6 +186,9 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": "2",
+        # Each query of a test would be compiled, by Janino and by the JVM, for a few rows.
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.extraJavaOptions": SHORT_LIVED,
         "spark.executor.extraJavaOptions": SHORT_LIVED,

@@ -203,8 +203,9 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
 def fork_context() -> ForkServerContext:
     """Processes forked from one server for all tests, which has loaded what takes time."""
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what the first optimizer of a process imports: two seconds of CPU in every rank otherwise.
-    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks", "tests.frozen"])
+    # torch._dynamo is what the first optimizer of a process imports, two seconds of CPU in every rank otherwise; pytest
+    # what a function of a test imports that asserts something, a fifth of a second.
+    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "pytest", "tests.ranks", "tests.frozen"])
     return context
 
 

@@ -8,8 +8,15 @@ import pyarrow.compute
 import pyarrow.parquet
 import pyspark.ml.functions
 import pyspark.sql.pandas.functions
+import pyspark.worker
+import pytest
 import torch
 from pyspark.daemon import manager
+
+import spark_hvd.estimators.data.writing
+import spark_hvd.estimators.transform.predict
+import spark_hvd.runner.supervise.incoming
+import spark_hvd.runner.supervise.task
 
 if __name__ == "__main__":
     gc.freeze()  # a worker collects garbage after each task: 0.2 s if it goes through all of torch's objects
