@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 CLASSES := build/spark.jsa
 
 # Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
-# Some of the slow ones run alone: they make hosts out of network namespaces.
+# Some of the slow ones run alone: they make hosts out of network namespaces, two clusters of which fit on a machine.
 PARALLEL := -n $(WORKERS)
 ALONE := tests/multihost
 SLOW := slow and not gpu and not night
@@ -41,7 +41,7 @@ test: setup java $(CLASSES)
 test-slow: slow-alone slow-together
 
 slow-alone: setup java $(CLASSES)
-	$(BIN)/python -m pytest -m "$(SLOW)" $(ALONE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" -n 2 $(ALONE) $(PYTEST_ARGS)
 
 # Long searches, and what CI covers at a smaller size.
 night: setup java $(CLASSES)
