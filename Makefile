@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without compiled files each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test night gpu test-slow slow-alone slow-together matrix lint docs format bench setup java clean
+.PHONY: demo test night gpu test-slow slow-alone slow-together all-together matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
@@ -53,6 +53,10 @@ gpu: setup
 
 slow-together: setup java $(CLASSES)
 	$(BIN)/python -m pytest -m "$(SLOW)" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
+
+# What CI runs, of both sets at once: a process starts Spark and ranks once for the tests of both.
+all-together: setup java $(CLASSES)
+	$(BIN)/python -m pytest -m "not gpu and not night" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java
