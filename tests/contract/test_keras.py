@@ -64,7 +64,6 @@ ON_TENSORFLOW = [
 ]
 AT_NIGHT = {
     keras_cases.a_saved_model_loads_without_us,
-    keras_cases.gradients_are_reduced_on_update_steps_only,
     keras_cases.wrong_ways_round,
     keras_cases.rates_and_momentum,
     keras_cases.a_model_is_loaded_with_its_optimizer,
