@@ -7,9 +7,12 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.walk.stranger import configure
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -18,7 +21,11 @@ EXAMPLES = ROOT / "examples"
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
     environment = {**os.environ, **paths, "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        configure(Path(folder), "spark.log.level")  # whose lines are looked for
+        environment["SPARK_CONF_DIR"] = folder
+        command = [sys.executable, *command]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -91,12 +98,12 @@ def estimators_auc(printed: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_flights(tmp_path: Path) -> None:
     """Both programs of `make demo` in one process: most of their time would be the start of Spark and of torch."""
     small = f"--rows 40000 --epochs 4 --out {tmp_path}"
-    programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 2"]
-    done = run(["-c", TOGETHER, *programs], timeout=380)
+    programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 5"]
+    done = run(["-c", TOGETHER, *programs], timeout=580)
     assert strange_lines(done.stderr.partition("the next\n")[0]) == []
     printed, of_estimators = done.stdout.split("Starting Spark ...\n")[1:]
     auc = {
@@ -108,7 +115,7 @@ def test_flights(tmp_path: Path) -> None:
     assert auc["network"] > 0.65
     assert "[1]" in printed
     found = estimators_auc(of_estimators)
-    assert list(found) == ["logistic", "2 grad", "network"]
+    assert list(found) == ["logistic", "5 grad", "network"]
     assert min(found.values()) > 0.6
     for name in ("flights", "flights_estimator"):
         assert (tmp_path / f"{name}_loss.png").read_bytes().startswith(b"\x89PNG")
@@ -119,7 +126,7 @@ def test_flights_in_keras(tmp_path: Path) -> None:
     # Keras imports TensorFlow where that is installed, which writes to stderr.
     arguments = ["--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), "--keras"]
     found = estimators_auc(run_program("flights_estimator.py", *arguments).stdout)
-    assert list(found) == ["logistic", "5 grad", "network", "Keras"]
+    assert list(found) == ["Keras", "logistic", "5 grad", "network"]
     assert min(found.values()) > 0.6
 
 
