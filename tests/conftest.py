@@ -65,10 +65,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def place_of(test: str) -> str:
-    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, or multihost."""
+    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, hosts, a test."""
     folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
-    if folder == "multihost" or not below:
+    if not below:
         return folder
+    if "::test_pages_run[" in test:
+        return test.removeprefix("tests/")  # a program of its own
+    if folder == "multihost":
+        return f"multihost/{'two slots' if below[0] in _TWO_SLOTS else 'the others'}"
     return "cluster" if folder == "spark" and "cluster" in below[0] else f"{folder}/{below[0]}"
 
 
@@ -77,6 +81,17 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
+_LONG = {
+    "contract/test_keras.py",
+    "contract/test_tensorflow.py",
+    "gpu_sim/test_gpu_sim.py",
+    "oracle/test_taping.py",
+    "walk/test_mistakes.py",
+    "walk/test_pages.py",
+}
+"""Places that take minutes."""
+_TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
+"""Files that share a cluster on hosts, and wait most of the time."""
 _WITH_SESSIONS = {
     "contract/test_hub_faults.py",
     "contract/test_petastorm_spark.py",
@@ -126,11 +141,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, so that several processes end at about the same time."""
-    order = ["cluster", "multihost", "spark", "contract", "horovod"]
+    order = ["cluster", "multihost", "long", "spark", "contract", "horovod"]
 
     def rank(item: pytest.Item) -> int:
         place = place_of(item.nodeid)
         folder = "spark" if needs_jvm(place) and place != "cluster" else place.split("/")[0]
+        folder = "long" if place.partition("::")[0] in _LONG else folder
         return order.index(folder) if folder in order else len(order)
 
     items.sort(key=rank)
@@ -236,6 +252,15 @@ def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
     conf.set("spark.python.daemon.module", module)
     yield
     conf.set("spark.python.daemon.module", before)
+
+
+@contextlib.contextmanager
+def workers_with(spark: SparkSession, *modules: str) -> Iterator[None]:
+    """New Python workers are forked from a daemon that has imported these modules, which takes seconds."""
+    environment: Any = spark.sparkContext.environment
+    environment["SPARK_HVD_TESTS_LOADED"] = " ".join(modules)
+    yield
+    del environment["SPARK_HVD_TESTS_LOADED"]
 
 
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:

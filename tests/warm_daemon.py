@@ -2,6 +2,8 @@
 """Spark's Python daemon with what most workers import: a worker with it is forked in milliseconds, not seconds."""
 
 import gc
+import importlib
+import os
 
 import pandas
 import pyarrow.compute
@@ -19,5 +21,7 @@ import spark_hvd.runner.supervise.incoming
 import spark_hvd.runner.supervise.task
 
 if __name__ == "__main__":
+    for name in os.environ.get("SPARK_HVD_TESTS_LOADED", "").split():  # workers_with of tests/conftest.py sets it
+        importlib.import_module(name)
     gc.freeze()  # a worker collects garbage after each task: 0.2 s if it goes through all of torch's objects
     manager()
