@@ -1,7 +1,7 @@
 """Everything once over Spark Connect with pyspark-client alone, which has no Java and half of PySpark's modules.
 
-tests/matrix.py runs it in an environment with that client; the server and its executors use SPARK_HVD_SERVER_PYTHON,
-an interpreter that has all of PySpark.
+tests/matrix.py runs it in an environment with that client. Servers and their executors use the interpreters of
+SPARK_HVD_SERVERS, each of which has all of PySpark in a version of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 MINE: dict[str, Any] = {"num_proc": 2, "verbose": 0}
+SERVERS = {Path(each).parents[1].name: each for each in os.environ["SPARK_HVD_SERVERS"].split(os.pathsep)}
 
 
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+@pytest.fixture(scope="module", params=SERVERS.values(), ids=SERVERS)
+def spark(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     from pyspark.sql import SparkSession
 
-    python = os.environ["SPARK_HVD_SERVER_PYTHON"]
+    python: str = request.param
     where = "import os, pyspark; print(os.path.dirname(pyspark.__file__))"
     home = Path(subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip())
     assert not (Path(sys.modules["pyspark"].__file__ or "").parent / "jars").exists(), "this is the whole of PySpark"
