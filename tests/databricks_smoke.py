@@ -1,4 +1,4 @@
-"""Beside databricks-connect, which brings a `pyspark` of its own: nothing is replaced, and the first call says what to do.
+"""Beside databricks-connect, which brings a `pyspark` of its own: nothing is replaced, the first call says what to do.
 
 tests/matrix.py runs it in an environment without PyPI's PySpark. No cluster of Databricks is reached.
 """
@@ -38,10 +38,12 @@ def test_the_first_call_without_a_session_says_what_to_do() -> None:
 
 
 def test_without_spark_it_works() -> None:
+    pytest.importorskip("torch")
     assert spark_hvd.run_local(int, num_proc=2, verbose=0) == [0, 0]
 
 
 def test_estimators_are_imported() -> None:
+    pytest.importorskip("torch")
     from spark_hvd.estimators import TorchEstimator, TorchModel
 
     assert TorchEstimator.__module__.startswith("spark_hvd.")

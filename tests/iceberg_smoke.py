@@ -1,4 +1,4 @@
-"""Iceberg tables that Spark writes with Iceberg's own jars: ranks read the rows that Spark sees, in place or over Spark.
+"""Iceberg tables that Spark writes with Iceberg's own jars: ranks read the rows that Spark sees.
 
 tests/matrix.py runs it in an environment with those jars, which are for Spark 3.5.
 """
@@ -152,7 +152,7 @@ def test_what_ranks_cannot_read_is_read_by_spark(
     spark.sql(f"{CREATE} TBLPROPERTIES ('write.format.default' = 'orc')".format(t="local.db.orc"))
     spark.sql(FILL.format(t="local.db.orc"))
     data: dict[str, Any] = {"train": warehouse / "db" / "orc"}
-    with pytest.raises(spark_hvd.DataError, match="(?i)orc"):
+    with pytest.raises(spark_hvd.DataError, match=r"(?i)orc"):
         spark_hvd.run_local(rows, data=data, num_proc=2, verbose=0)
     with caplog.at_level(logging.WARNING, "spark_hvd"):
         ranks = spark_hvd.run(rows, data=data, num_proc=2, spark=spark, verbose=0)

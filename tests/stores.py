@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import importlib.util
-import io
 import logging
 import os
 import shutil
@@ -199,44 +198,3 @@ def gated(folder: Path) -> Store:
     """A store in ``folder / "run"`` whose files are written once there is ``folder / "open"``."""
     fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
     return Store.create(f"gated://{folder / 'run'}", storage_options={"gate": str(folder / "open")})
-
-
-class _Mute(io.RawIOBase):
-    """A file that is written from its beginning to its end, and does nothing else, as one of hdfs-native."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        count: int = self._file.write(data)
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-class MuteFileSystem(LocalFileSystem):  # type: ignore[misc] # Any
-    """Folders of this host whose files do not tell their position while they are written."""
-
-    protocol = "mute"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(auto_mkdir=True, **options)
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return str(super()._strip_protocol(path.removeprefix("mute://")))
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        file = super()._open(path, mode, **options)
-        return _Mute(file) if "w" in mode else file
-
-
-def mute(folder: Path) -> Store:
-    """A store in ``folder``, of such files."""
-    fsspec.register_implementation("mute", MuteFileSystem, clobber=True)
-    return Store.create(f"mute://{folder}")

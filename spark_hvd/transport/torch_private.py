@@ -6,7 +6,6 @@ docs/versions.md lists them by version, tests/unit/test_private_names.py touches
 from __future__ import annotations
 
 import functools
-import io
 import os
 import threading
 from collections import OrderedDict
@@ -326,46 +325,22 @@ def sharded_writer(store: FileStore, path: str) -> Any:
 
     if store.is_local:
         return FileSystemWriter(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
-
-    class Files(FileSystem):
-        @contextmanager
-        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-            with super().create_stream(path, mode) as stream:
-                yield _Counted(stream) if "w" in mode else stream
-
-    writer: Any = FsspecWriter(path, sync_files=False)  # else it syncs all disks of the host, which hold no part
-    writer.fs = Files()
-    writer.fs.fs = store.filesystem  # older ones take no options of the file system
-    return writer
-
-
-class _Counted(io.RawIOBase):
-    """A file to write that tells its position, for which torch asks; files of hdfs-native do not."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._position = file, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        count: int = self._file.write(data)
-        self._position += count
-        return count
-
-    def tell(self) -> int:
-        return self._position
+    # else it syncs all disks of the host, which hold no part
+    return _in_store(FileSystemWriter(path, sync_files=False), store, path)
 
 
 def sharded_reader(store: FileStore, path: str) -> Any:
     """What reads parts of a sharded checkpoint from a directory of a store."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if store.is_local:
-        return FileSystemReader(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    reader = FileSystemReader(path)
+    return reader if store.is_local else _in_store(reader, store, path)
 
-    reader: Any = FsspecReader(path)
-    reader.fs.fs = store.filesystem
-    return reader
+
+def _in_store(user: Any, store: FileStore, path: str) -> Any:
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+    user.fs = FileSystem()
+    user.fs.fs = store.filesystem  # FsspecWriter makes one of its own, and older ones take no options for it
+    user.path = path
+    return user
