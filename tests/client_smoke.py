@@ -6,10 +6,12 @@ SPARK_HVD_SERVERS, each of which has all of PySpark in a version of its own.
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import torch
 
 import spark_hvd
 from spark_hvd.estimators import TorchEstimator, TorchModel
-from spark_hvd.runner import Level, RankFailedError
+from spark_hvd.runner import Level, RankFailedError, Reporting
 from tests.daemons import connect_server
 
 if TYPE_CHECKING:
@@ -81,6 +83,44 @@ def test_an_error_of_a_rank(spark: SparkSession) -> None:
 
     with pytest.raises(RankFailedError, match="bad batch"):
         spark_hvd.run(fails, spark=spark, **MINE)
+
+
+class Stream(io.StringIO):
+    """Calls a function with all that has been written, at every write."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self._seen(self.getvalue())
+        return count
+
+
+def test_output_comes_while_ranks_run_and_an_interrupt_stops_them(spark: SparkSession, tmp_path: Path) -> None:
+    def wait() -> str:
+        print("waiting", flush=True)
+        while not (tmp_path / "seen").exists():
+            time.sleep(0.05)
+        return "seen"
+
+    def touch(text: str) -> None:
+        if "[0] waiting" in text and "[1] waiting" in text:
+            (tmp_path / "seen").touch()
+
+    def interrupt(text: str) -> None:
+        if "waiting" in text:
+            raise KeyboardInterrupt
+
+    def told(seen: Callable[[str], None]) -> Reporting:
+        return Reporting(stdout=Stream(seen))
+
+    assert spark_hvd.run(wait, num_proc=2, spark=spark, reporting=told(touch)) == ["seen", "seen"]
+    (tmp_path / "seen").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        spark_hvd.run(wait, num_proc=2, spark=spark, reporting=told(interrupt))
+    assert spark_hvd.run(int, spark=spark, **MINE) == [0, 0], "the slots are free again"
 
 
 def estimator() -> TorchEstimator:

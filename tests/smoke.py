@@ -165,6 +165,11 @@ def test_tables_in_memory(spark: SparkSession) -> None:
             "day": pa.array([None, 0, *range(6)], pa.date32()),
             "price": pa.array([None, *map(Decimal, range(7))], pa.decimal128(9, 2)),
             "instant": pa.array([None, 10**15 + 1, *range(6)], pa.timestamp("us", "UTC")),
+            "at": pa.array([None, 10**15 + 1, *range(6)], pa.timestamp("us")),
+            "date": pa.array([None, 0, *[86_400_000] * 6], pa.date64()),
+            "fixed": pa.array([None, *[[0.5, 1.5]] * 7], pa.list_(pa.float32(), 2)),
+            "map": pa.array([None, [], *[[("a", 1), ("b", None)]] * 6], pa.map_(pa.string(), pa.int32())),
+            "kind": pa.array([None, *"abababa"]).dictionary_encode(),
             "many": pa.array([None, [], [1, None], *[[7]] * 5], pa.list_(pa.int64())),
             "pair": pa.array([None, {"a": 1, "b": None}, *[{"a": 2, "b": "y"}] * 6]),
         }
