@@ -6,7 +6,9 @@ tests/matrix.py runs it in an environment with those jars, which are for Spark 3
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +92,40 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 
 
+JACKSON = (b"iceberg/shaded/org/apache/parquet/shaded/com/fasterxml/", b"iceberg/shaded/com/fasterxml/")
+"""The package's jar lacks one of its two copies of Jackson: where the other is, and where this one belongs."""
+SIZES = {3: 4, 4: 4, 5: 8, 6: 8, 7: 2, 8: 2, 9: 4, 10: 4, 11: 4, 12: 4, 15: 3, 16: 2, 17: 4, 18: 4, 19: 2, 20: 2}
+"""Bytes of the constants of a class of Java, by their tags; those of a text, 1, are in it."""
+
+
+def moved(name: bytes) -> bytes:
+    dotted = (name.replace(b"/", b".") for name in JACKSON)
+    return name.replace(*JACKSON).replace(*dotted)
+
+
+def moved_class(data: bytes) -> bytes:
+    """A class file that calls Jackson, and itself, by the other names."""
+    head, at, number = bytearray(data[:10]), 10, 1
+    while number < int.from_bytes(data[8:10], "big"):
+        tag = data[at]
+        if tag == 1:
+            end = at + 3 + int.from_bytes(data[at + 1 : at + 3], "big")
+            text = moved(data[at + 3 : end])
+            head += bytes([tag]) + len(text).to_bytes(2, "big") + text
+        else:
+            end = at + 1 + SIZES[tag]
+            head += data[at:end]
+        at, number = end, number + (2 if tag in (5, 6) else 1)
+    return bytes(head) + data[at:]
+
+
+def add_jackson(jar: Path, to: Path) -> None:
+    with zipfile.ZipFile(jar) as old, zipfile.ZipFile(to, "w") as new:
+        for name in old.namelist():
+            if JACKSON[0] in name.encode() and name.endswith(".class"):
+                new.writestr(moved(name.encode()).decode(), moved_class(old.read(name)))
+
+
 @pytest.fixture(scope="module")
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("warehouse")
@@ -99,9 +135,9 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spark(warehouse: Path) -> SparkSession:
     jars = [*Path(sys.prefix).glob("lib/*/site-packages/*/**/iceberg-spark-runtime-3.5_2.12-*.jar")]
     assert jars, "the row `iceberg` of tests/matrix.py installs them"
+    add_jackson(jars[0], warehouse / "jackson.jar")
+    os.environ["PYSPARK_SUBMIT_ARGS"] = f"--driver-class-path {jars[0]}:{warehouse}/jackson.jar pyspark-shell"
     settings = {
-        "spark.jars": str(jars[0]),
-        "spark.driver.extraClassPath": str(jars[0]),
         "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
         "spark.sql.catalog.local": "org.apache.iceberg.spark.SparkCatalog",
         "spark.sql.catalog.local.type": "hadoop",

@@ -73,8 +73,8 @@ CLIENT_SMOKE = ("tests/client_smoke.py",)
 CLIENTS = ("4.0", "4.1", "4.2")
 """Versions of pyspark-client and of PySpark's Connect server, each of which is tried with each."""
 DATABRICKS_SMOKE = ("tests/databricks_smoke.py",)
-OLD_DATABRICKS = ("databricks-connect<17", "pyarrow<26", "pandas<3")
-"""Up to Python 3.11. It wants numpy below 2, which newer ones of pyarrow refuse only when they are imported."""
+DATABRICKS = ("databricks-connect", "pyarrow<26", "pandas<3")
+"""As runner/spark/needed.py has it. Up to Python 3.11 it wants numpy below 2, with which pyarrow 26 does not work."""
 ICEBERG_SMOKE = ("tests/iceberg_smoke.py",)
 ICEBERG = "snowpark-connect-deps-iceberg"
 """Iceberg's jars for Spark 3.5: the only ones in a package of Python's. Of Delta's there is none."""
@@ -150,8 +150,8 @@ def rows() -> dict[str, Row]:
             )
             for version in CLIENTS
         ),
-        Row("databricks", HERE, (TORCH, *OLD_DATABRICKS), extras="torch", smoke=DATABRICKS_SMOKE),
-        Row("databricks3.12", "3.12", ("databricks-connect>=19",), extras="", smoke=DATABRICKS_SMOKE),
+        Row("databricks", HERE, (TORCH, *DATABRICKS), extras="torch", smoke=DATABRICKS_SMOKE),
+        Row("databricks3.12", "3.12", DATABRICKS, extras="", smoke=DATABRICKS_SMOKE),
         Row("iceberg", HERE, (TORCH, "pyspark==3.5.*", ICEBERG), extras="spark,torch,iceberg", smoke=ICEBERG_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),

@@ -60,7 +60,9 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
 
 def _objects(column: pa.ChunkedArray) -> list[Any]:
     values: list[Any] = column.to_pylist()
-    return [value and dict(value) for value in values] if pa.types.is_map(column.type) else values
+    if not pa.types.is_map(column.type):
+        return values
+    return [None if value is None else dict(value) for value in values]
 
 
 def _type_before_4(kind: pa.DataType) -> pa.DataType:
