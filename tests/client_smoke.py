@@ -27,7 +27,7 @@ from tests.daemons import connect_server
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 MINE: dict[str, Any] = {"num_proc": 2, "verbose": 0}
 SERVERS = {Path(each).parents[1].name: each for each in os.environ["SPARK_HVD_SERVERS"].split(os.pathsep)}

@@ -21,7 +21,7 @@ from tests.conftest import LOCAL, start_session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 CREATE = "CREATE TABLE {t} (id INT, name STRING, day DATE, price DECIMAL(9, 2), at TIMESTAMP_NTZ) USING iceberg"

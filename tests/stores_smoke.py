@@ -28,7 +28,7 @@ from tests.smoke import MINE, torch_estimator
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 s3, gs, abfs, hdfs = stores.s3, stores.gs, stores.abfs, stores.hdfs
 
