@@ -196,7 +196,7 @@ class ShardedEmbedding(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See nn.Module; also called for a weight that is assigned, by a program or ``load_state_dict(assign=True)``."""
+        """See nn.Module; a weight that is assigned comes here, too, such as by ``load_state_dict(assign=True)``."""
         super().register_parameter(name, param)
         self._note()
 
