@@ -398,3 +398,55 @@ def test_ranks_lost_between_steps_and_while_tables_are_cut_again(tmp_path: Path)
     for step, whole in results:
         assert step == 6
         torch.testing.assert_close(whole["weight"], torch.full((ROWS, 1), 6.0))
+
+
+def assign_by_loading(model: nn.Module, whole: torch.Tensor) -> None:
+    model.load_state_dict({"0.weight": whole, "1.weight": torch.ones(1, DIM)}, assign=True, strict=False)
+
+
+def assign_a_parameter(model: Any, whole: torch.Tensor) -> None:
+    model[0].weight = nn.Parameter(whole[hvd.rank() :: hvd.size()].clone())
+
+
+@pytest.mark.parametrize("assign", [assign_by_loading, assign_a_parameter])
+def test_an_assigned_weight_is_a_table_too(world: Ranks, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    rows = 6 * 2  # as many on each of two ranks, and of three
+
+    def fn() -> None:
+        whole = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(1))
+        model = nn.Sequential(hvd.ShardedEmbedding(rows, DIM), nn.Linear(DIM, 1))
+        assign(model, whole)
+        model, optimizer = hvd.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        assert torch.equal(model[0].weight, whole[hvd.rank() :: hvd.size()])  # not those of rank 0
+        loss = model[0](torch.tensor([hvd.rank()])).sum() * (hvd.rank() + 1)
+        loss.backward()
+        optimizer.step()
+        expected = whole.clone()
+        for rank in range(hvd.size()):
+            expected[rank] -= (rank + 1) / hvd.size()
+        state = hvd.whole_state_dict(model[0])
+        assert state is not None
+        torch.testing.assert_close(state["weight"], expected)
+        model[0].weight = nn.Parameter(whole)
+        with pytest.raises(ValueError, match="has 12 rows, and this rank has"):
+            model[0](torch.tensor([0]))
+
+    world.run(fn)
+
+
+def test_state_that_has_as_many_entries_as_a_rank_has_rows(world: Ranks) -> None:
+    rows = torch.tensor([2])
+
+    def fn() -> None:
+        table = hvd.ShardedEmbedding(hvd.size() + 1, DIM, sparse=False)  # the last rank has one row
+        optimizer = torch.optim.Adafactor(table.parameters())
+        table(rows).square().sum().backward()
+        optimizer.step()
+        state = hvd.whole_state_dict(optimizer)
+        assert state is not None
+        assert {name: len(value) for name, value in state["state"][0].items() if value.dim()} == {
+            "row_var": hvd.size() + 1,
+            "col_var": 1,
+        }
+
+    world.run(fn)
