@@ -31,6 +31,9 @@ NEEDS_ROOT = True
 BATCH = 32
 EVERY = 20
 OVERLAP = 5
+FRAGMENTS = 4
+ALPHA = 0.5
+WIDTHS = [64, *[1568] * 5, 10]
 OUTER_MOMENTUM = 0.5
 EPOCHS = 20
 _WARM_UP = EVERY // 2
@@ -66,10 +69,11 @@ def ways() -> list[Way]:
         return make
 
     def diloco(model: Any, optimizer: Any, every: int, **options: Any) -> Any:
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True, fused=True)
         return hvd.DiLoCo(model, optimizer, every, outer_optimizer=outer, **options)
 
-    int8 = hvd.Int8Compressor()
+    int8, int4 = hvd.Int8Compressor(), hvd.Int4Compressor()
+    streaming = {"compression": int4, "overlap": OVERLAP, "fragments": FRAGMENTS}
     return [
         Way("alone", False, lambda model, optimizer: (model, optimizer, nothing)),
         Way("DDP", True, lambda model, optimizer: (DistributedDataParallel(model), optimizer, nothing)),
@@ -80,6 +84,10 @@ def ways() -> list[Way]:
         Way("DiLoCo, int8", False, local(diloco, compression=int8)),
         Way("DiLoCo, int8, overlap", False, local(diloco, compression=int8, overlap=OVERLAP)),
         Way("DiLoCo, top 10 %, overlap", False, local(diloco, compression=hvd.TopKCompressor(0.1), overlap=OVERLAP)),
+        Way("LocalSGD, int4, overlap", False, local(hvd.LocalSGD, compression=int4, overlap=OVERLAP)),
+        Way("LocalSGD, int4, overlap, fragments", False, local(hvd.LocalSGD, **streaming)),
+        Way("DiLoCo, int4, overlap, fragments", False, local(diloco, **streaming)),
+        Way("DiLoCo, int4, alpha, fragments", False, local(diloco, alpha=ALPHA, **streaming)),
     ]
 
 
@@ -126,32 +134,32 @@ def train(call: Any, optimizer: Any, rows: Any, labels: Any, picked: list[Any], 
             scheduler.step()
 
 
-def speeds(rounds: int) -> dict[str, float]:
-    """Median samples a second over both ranks, by way."""
+def speeds(rounds: int) -> dict[str, tuple[float, float]]:
+    """Median samples a second over both ranks, and milliseconds of this rank's CPU time a step, by way."""
     import torch
 
     import spark_hvd.torch as hvd
 
     rows, _, labels, _ = digits(0)
     picked = batches(len(rows), hvd.rank(), 0) * 4
-    model = mlp([64, 3128, 3128, 10], 0)
+    model = mlp(WIDTHS, 0)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for way in ways():
-            model = mlp([64, 3128, 3128, 10], 0)
+            model = mlp(WIDTHS, 0)
             model.load_state_dict(start)
             call, optimizer, finish = way.make(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
             before, steps = (2, EVERY // 2) if way.every_step else (_WARM_UP, 2 * EVERY)
             train(call, optimizer, rows, labels, picked[:before])
             hvd.barrier()
-            begun = time.perf_counter()
+            begun, busy = time.perf_counter(), time.process_time()
             train(call, optimizer, rows, labels, picked[:steps])
             hvd.barrier()
-            seconds = time.perf_counter() - begun
+            seconds, busy = time.perf_counter() - begun, time.process_time() - busy
             finish()
-            found.setdefault(way.name, []).append(hvd.size() * BATCH * steps / seconds)
-    return {name: statistics.median(each) for name, each in found.items()}
+            found.setdefault(way.name, []).append((hvd.size() * BATCH * steps / seconds, 1000 * busy / steps))
+    return {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in found.items()}
 
 
 def accuracies(seeds: int) -> dict[str, list[float]]:
@@ -200,10 +208,10 @@ def main() -> None:
         print(json.dumps({"rate": given.rate, **found}, indent=1))
         return
     if given.rounds:
-        print("| way | samples/s | of DDP's | of alone |\n|--|--|--|--|")
-    for name, speed in found["speeds"].items():
-        parts = [speed / found["speeds"][other] for other in ("DDP", "alone")]
-        print(f"| {name} | {speed:.0f} | {parts[0]:.2f} | {parts[1]:.2f} |")
+        print("| way | samples/s | of DDP's | of alone | CPU ms a step |\n|--|--|--|--|--|")
+    for name, (speed, busy) in found["speeds"].items():
+        parts = [speed / found["speeds"][other][0] for other in ("DDP", "alone")]
+        print(f"| {name} | {speed:.0f} | {parts[0]:.2f} | {parts[1]:.2f} | {busy:.1f} |")
     if given.seeds:
         print("\n| way | accuracy, mean | points from DDP | lowest | highest |\n|--|--|--|--|--|")
     for name, right in found["accuracies"].items():

@@ -8,7 +8,8 @@ lost it and added to what it sends next: error feedback, as in Seide et al., "1-
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
@@ -19,30 +20,97 @@ from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.collectives.start import Reducing, start_allgather, start_allreduce
 from spark_hvd.transport.communicator import ReduceOp
 
-_LEVELS = 127
 _MOST = 2**31
 """Elements that an int32 can number."""
+_TINY = torch.finfo(torch.float32).tiny
+_PIECE = 2**17
+"""Elements of a CPU's tensor that are worked on at a time: with what is made of them they stay in a core's cache."""
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Parts of tensors of equal shapes, as views: what is done to one after the other never leaves a core's cache."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= _PIECE:
+        yield tensors
+    else:
+        rows = max(1, _PIECE * len(first) // first.numel())
+        yield from zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 @runtime_checkable
 class RowCompressor(Protocol):
-    """What turns numbers into a row of bytes, as long on every rank, and back."""
+    """What turns numbers into a row of bytes, as long on every rank, and back; a piece of a tensor at a time."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes.
+        """The bytes; `values` are left with what those lack.
 
         Args:
-            values: One-dimensional, float32 or float64.
+            values: One-dimensional, float32 or float64, at least one.
 
         Returns:
             One-dimensional, uint8, a multiple of four long, which depends on the number of values alone.
         """
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the values of a row to `out`, which is like what was encoded."""
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the mean of the values of rows, (rows, bytes), to `out`, which is like what was encoded."""
 
 
-class Int8Compressor:
+class _BlockCompressor:
+    """Sends a whole number of a few bits for each number, and a float32 scale for each block of them.
+
+    The scale is the largest absolute value of the block, divided by the largest whole number.
+    """
+
+    _levels: ClassVar[int]
+    """The largest whole number."""
+    _per_byte: ClassVar[int]
+
+    def __init__(self, block_size: int = 256) -> None:
+        per = self._per_byte
+        if not isinstance(block_size, int) or block_size < 1 or block_size % per:
+            even = f"a multiple of {per}, {per}" if per > 1 else "a whole number of 1"
+            raise ValueError(f"block_size={block_size!r}: expected {even} or more, such as 256")
+        self.block_size = block_size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(block_size={self.block_size})"
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """See RowCompressor."""
+        count = -(-len(values) // self.block_size)
+        blocks = (
+            pad(values.float(), (0, count * self.block_size - len(values)))
+            if len(values) % self.block_size
+            else (values.float())
+        )
+        blocks = blocks.view(count, self.block_size)
+        scales = blocks.abs().amax(1)
+        # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
+        scales.div_(self._levels).clamp_(min=_TINY)
+        whole = (blocks * scales.reciprocal()[:, None]).round_()
+        numbers = self._pack(whole).view(torch.uint8).flatten()
+        values -= whole.mul_(scales[:, None]).view(-1)[: len(values)]
+        # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
+        return torch.cat([scales.view(torch.uint8), numbers, numbers.new_zeros(-len(numbers) % 4)])
+
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See RowCompressor."""
+        count, size = -(-len(out) // self.block_size), self.block_size // self._per_byte
+        scales = rows[:, : 4 * count].view(torch.float32)
+        numbers = rows[:, 4 * count :][:, : count * size].view(torch.int8).unflatten(1, (count, size))
+        whole = self._unpack(numbers).mul_(scales[:, :, None])
+        out.copy_(whole.mean(0).view(-1)[: len(out)])
+
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        """Whole numbers (blocks, numbers) as bytes, int8."""
+        raise NotImplementedError
+
+    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What bytes (rows, blocks, bytes) were packed from, (rows, blocks, numbers), float32."""
+        raise NotImplementedError
+
+
+class Int8Compressor(_BlockCompressor):
     """Sends an int8 for each number and a float32 scale for each block: about a quarter of float32's bytes.
 
     Every rank receives the rows of all others, so with n ranks a link carries (n - 1) bytes per number. An all-reduce
@@ -56,30 +124,42 @@ class Int8Compressor:
     """
 
     __module__ = "spark_hvd.torch"
+    _levels, _per_byte = 127, 1
 
-    def __init__(self, block_size: int = 256) -> None:
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size={block_size!r}: expected a whole number of 1 or more, such as 256")
-        self.block_size = block_size
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.to(torch.int8)
 
-    def __repr__(self) -> str:
-        return f"Int8Compressor(block_size={self.block_size})"
+    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.float()
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """See RowCompressor."""
-        blocks = pad(values.float(), (0, -len(values) % self.block_size)).view(-1, self.block_size)
-        scales = blocks.abs().amax(1) / _LEVELS
-        # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
-        numbers = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8)
-        # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
-        return torch.cat([scales.view(torch.uint8), pad(numbers.view(-1).view(torch.uint8), (0, -numbers.numel() % 4))])
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
-        """See RowCompressor."""
-        count = -(-len(out) // self.block_size)
-        scales = row[: 4 * count].view(torch.float32)
-        numbers = row[4 * count :][: count * self.block_size].view(torch.int8).view(count, self.block_size)
-        out += (numbers * scales[:, None]).view(-1)[: len(out)]
+class Int4Compressor(_BlockCompressor):
+    """Sends four bits for each number and a float32 scale for each block: about an eighth of float32's bytes.
+
+    As with :class:`Int8Compressor` every rank receives the rows of all others: with n ranks a link carries (n - 1) / 2
+    bytes per number, less than an all-reduce of float32 below 16 ranks.
+
+    Args:
+        block_size: How many numbers share a scale; even. The scale is the largest absolute value divided by 7.
+
+    Raises:
+        ValueError: `block_size` is not a positive even number.
+    """
+
+    __module__ = "spark_hvd.torch"
+    _levels, _per_byte = 7, 2
+
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        half = self.block_size // 2
+        return torch.add(whole[:, :half], whole[:, half:], alpha=16).to(torch.int8)
+
+    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
+        half = self.block_size // 2
+        both = numbers.float()
+        whole = both.new_empty(*both.shape[:2], self.block_size)
+        torch.div(both, 16, out=whole[:, :, half:]).round_()  # the other one is less than half of 16
+        torch.sub(both, whole[:, :, half:], alpha=16, out=whole[:, :, :half])
+        return whole
 
 
 class TopKCompressor:
@@ -114,18 +194,21 @@ class TopKCompressor:
             raise ValueError(f"TopKCompressor: {len(values)} parameters are more than {_MOST}; use Int8Compressor")
         count = math.ceil(self.ratio * len(values))
         places = values.abs().topk(count, sorted=False).indices
-        return torch.cat([values[places].float().view(torch.uint8), places.int().view(torch.uint8)])
+        sent = values[places].float()
+        values[places] -= sent
+        return torch.cat([sent.view(torch.uint8), places.int().view(torch.uint8)])
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowCompressor."""
-        half = len(row) // 2
-        out.index_add_(0, row[half:].view(torch.int32), row[:half].view(torch.float32).to(out.dtype))
+        out.zero_()
+        half = rows.shape[1] // 2
+        for row in rows:
+            out.index_add_(0, row[half:].view(torch.int32), row[:half].view(torch.float32).to(out.dtype))
+        out.div_(len(rows))
 
 
 class Averaging:
-    """The mean over the ranks of one flat tensor, started when this is made.
-
-    ``values`` are one-dimensional and overwritten.
+    """The mean over the ranks of one flat tensor.
 
     Attributes:
         lost: What compression has lost of `values`; None where nobody is to keep it.
@@ -136,31 +219,45 @@ class Averaging:
     def __init__(
         self, values: torch.Tensor, name: str, compression: Any = Compression.none, *, process_set: ProcessSet
     ) -> None:
-        self._compression = compression
+        """`values` are one-dimensional and overwritten."""
+        self._compression, self._name, self._process_set = compression, name, process_set
         self._values = values
-        if isinstance(compression, RowCompressor):
-            row = compression.encode(values)
-            sent = torch.zeros_like(values)
-            compression.decode(row, sent)
-            self.lost = values.sub_(sent)
-            self._handle = start_allgather([row[None]], name, process_set, single_result)
+        self._rows: list[torch.Tensor] = []
+        self._counts: list[int] = []
+        self._by_row = isinstance(compression, RowCompressor)
+
+    def add(self, piece: torch.Tensor) -> None:
+        """The next of the values are there, of any shape: they are compressed while they are in the cache."""
+        if self._by_row and piece.numel():
+            self._rows.append(self._compression.encode(piece.view(-1)))
+            self._counts.append(piece.numel())
+
+    def start(self) -> None:
+        """All values are there."""
+        if self._by_row:
+            self.lost = self._values
+            row = torch.cat([*self._rows, self._values.new_empty(0, dtype=torch.uint8)])[None]
+            self._handle = start_allgather([row], self._name, self._process_set, single_result)
         else:
-            wire, self._context = compression.compress(values)
+            wire, self._context = self._compression.compress(self._values)
             reducing = Reducing(ReduceOp.AVERAGE)
-            self._handle = start_allreduce([wire], name, reducing, process_set, single_result, in_place=True)
+            self._handle = start_allreduce(
+                [wire], self._name, reducing, self._process_set, single_result, in_place=True
+            )
         self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, memory: torch.Tensor) -> torch.Tensor:
         """The mean over the ranks that have taken part: all but those that have joined.
+
+        It may lie in `memory`, which is like the values.
 
         Raises:
             MismatchError, StalledError, CollectiveError: See NamedHandle.wait.
         """
         result = self._handle.wait()
-        if not isinstance(self._compression, RowCompressor):
-            mean: torch.Tensor = self._compression.decompress(result, self._context)
-            return mean
-        total = torch.zeros_like(self._values)
-        for row in result:
-            self._compression.decode(row, total)
-        return total.div_(len(result))
+        if not self._by_row:
+            return cast(torch.Tensor, self._compression.decompress(result, self._context))
+        rows = result.split([len(row) for row in self._rows], dim=1)
+        for each, out in zip(rows, memory.split(self._counts), strict=True):
+            self._compression.mean(each, out)
+        return memory
