@@ -310,7 +310,11 @@ def what_is_wrong_is_said(rank: int, size: int) -> None:
         (ValueError, "alpha=1 with overlap=1: expected", lambda: hvd.DiLoCo(model, plain, 4, overlap=1, alpha=1)),
         (ValueError, "fragments=0: expected how many", lambda: hvd.LocalSGD(model, plain, 4, fragments=0)),
         (ValueError, "fragments: 5 of them with sync_every=2", lambda: hvd.LocalSGD(model, plain, 2, fragments=9)),
-        (ValueError, "no parameter of the optimizer", lambda: hvd.LocalSGD(model, plain, 4, fragments=[[*net()]])),
+        (
+            ValueError,
+            "no parameter of the optimizer",
+            lambda: hvd.LocalSGD(model, plain, 4, fragments=[[nn.Parameter(torch.ones(1))]]),
+        ),
         (ValueError, "block_size=3: expected a multiple of 2", lambda: hvd.Int4Compressor(3)),
         (ValueError, "compression='int8': expected", lambda: hvd.LocalSGD(model, plain, 4, compression="int8")),
         (TypeError, "optimizer=.*SGD.*: expected", lambda: hvd.LocalSGD(model, torch.optim.SGD, 4)),

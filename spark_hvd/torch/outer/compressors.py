@@ -238,18 +238,22 @@ class Averaging:
             )
         self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
 
-    def wait(self, memory: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks that have taken part: all but those that have joined.
-
-        It may lie in `memory`, which is like the values.
+    def wait(self) -> None:
+        """Let it be complete.
 
         Raises:
             MismatchError, StalledError, CollectiveError: See NamedHandle.wait.
         """
-        result = self._handle.wait()
+        self._result = self._handle.wait()
+
+    def mean(self, memory: torch.Tensor) -> torch.Tensor:
+        """What has come, over the ranks that have taken part: all but those that have joined.
+
+        It may lie in `memory`, which is like the values.
+        """
         if not self._by_row:
-            return cast(torch.Tensor, self._compression.decompress(result, self._context))
-        rows = result.split([len(row) for row in self._rows], dim=1)
+            return cast(torch.Tensor, self._compression.decompress(self._result, self._context))
+        rows = self._result.split([len(row) for row in self._rows], dim=1)
         for each, out in zip(rows, memory.split(self._counts), strict=True):
             self._compression.mean(each, out)
         return memory

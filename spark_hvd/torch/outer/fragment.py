@@ -41,10 +41,10 @@ class _OuterExchange:
     buffer_start: list[torch.Tensor]
     buffers: list[Averaging]
 
-    def wait(self, memory: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The means of what the parameters have changed by, which may lie in `memory`, and of the buffers."""
-        means = [each.wait(place) for each, place in zip(self.deltas, memory, strict=True)]
-        return means, [each.wait(place) for each, place in zip(self.buffers, self.buffer_start, strict=True)]
+    def wait(self) -> None:
+        """Let it be complete: all ranks have started it."""
+        for each in (*self.deltas, *self.buffers):
+            each.wait()
 
 
 class Fragment:
@@ -110,7 +110,10 @@ class Fragment:
         """Wait for the mean, make the outer step, and go on from there with what was trained meanwhile."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
-        means, buffers = exchange.wait(self.lost)  # which compression gives new ones of
+        exchange.wait()
+        # Compression has given anew what is lost: the memory of what was lost before is free.
+        means = [each.mean(lost) for each, lost in zip(exchange.deltas, self.lost, strict=True)]
+        buffers = [each.mean(start) for each, start in zip(exchange.buffers, exchange.buffer_start, strict=True)]
         self.lost = [
             lost if each.lost is None else each.lost for each, lost in zip(exchange.deltas, self.lost, strict=True)
         ]

@@ -226,7 +226,7 @@ class OuterLoop:
             )
         for fragment in self._fragments:
             if fragment.exchange is not None and in_world():
-                fragment.exchange.wait(fragment.lost)  # all ranks have started it
+                fragment.exchange.wait()
             fragment.exchange = None
         for key in ("anchors", "lost"):
             for flat, theirs_flat in zip(own[key], state[key], strict=True):
