@@ -315,7 +315,6 @@ def what_is_wrong_is_said(rank: int, size: int) -> None:
             "no parameter of the optimizer",
             lambda: hvd.LocalSGD(model, plain, 4, fragments=[[nn.Parameter(torch.ones(1))]]),
         ),
-        (ValueError, "block_size=3: expected a multiple of 2", lambda: hvd.Int4Compressor(3)),
         (ValueError, "compression='int8': expected", lambda: hvd.LocalSGD(model, plain, 4, compression="int8")),
         (TypeError, "optimizer=.*SGD.*: expected", lambda: hvd.LocalSGD(model, torch.optim.SGD, 4)),
         (TypeError, "outer_optimizer=0.7: expected", lambda: hvd.DiLoCo(model, plain, 4, outer_optimizer=0.7)),

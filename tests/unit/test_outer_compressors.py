@@ -12,7 +12,7 @@ import spark_hvd.torch as hvd
 KINDS = [
     hvd.Int8Compressor(7),
     hvd.Int8Compressor(),
-    hvd.Int4Compressor(6),
+    hvd.Int4Compressor(7),
     hvd.Int4Compressor(),
     hvd.TopKCompressor(0.3),
 ]

@@ -23,7 +23,7 @@ from spark_hvd.transport.communicator import ReduceOp
 _MOST = 2**31
 """Elements that an int32 can number."""
 _TINY = torch.finfo(torch.float32).tiny
-_PIECE = 2**17
+_PIECE = 2**18
 """Elements of a CPU's tensor that are worked on at a time: with what is made of them they stay in a core's cache."""
 
 
@@ -66,10 +66,8 @@ class _BlockCompressor:
     _per_byte: ClassVar[int]
 
     def __init__(self, block_size: int = 256) -> None:
-        per = self._per_byte
-        if not isinstance(block_size, int) or block_size < 1 or block_size % per:
-            even = f"a multiple of {per}, {per}" if per > 1 else "a whole number of 1"
-            raise ValueError(f"block_size={block_size!r}: expected {even} or more, such as 256")
+        if not isinstance(block_size, int) or block_size < 1:
+            raise ValueError(f"block_size={block_size!r}: expected a whole number of 1 or more, such as 256")
         self.block_size = block_size
 
     def __repr__(self) -> str:
@@ -77,32 +75,47 @@ class _BlockCompressor:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """See RowCompressor."""
-        missing = -len(values) % self.block_size
-        blocks = (pad(values.float(), (0, missing)) if missing else values.float()).view(-1, self.block_size)
+        blocks = self._blocks(values)
         # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
-        scales = blocks.abs().amax(1).div_(self._levels).clamp_(min=_TINY)
+        scales = torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(self._levels).clamp_(min=_TINY)
         whole = (blocks * scales.reciprocal()[:, None]).round_()
-        numbers = self._pack(whole.view(-1)).view(torch.uint8)
-        values -= whole.mul_(scales[:, None]).view(-1)[: len(values)]
+        numbers = self._pack(whole).flatten().view(torch.uint8)
+        blocks.addcmul_(whole, scales[:, None], value=-1)
+        self._write(blocks, values)
         # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
-        return torch.cat([scales.view(torch.uint8), pad(numbers, (0, -len(numbers) % 4))])
+        rest = -len(numbers) % 4
+        return torch.cat([scales.view(torch.uint8), pad(numbers, (0, rest)) if rest else numbers])
 
     def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowCompressor."""
-        count = -(-len(out) // self.block_size)
-        scales = rows[:, : 4 * count].view(torch.float32) / len(rows)
-        numbers = rows[:, 4 * count :][:, : count * self.block_size // self._per_byte].view(torch.int8)
-        values = self._unpack(numbers.float()).view(len(rows), count, -1).mul_(scales[:, :, None]).flatten(1)
-        out.copy_(values[0, : len(out)])
-        for each in values[1:]:  # sum() takes three times as long
-            out += each[: len(out)]
+        mean = self._blocks(out)
+        length = mean.numel() // self._per_byte
+        for number, row in enumerate(rows):
+            scales = row[: 4 * len(mean)].view(torch.float32)[:, None] / len(rows)
+            numbers = row[4 * len(mean) :][:length].view(torch.int8).float().view(-1, self.block_size)
+            parts = (each.chunk(self._per_byte) for each in (mean, scales))
+            for part, scale, whole in zip(*parts, self._unpack(numbers), strict=True):
+                if number:
+                    part.addcmul_(whole, scale)
+                else:
+                    torch.mul(whole, scale, out=part)
+        self._write(mean, out)
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as (blocks, numbers), float32, as many blocks in each half of a byte: their own memory, or a copy."""
+        missing = -len(values) % (self.block_size * self._per_byte)
+        return (pad(values.float(), (0, missing)) if missing else values.float()).view(-1, self.block_size)
+
+    def _write(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
+        if blocks.data_ptr() != values.data_ptr():
+            values.copy_(blocks.view(-1)[: len(values)])
 
     def _pack(self, whole: torch.Tensor) -> torch.Tensor:
-        """Whole numbers as bytes, int8."""
+        """Whole numbers (blocks, numbers) as bytes, int8."""
         raise NotImplementedError
 
-    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What bytes (rows, bytes), float32, were packed from."""
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What bytes, float32, were packed from: as many tensors as a byte has numbers."""
         raise NotImplementedError
 
 
@@ -125,8 +138,8 @@ class Int8Compressor(_BlockCompressor):
     def _pack(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.to(torch.int8)
 
-    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (numbers,)
 
 
 class Int4Compressor(_BlockCompressor):
@@ -136,10 +149,10 @@ class Int4Compressor(_BlockCompressor):
     bytes per number, less than an all-reduce of float32 below 16 ranks.
 
     Args:
-        block_size: How many numbers share a scale; even. The scale is the largest absolute value divided by 7.
+        block_size: How many numbers share a scale. The scale is the largest absolute value divided by 7.
 
     Raises:
-        ValueError: `block_size` is not a positive even number.
+        ValueError: `block_size` is not a positive whole number.
     """
 
     __module__ = "spark_hvd.torch"
@@ -149,15 +162,15 @@ class Int4Compressor(_BlockCompressor):
         low, high = whole.chunk(2)
         return low.add(high, alpha=16).to(torch.int8)
 
-    def _unpack(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         high = (numbers / 16).round_()  # the low one is less than half of 16
-        return torch.cat([numbers.sub_(high, alpha=16), high], 1)
+        return numbers.sub_(high, alpha=16), high
 
 
 class TopKCompressor:
     """Sends only the numbers with the largest absolute values, as a float32 and an int32 each.
 
-    They are chosen in each parameter; on a CPU, in each 131,072 numbers of a larger one.
+    They are chosen in each parameter; on a CPU, in each 262,144 numbers of a larger one.
 
     With n ranks a link carries 8 (n - 1) ratio bytes for each number of the tensor.
 
