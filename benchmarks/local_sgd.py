@@ -1,6 +1,6 @@
 """Training over a slow network: DDP and DistributedOptimizer beside LocalSGD and DiLoCo, speed and accuracy.
 
-`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 3] [--seeds 5] [--json]`
+`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 3] [--seeds 5] [--ways fragments] [--json]`
 
 Two hosts are network namespaces of this machine, a rank each, whose cables carry the rate and no more. What is timed is
 an MLP of 10 million parameters on batches of 32 of scikit-learn's digits; each round times every way, and what is
@@ -31,6 +31,9 @@ NEEDS_ROOT = True
 BATCH = 32
 EVERY = 20
 OVERLAP = 5
+FRAGMENTS = 4
+ALPHA = 0.5
+WIDTHS = [64, *[1568] * 5, 10]
 OUTER_MOMENTUM = 0.5
 EPOCHS = 20
 _WARM_UP = EVERY // 2
@@ -48,8 +51,8 @@ class Way:
     """From a model and its optimizer: what to call, the optimizer, and what to do in the end."""
 
 
-def ways() -> list[Way]:
-    """All that are compared."""
+def ways(wanted: str) -> list[Way]:
+    """Those compared whose name has a word of `wanted`, or all; "alone" and DDP always."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -66,11 +69,12 @@ def ways() -> list[Way]:
         return make
 
     def diloco(model: Any, optimizer: Any, every: int, **options: Any) -> Any:
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True, fused=True)
         return hvd.DiLoCo(model, optimizer, every, outer_optimizer=outer, **options)
 
-    int8 = hvd.Int8Compressor()
-    return [
+    int8, int4 = hvd.Int8Compressor(), hvd.Int4Compressor()
+    streaming = {"compression": int4, "overlap": OVERLAP, "fragments": FRAGMENTS}
+    every = [
         Way("alone", False, lambda model, optimizer: (model, optimizer, nothing)),
         Way("DDP", True, lambda model, optimizer: (DistributedDataParallel(model), optimizer, nothing)),
         Way("DistributedOptimizer", True, lambda model, own: (model, hvd.DistributedOptimizer(own), nothing)),
@@ -80,7 +84,14 @@ def ways() -> list[Way]:
         Way("DiLoCo, int8", False, local(diloco, compression=int8)),
         Way("DiLoCo, int8, overlap", False, local(diloco, compression=int8, overlap=OVERLAP)),
         Way("DiLoCo, top 10 %, overlap", False, local(diloco, compression=hvd.TopKCompressor(0.1), overlap=OVERLAP)),
+        Way("LocalSGD, int4, overlap", False, local(hvd.LocalSGD, compression=int4, overlap=OVERLAP)),
+        Way("LocalSGD, int4, overlap, fragments", False, local(hvd.LocalSGD, **streaming)),
+        Way("DiLoCo, int4, overlap, fragments", False, local(diloco, **streaming)),
+        Way("LocalSGD, int4, alpha, fragments", False, local(hvd.LocalSGD, alpha=ALPHA, **streaming)),
+        Way("DiLoCo, int4, alpha, fragments", False, local(diloco, alpha=ALPHA, **streaming)),
     ]
+    words = wanted.split()
+    return [way for way in every if not words or {"alone", "DDP", *words} & {way.name, *way.name.split(", ")}]
 
 
 def digits(seed: int) -> tuple[Any, Any, Any, Any]:
@@ -126,35 +137,35 @@ def train(call: Any, optimizer: Any, rows: Any, labels: Any, picked: list[Any], 
             scheduler.step()
 
 
-def speeds(rounds: int) -> dict[str, float]:
-    """Median samples a second over both ranks, by way."""
+def speeds(rounds: int, wanted: str) -> dict[str, tuple[float, float]]:
+    """Median samples a second over both ranks, and milliseconds of this rank's CPU time a step, by way."""
     import torch
 
     import spark_hvd.torch as hvd
 
     rows, _, labels, _ = digits(0)
     picked = batches(len(rows), hvd.rank(), 0) * 4
-    model = mlp([64, 3128, 3128, 10], 0)
+    model = mlp(WIDTHS, 0)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        for way in ways():
-            model = mlp([64, 3128, 3128, 10], 0)
+        for way in ways(wanted):
+            model = mlp(WIDTHS, 0)
             model.load_state_dict(start)
             call, optimizer, finish = way.make(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
             before, steps = (2, EVERY // 2) if way.every_step else (_WARM_UP, 2 * EVERY)
             train(call, optimizer, rows, labels, picked[:before])
             hvd.barrier()
-            begun = time.perf_counter()
+            begun, busy = time.perf_counter(), time.process_time()
             train(call, optimizer, rows, labels, picked[:steps])
             hvd.barrier()
-            seconds = time.perf_counter() - begun
+            seconds, busy = time.perf_counter() - begun, time.process_time() - busy
             finish()
-            found.setdefault(way.name, []).append(hvd.size() * BATCH * steps / seconds)
-    return {name: statistics.median(each) for name, each in found.items()}
+            found.setdefault(way.name, []).append((hvd.size() * BATCH * steps / seconds, 1000 * busy / steps))
+    return {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in found.items()}
 
 
-def accuracies(seeds: int) -> dict[str, list[float]]:
+def accuracies(seeds: int, wanted: str) -> dict[str, list[float]]:
     """Percent of the digits that are told right, for each seed, by way."""
     import torch
 
@@ -163,8 +174,8 @@ def accuracies(seeds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         rows, tests, labels, expected = digits(seed)
-        for way in ways()[1:]:
-            model = mlp([64, 128, 10], seed)
+        for way in ways(wanted)[1:]:
+            model = mlp([64, 128, 128, 128, 10], seed)
             call, optimizer, finish = way.make(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
             epochs = [batches(len(rows), hvd.rank(), 1000 * seed + epoch) for epoch in range(EPOCHS)]
             rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, sum(map(len, epochs)))
@@ -183,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of every cable, as tc writes it, or none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ways", default="", help="only those with one of these words in their name, such as int4")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -190,20 +202,20 @@ def main() -> None:
         import spark_hvd.torch as hvd
 
         hvd.init()
-        found = {"speeds": speeds(given.rounds), "accuracies": accuracies(given.seeds)}
+        found = {"speeds": speeds(given.rounds, given.ways), "accuracies": accuracies(given.seeds, given.ways)}
         Path(given.rank).write_text(json.dumps(found))
         hvd.shutdown()
         return
-    arguments = ["--rounds", str(given.rounds), "--seeds", str(given.seeds)]
+    arguments = ["--rounds", str(given.rounds), "--seeds", str(given.seeds), "--ways", given.ways]
     found = run_on_hosts("benchmarks.local_sgd", arguments, 2, given.rate)
     if given.json:
         print(json.dumps({"rate": given.rate, **found}, indent=1))
         return
     if given.rounds:
-        print("| way | samples/s | of DDP's | of alone |\n|--|--|--|--|")
-    for name, speed in found["speeds"].items():
-        parts = [speed / found["speeds"][other] for other in ("DDP", "alone")]
-        print(f"| {name} | {speed:.0f} | {parts[0]:.2f} | {parts[1]:.2f} |")
+        print("| way | samples/s | of DDP's | of alone | CPU ms a step |\n|--|--|--|--|--|")
+    for name, (speed, busy) in found["speeds"].items():
+        parts = [speed / found["speeds"][other][0] for other in ("DDP", "alone")]
+        print(f"| {name} | {speed:.0f} | {parts[0]:.2f} | {parts[1]:.2f} | {busy:.1f} |")
     if given.seeds:
         print("\n| way | accuracy, mean | points from DDP | lowest | highest |\n|--|--|--|--|--|")
     for name, right in found["accuracies"].items():
