@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.context.standing import current, speaks_horovod, standing
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
@@ -30,19 +27,13 @@ class NumberedHandle(int):
     synchronize = wait
 
 
-def numbered(start: Callable[P, NamedHandle[T]]) -> Callable[P, NamedHandle[T]]:
-    """A function that starts a collective: its handle is an int where the dialect is Horovod's."""
-
-    @functools.wraps(start)
-    def started(*args: P.args, **kwargs: P.kwargs) -> NamedHandle[T]:
-        handle = start(*args, **kwargs)
-        if not speaks_horovod():
-            return handle
-        number = NumberedHandle(next(_numbers))
-        current().handles[number] = handle
-        return cast(NamedHandle[T], number)
-
-    return started
+def numbered(handle: NamedHandle[T]) -> NamedHandle[T]:
+    """The handle of a call as its caller gets it: an int where the dialect is Horovod's."""
+    if not speaks_horovod():
+        return handle
+    number = NumberedHandle(next(_numbers))
+    current().handles[number] = handle
+    return cast(NamedHandle[T], number)
 
 
 def poll(handle: NamedHandle[Any]) -> bool:
