@@ -23,8 +23,9 @@ from spark_hvd.data.readers.tensors import to_tensor
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
-TOGETHER = 64
-"""Batches that are cut at once, for as long as there are tensors of all of them."""
+TENSORS = 512
+"""Tensors that are cut at once: after 700 new objects Python looks for garbage, which takes longer than to cut more often
+than that."""
 
 
 class Layout:
@@ -154,16 +155,19 @@ def cut_rows(
             yield [column.unsafe_split_with_sizes([sizes[step]])[0] for column in columns]
             del columns
             step += 1
-        while whole := list(sizes[step : min(step + TOGETHER, bisect_right(ends, ends[step] + rows - at) - 1)]):
+        last = bisect_right(ends, ends[step] + rows - at) - 1
+        columns = columns_of([block[at:] for block in blocks])
+        while step < last:
+            whole = sizes[step : min(step + max(16, TENSORS // len(columns)), last)]
+            at, step = at + sum(whole), step + len(whole)
             # One call of torch cuts a column for all of them. Of the calls that do, this one and unsafe_split() leave
             # out autograd's note of a view for each, by which a gradient of what is done to one would be all others';
             # unsafe_split() takes twice as long.
-            together = sum(whole)
-            columns = columns_of([block.narrow(0, at, together) for block in blocks])
-            slices = [column.unsafe_split_with_sizes(whole) for column in columns]
-            at, step = at + together, step + len(whole)
-            yield from zip(*slices, strict=True)
-            del columns, slices
+            slices = [column.unsafe_split_with_sizes([*whole, rows - at]) for column in columns]
+            columns = [each[-1] for each in slices]
+            yield from itertools.islice(zip(*slices, strict=True), len(whole))
+            del slices
+        del columns
         if at < rows and step < len(sizes):
             held, have = [[block[at:].clone() if at else block for block in blocks]], rows - at
         del blocks
