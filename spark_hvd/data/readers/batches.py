@@ -24,8 +24,8 @@ Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
 TENSORS = 512
-"""Number of tensors that are cut at once. After 700 new objects Python collects garbage, which takes longer than cutting
-in smaller parts."""
+"""Number of tensors that are cut at once. After 700 new objects Python collects garbage, which takes longer than
+cutting in smaller parts."""
 
 
 class Layout:
