@@ -312,7 +312,7 @@ def what_is_wrong_is_said(rank: int, size: int) -> None:
         (ValueError, "fragments: 5 of them with sync_every=2", lambda: hvd.LocalSGD(model, plain, 2, fragments=9)),
         (
             ValueError,
-            "no parameter of the optimizer",
+            "not a parameter of the optimizer",
             lambda: hvd.LocalSGD(model, plain, 4, fragments=[[nn.Parameter(torch.ones(1))]]),
         ),
         (ValueError, "compression='int8': expected", lambda: hvd.LocalSGD(model, plain, 4, compression="int8")),
