@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Way:
 
 
 def ways(wanted: str) -> list[Way]:
-    """Those compared whose name has a word of `wanted`, or all; "alone" and DDP always."""
+    """Those compared whose names have what is `wanted`, a regular expression, in them; "alone" and DDP always."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -90,8 +91,7 @@ def ways(wanted: str) -> list[Way]:
         Way("LocalSGD, int4, alpha, fragments", False, local(hvd.LocalSGD, alpha=ALPHA, **streaming)),
         Way("DiLoCo, int4, alpha, fragments", False, local(diloco, alpha=ALPHA, **streaming)),
     ]
-    words = wanted.split()
-    return [way for way in every if not words or {"alone", "DDP", *words} & {way.name, *way.name.split(", ")}]
+    return [way for way in every if way.name in ("alone", "DDP") or re.search(wanted, way.name)]
 
 
 def digits(seed: int) -> tuple[Any, Any, Any, Any]:
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of every cable, as tc writes it, or none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--ways", default="", help="only those with one of these words in their name, such as int4")
+    parser.add_argument(
+        "--ways", default="", help="only those with this regular expression in their names, such as int4|top"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
