@@ -55,7 +55,7 @@ class Fragment:
         anchors: What they were after the last exchange, equal on all ranks; float32 at least.
         flats: The memory of the anchors.
         lost: What compression has lost since.
-        wait: After how many local steps an exchange begins.
+        wait: After how many local steps an exchange begins; `first_wait` when ranks have synchronized.
         steps: Local steps since the last exchange that was applied, this rank's own.
         exchange: The one in flight.
     """
@@ -147,16 +147,10 @@ class Fragment:
 
     def take_over(self, root_rank: int) -> None:
         """Get the anchors that a rank has."""
+        process_set = self._settings.process_set
         for number, flat in enumerate(self.flats):
-            start_broadcast(
-                [flat],
-                root_rank,
-                f"{self._name}.leader.{number}",
-                self._settings.process_set,
-                single_result,
-                in_place=True,
-                urgent=True,
-            ).wait()
+            name = f"{self._name}.leader.{number}"
+            start_broadcast([flat], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
 
     def restart(self) -> None:
         """Go on from the anchors as if nothing had been trained since."""

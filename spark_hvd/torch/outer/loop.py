@@ -37,17 +37,13 @@ class OuterLoop:
         self._settings = settings
         self._names = list(names)
         self._buffers = buffers
-        last = len(fragments) - 1
+        count = len(fragments)
         # Spread over the first round, and so over all that follow; the last begins when the round ends.
         self._fragments = [
             Fragment(
-                settings,
-                number,
-                params,
-                buffers if number == last else (),
-                -(-settings.sync_every * (number + 1) // (last + 1)),
+                settings, number, params, buffers if number == count else (), -(-settings.sync_every * number // count)
             )
-            for number, params in enumerate(fragments)
+            for number, params in enumerate(fragments, 1)
         ]
         self.outer = outer
         self._begun = False
