@@ -22,14 +22,14 @@ from spark_hvd.collectives.start import Reducing, start_allgather, start_allredu
 from spark_hvd.transport.communicator import ReduceOp
 
 _MOST = 2**31
-"""Elements that an int32 can number."""
+"""Number of elements that an int32 can index."""
 _TINY = torch.finfo(torch.float32).tiny
 _PIECE = 2**18
-"""Elements of a CPU's tensor that are worked on at a time: with what is made of them they stay in a core's cache."""
+"""Number of elements of a CPU tensor that are processed at a time, so that they and the results stay in the cache."""
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Parts of tensors of equal shapes, as views: what is done to one after the other never leaves a core's cache."""
+    """Yield views of tensors of equal shapes, part by part. A part is small enough to stay in a core's cache."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _PIECE:
         yield tensors
@@ -40,10 +40,10 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 @runtime_checkable
 class RowCompressor(Protocol):
-    """What turns numbers into a row of bytes, as long on every rank, and back; a piece of a tensor at a time."""
+    """Turns numbers into a row of bytes, of equal length on every rank, and back; a piece of a tensor at a time."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes; `values` are left with what those lack.
+        """Return the bytes of some values, which are replaced with what the bytes have lost of them.
 
         Args:
             values: One-dimensional, float32 or float64, at least one.
@@ -53,17 +53,17 @@ class RowCompressor(Protocol):
         """
 
     def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the mean of the values of rows, (rows, bytes), to `out`, which is like what was encoded."""
+        """Write the mean of encoded rows (rows, bytes) to `out`, which has the shape and dtype of the values."""
 
 
 class _BlockCompressor:
-    """Sends a whole number of a few bits for each number, and a float32 scale for each block of them.
+    """Sends an integer of a few bits for each number, and a float32 scale for each block of numbers.
 
-    The scale is the largest absolute value of the block, divided by the largest whole number.
+    The scale is the largest absolute value of the block, divided by the largest integer.
     """
 
     _levels: ClassVar[int]
-    """The largest whole number."""
+    """The largest integer."""
     _per_byte: ClassVar[int]
 
     def __init__(self, block_size: int = 256) -> None:
@@ -77,13 +77,14 @@ class _BlockCompressor:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """See RowCompressor."""
         blocks = self._blocks(values)
-        # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
+        # A block of zeros can have any scale. A non-finite number makes its scale non-finite, and so all decoded
+        # numbers.
         scales = torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(self._levels).clamp_(min=_TINY)
         whole = (blocks * scales.reciprocal()[:, None]).round_()
         numbers = self._pack(whole).flatten().view(torch.uint8)
         blocks.addcmul_(whole, scales[:, None], value=-1)
         self._write(blocks, values)
-        # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
+        # Rows are stored one after another, and the scales of each must begin at a multiple of four bytes.
         rest = -len(numbers) % 4
         return torch.cat([scales.view(torch.uint8), pad(numbers, (0, rest)) if rest else numbers])
 
@@ -103,7 +104,7 @@ class _BlockCompressor:
         self._write(mean, out)
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as (blocks, numbers), float32, as many blocks in each half of a byte: their own memory, or a copy."""
+        """Return values as (blocks, numbers), float32; each part of a byte has as many blocks. A view or a copy."""
         missing = -len(values) % (self.block_size * self._per_byte)
         return (pad(values.float(), (0, missing)) if missing else values.float()).view(-1, self.block_size)
 
@@ -112,11 +113,11 @@ class _BlockCompressor:
             values.copy_(blocks.view(-1)[: len(values)])
 
     def _pack(self, whole: torch.Tensor) -> torch.Tensor:
-        """Whole numbers (blocks, numbers) as bytes, int8."""
+        """Pack integers (blocks, numbers) into bytes, int8."""
         raise NotImplementedError
 
     def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What bytes, float32, were packed from: as many tensors as a byte has numbers."""
+        """Return the integers in some bytes (float32), as many tensors as a byte has numbers."""
         raise NotImplementedError
 
 
@@ -216,7 +217,7 @@ class TopKCompressor:
 
 
 class Averaging:
-    """The mean over the ranks of one flat tensor.
+    """The mean of one flat tensor over the ranks.
 
     Attributes:
         lost: What compression has lost of `values`; None if nobody needs to keep it.
@@ -235,13 +236,13 @@ class Averaging:
         self._by_row = isinstance(compression, RowCompressor)
 
     def add(self, piece: torch.Tensor) -> None:
-        """The next of the values are there, of any shape: they are compressed while they are in the cache."""
+        """Take the next values, of any shape, and compress them while they are in the cache."""
         if self._by_row and piece.numel():
             self._rows.append(self._compression.encode(piece.view(-1)))
             self._counts.append(piece.numel())
 
     def start(self) -> None:
-        """All values are there."""
+        """Start the exchange; all values have been added."""
         if self._by_row:
             self.lost = self._values
             row = torch.cat([*self._rows, self._values.new_empty(0, dtype=torch.uint8)])[None]
@@ -252,10 +253,10 @@ class Averaging:
             self._handle = start_allreduce(
                 [wire], self._name, reducing, self._process_set, single_result, in_place=True
             )
-        self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
+        self._handle.poll()  # tells the coordinator now, not when somebody waits
 
     def wait(self) -> None:
-        """Let it be complete.
+        """Wait until the exchange is complete.
 
         Raises:
             MismatchError, StalledError, CollectiveError: See NamedHandle.wait.

@@ -1,4 +1,4 @@
-"""A fragment: parameters that ranks exchange at one time, and what all ranks have in common of them since."""
+"""A fragment: parameters that ranks exchange at the same time, and their values after the last exchange."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OuterSettings:
     compression: Any
     process_set: ProcessSet
     name: str = ""
-    """The same on all ranks, for what belongs to one optimizer."""
+    """Identifies one optimizer; the same on all ranks."""
 
 
 @dataclass(slots=True)
@@ -34,30 +34,31 @@ class _OuterExchange:
     """An exchange in flight."""
 
     steps: int
-    """How many local steps are in it."""
+    """Number of local steps that it covers."""
     start: list[torch.Tensor]
-    """The parameters that went into it; empty unless they are needed in the end."""
+    """The parameters when it began; empty unless they are needed when it ends."""
     deltas: list[Averaging]
     buffer_start: list[torch.Tensor]
     buffers: list[Averaging]
 
     def wait(self) -> None:
-        """Let it be complete: all ranks have started it."""
+        """Wait until it is complete; all ranks have started it."""
         for each in (*self.deltas, *self.buffers):
             each.wait()
 
 
 class Fragment:
-    """Some parameters, and floating-point ``buffers`` that are averaged along.
+    """Some parameters, with floating-point ``buffers`` that are averaged at the same time.
 
     Attributes:
         params: The parameters.
-        anchors: What they were after the last exchange, equal on all ranks; float32 at least.
+        anchors: Their values after the last exchange, equal on all ranks; at least float32.
         flats: The memory of the anchors.
-        lost: What compression has lost since.
-        wait: After how many local steps an exchange begins; `first_wait` when ranks have synchronized.
-        steps: Local steps since the last exchange that was applied, this rank's own.
-        exchange: The one in flight.
+        lost: What compression has lost so far; the next exchange includes it.
+        wait: Number of local steps after which an exchange begins.
+        first_wait: The value of `wait` in the first round and after the ranks have synchronized.
+        steps: This rank's local steps since the last exchange that was applied.
+        exchange: The exchange in flight.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Fragment:
         self.exchange: _OuterExchange | None = None
 
     def begin(self, scale: float = 1.0) -> None:
-        """Send how far the parameters have come, and what was lost before, times `scale`."""
+        """Send the change of the parameters and what was lost before, both times `scale`."""
         process_set = self._settings.process_set
         keeps = self._settings.overlap > 0 and self._settings.alpha is None
         flats, start = ([torch.empty_like(flat) for flat in self.flats] for _ in range(2))
@@ -92,7 +93,7 @@ class Fragment:
             for anchor, param, lost, delta, kept in pieces(*(each.detach() for each in alike)):
                 if keeps:
                     kept.copy_(param)
-                # As the parameters had it: rounded, where those are of lower precision.
+                # Rounded like the parameters, whose precision may be lower.
                 torch.sub(anchor.to(param.dtype).to(delta.dtype), param, out=delta).add_(lost)
                 if scale != 1.0:
                     delta.mul_(scale)
@@ -107,11 +108,11 @@ class Fragment:
         self.exchange = _OuterExchange(self.steps, start if keeps else [], deltas, buffer_start, buffers)
 
     def end(self, outer: torch.optim.Optimizer | None) -> None:
-        """Wait for the mean, make the outer step, and go on from there with what was trained meanwhile."""
+        """Wait for the mean, make the outer step, and add what was trained meanwhile."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         exchange.wait()
-        # Compression has given anew what is lost: the memory of what was lost before is free.
+        # Compression has replaced what was lost, so the memory of the previous loss is free.
         means = [each.mean(lost) for each, lost in zip(exchange.deltas, self.lost, strict=True)]
         buffers = [each.mean(start) for each, start in zip(exchange.buffers, exchange.buffer_start, strict=True)]
         self.lost = [
@@ -131,7 +132,7 @@ class Fragment:
         self._buffers.write(buffers)
 
     def _apply(self, means: list[torch.Tensor], start: list[torch.Tensor]) -> None:
-        """Let the parameters go on from the anchors; without an outer optimizer these make their step here."""
+        """Move the parameters to the anchors. Without an outer optimizer, the anchors make their step here."""
         alpha = self._settings.alpha
         views = (self._params.views(each) if each else self.anchors for each in (means, start))
         for alike in zip(self.params, self.anchors, *views, strict=True):
@@ -146,14 +147,14 @@ class Fragment:
                     param.copy_(torch.lerp(anchor, param.to(anchor.dtype), alpha))
 
     def take_over(self, root_rank: int) -> None:
-        """Get the anchors that a rank has."""
+        """Copy the anchors of a rank."""
         process_set = self._settings.process_set
         for number, flat in enumerate(self.flats):
             name = f"{self._name}.leader.{number}"
             start_broadcast([flat], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
 
     def restart(self) -> None:
-        """Go on from the anchors as if nothing had been trained since."""
+        """Reset the parameters to the anchors, as if nothing had been trained since."""
         self._params.write(self.flats)
         for lost in self.lost:
             lost.zero_()
@@ -161,7 +162,7 @@ class Fragment:
 
 
 class FlatTensors:
-    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64."""
+    """Many tensors as a few flat ones for an exchange: one for each device and precision (float32 or float64)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -176,7 +177,7 @@ class FlatTensors:
             self._sizes[number] += tensor.numel()
 
     def read(self) -> list[torch.Tensor]:
-        """New flat tensors with the values that the tensors have now."""
+        """Return new flat tensors with the current values of the tensors."""
         flats = [
             torch.empty(size, dtype=dtype, device=device)
             for size, (device, dtype) in zip(self._sizes, self._kinds, strict=True)
@@ -186,12 +187,12 @@ class FlatTensors:
         return flats
 
     def write(self, flats: Sequence[torch.Tensor]) -> None:
-        """Give the tensors the values of flat ones."""
+        """Copy the values of flat tensors to the tensors."""
         for view, tensor in zip(self.views(flats), self.tensors, strict=True):
             tensor.detach().copy_(view)
 
     def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of flat tensors, in the order and the shapes of the tensors."""
+        """Return the parts of flat tensors, in the order and shapes of the tensors."""
         return [
             flats[number][start : start + tensor.numel()].view(tensor.shape)
             for tensor, (number, start) in zip(self.tensors, self.places, strict=True)

@@ -266,7 +266,7 @@ def _check_options(settings: OuterSettings) -> None:
 def _divided(
     fragments: Fragments, params: Sequence[torch.nn.Parameter], sync_every: int
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each fragment."""
+    """Return the parameters of each fragment."""
     if not isinstance(fragments, int):
         groups = group_indices(fragments, params, "fragments")
         left = sorted(set(range(len(params))).difference(*groups))

@@ -21,9 +21,9 @@ class OuterLoop:
     """Counts the local steps of one optimizer, and exchanges their effect with the other ranks.
 
     Attributes:
-        count: Exchanges applied.
-        outer: The outer optimizer. It comes with parameters of the same shapes, and gets :attr:`anchors` to step on.
-            None: the parameters are averaged.
+        count: Number of exchanges that were applied.
+        outer: The outer optimizer. It is passed with parameters of the same shapes, and steps on :attr:`anchors`
+            instead. None: the parameters are averaged.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OuterLoop:
         self._names = list(names)
         self._buffers = buffers
         count = len(fragments)
-        # Spread over the first round, and so over all that follow; the last begins when the round ends.
+        # Exchanges are spread over the first round, and so over all later ones; the last begins when the round ends.
         self._fragments = [
             Fragment(
                 settings, number, params, buffers if number == count else (), -(-settings.sync_every * number // count)
@@ -57,7 +57,7 @@ class OuterLoop:
 
     @property
     def steps(self) -> int:
-        """Local steps, this rank's own, since the last exchange of the fragment whose was longest ago."""
+        """This rank's local steps since the last exchange of the fragment that was exchanged the longest time ago."""
         return max(fragment.steps for fragment in self._fragments)
 
     @property
@@ -188,13 +188,13 @@ class OuterLoop:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def leave_world(self) -> None:
-        """Prepare for another world: exchanges in flight are dropped, and ranks are compared again."""
+        """Prepare for another world: drop exchanges in flight, and compare the ranks again."""
         for fragment in self._fragments:
-            fragment.exchange = None  # what went into it goes into the next
+            fragment.exchange = None  # the next one includes its steps
         self._checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What training resumes from. Exchanges in flight are not included: their steps are sent again."""
+        """Return the state to resume from. It excludes exchanges in flight, whose steps are sent again."""
         return {
             "anchors": [flat for fragment in self._fragments for flat in fragment.flats],
             "lost": [lost for fragment in self._fragments for lost in fragment.lost],
@@ -210,7 +210,7 @@ class OuterLoop:
         """Load a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: It is of other parameters or fragments, or of the other kind.
+            ValueError: The state belongs to other parameters or fragments, or to the other kind.
         """
         own = self.state_dict()
         mine, theirs = ([list(flat.shape) for flat in each["anchors"]] for each in (own, state))
