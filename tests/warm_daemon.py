@@ -16,7 +16,9 @@ import torch
 from pyspark.daemon import manager
 
 import spark_hvd.estimators.data.writing
+import spark_hvd.estimators.inference.function
 import spark_hvd.estimators.transform.predict
+import spark_hvd.runner.elastic.task
 import spark_hvd.runner.supervise.incoming
 import spark_hvd.runner.supervise.task
 
