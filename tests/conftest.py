@@ -64,6 +64,19 @@ def pytest_configure(config: pytest.Config) -> None:
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
 
 
+_LONG = {
+    "contract/test_keras.py",
+    "contract/test_tensorflow.py",
+    "gpu_sim/test_gpu_sim.py",
+    "oracle/test_taping.py",
+    "walk/test_mistakes.py",
+    "walk/test_pages.py",
+}
+"""Places that take minutes."""
+_TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
+"""Files that share a cluster on hosts, and wait most of the time."""
+
+
 def place_of(test: str) -> str:
     """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, hosts, a test."""
     folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
@@ -81,17 +94,6 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
-_LONG = {
-    "contract/test_keras.py",
-    "contract/test_tensorflow.py",
-    "gpu_sim/test_gpu_sim.py",
-    "oracle/test_taping.py",
-    "walk/test_mistakes.py",
-    "walk/test_pages.py",
-}
-"""Places that take minutes."""
-_TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
-"""Files that share a cluster on hosts, and wait most of the time."""
 _WITH_SESSIONS = {
     "contract/test_hub_faults.py",
     "contract/test_petastorm_spark.py",
