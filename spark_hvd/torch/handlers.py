@@ -109,7 +109,7 @@ class ModelStateHandler(StateDictHandler):
         places = chain(
             self.value.named_parameters(remove_duplicate=False), self.value.named_buffers(remove_duplicate=False)
         )
-        return self.value.state_dict().keys() <= {name for name, _ in places}
+        return bool(self.value.state_dict().keys() <= {name for name, _ in places})
 
     def state(self) -> Any:
         return dict(self.value.state_dict())
