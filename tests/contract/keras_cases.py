@@ -275,6 +275,8 @@ def rates_and_momentum(rank: int, size: int) -> None:
     warm = [0.4 * (share + (1 - share) * done) for done in (0.25, 0.5, 0.75, 1.0)]
     np.testing.assert_allclose(rates, [*warm, 0.4, 0.4, 0.04, 0.04, 0.2, 0.2], rtol=1e-5)
     np.testing.assert_allclose(history.history["lr"], [warm[1], 0.4, 0.4, 0.04, 0.2], rtol=1e-5)
+    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks[:1])  # in a fit of 4 batches an epoch
+    np.testing.assert_allclose(history.history["lr"], [warm[1]], rtol=1e-5)
 
     # The same arithmetic as momentum * new / old in the one batch of the change.
     for make in (keras.optimizers.SGD, keras.optimizers.RMSprop):
