@@ -82,13 +82,18 @@ TABLES: dict[str, tuple[str, ...]] = {
         "CALL local.system.rewrite_position_delete_files(table => '{t}', options => map('rewrite-all', 'true'))",
         "CALL local.system.expire_snapshots(table => '{t}', older_than => timestamp '2100-01-01', retain_last => 1)",
     ),
-    "files_of_others": (
+    "rolled_back": (CREATE, FILL, "DELETE FROM {t} WHERE id < 50", "ROLLBACK"),
+}
+
+
+READ_BY_SPARK: dict[str, tuple[str, ...]] = {
+    "orc": (f"{CREATE} TBLPROPERTIES ('write.format.default' = 'orc')", FILL),
+    "partitions_in_names_of_directories_alone": (
         "CREATE TABLE {t} (id BIGINT, half INT) USING iceberg PARTITIONED BY (half)",
         "CALL local.system.add_files(table => '{t}', source_table => '`parquet`.`{others}`')",
         "ALTER TABLE {t} RENAME COLUMN id TO number",
         "INSERT INTO {t} VALUES (1000, 7)",
     ),
-    "rolled_back": (CREATE, FILL, "DELETE FROM {t} WHERE id < 50", "ROLLBACK"),
 }
 
 
@@ -153,7 +158,7 @@ def spark(warehouse: Path) -> SparkSession:
 def made(spark: SparkSession, warehouse: Path, name: str) -> tuple[str, Path]:
     """A table of that name, after its statements, and its folder."""
     table = f"local.db.{name}"
-    for statement in TABLES[name]:
+    for statement in {**TABLES, **READ_BY_SPARK}[name]:
         if statement == "ROLLBACK":
             first = spark.sql(f"SELECT snapshot_id FROM {table}.snapshots ORDER BY committed_at").first()
             assert first is not None
@@ -182,15 +187,15 @@ def test_ranks_read_in_place_what_spark_sees(spark: SparkSession, warehouse: Pat
     assert sorted(row for each in ranks for row in each) == expected
 
 
+@pytest.mark.parametrize("name", READ_BY_SPARK)
 def test_what_ranks_cannot_read_is_read_by_spark(
-    spark: SparkSession, warehouse: Path, caplog: pytest.LogCaptureFixture
+    spark: SparkSession, warehouse: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    spark.sql(f"{CREATE} TBLPROPERTIES ('write.format.default' = 'orc')".format(t="local.db.orc"))
-    spark.sql(FILL.format(t="local.db.orc"))
-    data: dict[str, Any] = {"train": warehouse / "db" / "orc"}
-    with pytest.raises(spark_hvd.DataError, match=r"(?i)orc"):
+    table, folder = made(spark, warehouse, name)
+    data: dict[str, Any] = {"train": folder}
+    with pytest.raises(spark_hvd.DataError, match=r"Next: .*give the DataFrame that Spark reads from the table"):
         spark_hvd.run_local(rows, data=data, num_proc=2, verbose=0)
     with caplog.at_level(logging.WARNING, "spark_hvd"):
         ranks = spark_hvd.run(rows, data=data, num_proc=2, spark=spark, verbose=0)
-    assert sorted(row for each in ranks for row in each) == seen_by_spark(spark, "local.db.orc")
+    assert sorted(row for each in ranks for row in each) == seen_by_spark(spark, table)
     assert [each.message for each in caplog.records if "data['train'] is read by Spark" in each.message]
