@@ -24,8 +24,7 @@ Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
 TENSORS = 512
-"""Tensors that are cut at once: after 700 new objects Python looks for garbage, which takes longer than to cut more often
-than that."""
+"""Tensors that are cut at once. After 700 new objects Python looks for garbage, which costs more than further cuts."""
 
 
 class Layout:
