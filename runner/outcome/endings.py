@@ -56,8 +56,8 @@ def trim_stacks(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not _OURS.match(line)).strip()
 
 
-# Messages of torch.distributed and its backends about a peer that is gone. They are plain RuntimeErrors.
-_GONE = re.compile(
+# Messages of torch.distributed and its backends about a lost peer: plain RuntimeErrors, known by their text only.
+_PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)( by peer)?|broken pipe|socket (is |was )?closed"
     r"|timed out waiting \d+ ?ms for (recv|send)|remote process exited|nccl.*(aborted|remote error)"
     r"|failed to (recv|send), got \d+ bytes|connectfullmesh",
@@ -80,7 +80,7 @@ def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
     if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
         return True
     text = text_of(error)
-    if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX raises it as a ValueError
+    if _PEER_LOST.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX raises it as a ValueError
         return True
     if isinstance(error, GROUPS):
         return all(_is_echo(each, {*seen}) for each in error.exceptions)
@@ -100,7 +100,7 @@ def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list
     heard = {rank: position for position, rank in enumerate(order)}
 
     def key(failure: Failed) -> tuple[bool, bool, int, float, int]:
-        stopped = failure.kind in (FailureKind.STOPPED, FailureKind.LOST, FailureKind.TIMEOUT)
-        return stopped, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
+        not_its_own = failure.kind in (FailureKind.STOPPED, FailureKind.LOST, FailureKind.TIMEOUT)
+        return not_its_own, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
 
     return sorted(failures, key=key)

@@ -59,8 +59,8 @@ _ECHO = (
 )
 _EXIT = "Something ended the process: look for os._exit or exit(), and see the last output."
 
-_SIGNALS = {"SIGSEGV": _SEGFAULT, "SIGBUS": _BUS, "SIGILL": _ILLEGAL}
-_WORDS: list[tuple[re.Pattern[str], str]] = [
+_BY_SIGNAL = {"SIGSEGV": _SEGFAULT, "SIGBUS": _BUS, "SIGILL": _ILLEGAL}
+_BY_TEXT: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"CUDA out of memory|OutOfMemoryError"), _CUDA_MEMORY),
     (re.compile(r"not compiled with CUDA|no attribute '_cuda_|No CUDA GPUs|Found no NVIDIA driver"), _NO_CUDA),
     (re.compile(r"initialize the default process group twice"), _TWICE),
@@ -82,7 +82,7 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
         case FailureKind.SIGNAL:
             if "SIGKILL" in failure.error:
                 return _MEMORY_ON_SPARK if on_spark else _MEMORY_HERE
-            return next((text for name, text in _SIGNALS.items() if name in failure.error), "")
+            return next((text for name, text in _BY_SIGNAL.items() if name in failure.error), "")
         case FailureKind.EXIT if failure.exitcode is not None and not failure.traceback:
             return _EXIT
         case FailureKind.EXCEPTION if "Duplicate GPU detected" in failure.error:
@@ -92,13 +92,13 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
         case FailureKind.EXCEPTION if "self.parallel_devices[self.local_rank]" in failure.traceback:
             return _LIGHTNING
         case FailureKind.EXCEPTION:
-            return _of_words(failure.error, on_spark=on_spark and failure.executor != "driver")
+            return _by_text(failure.error, on_spark=on_spark and failure.executor != "driver")
     return ""
 
 
-def _of_words(error: str, *, on_spark: bool) -> str:
+def _by_text(error: str, *, on_spark: bool) -> str:
     if error.startswith("ModuleNotFoundError"):
         return MODULE_ON_SPARK if on_spark else _MODULE_HERE
     if on_spark and error.startswith("FileNotFoundError"):
         return _PATH
-    return next((text for pattern, text in _WORDS if pattern.search(error)), "")
+    return next((text for pattern, text in _BY_TEXT if pattern.search(error)), "")

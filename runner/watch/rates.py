@@ -16,18 +16,22 @@ GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds",
 SHARES = ("data", "communication", "compute")
 """The shares of the ranks' time."""
 SEEN = 0.005
-"""If no rank waits for communication for at least this share of its time, displays leave it out. It would read 0 %, and
+"""Displays leave out communication if no rank waits for it for at least this share of its time. It would read 0 %, and
 it covers only our own collectives, not those that torch makes for DDP and Lightning."""
 WINDOW = 10.0
 """Seconds over which rates are measured, unless steps are long."""
-_SKEW = 1.1
-"""A rank counts as the slowest only if it takes at least so many times as long as the median rank,"""
-_GAIN = 0.05
-"""and if the others wait for it for at least this share of a step."""
-_STEPS = 3
+_MIN_STEPS = 3
 """Minimum number of steps in the window, which grows if steps are long; fewer steps say nothing."""
-_JUDGED = 4.0
+_SLOWEST_RATIO = 1.1
+"""A rank is called the slowest only if its steps take at least this many times as long as the median rank's."""
+_SLOWEST_SHARE = 0.05
+"""A rank is called the slowest only if the others wait for it for at least this share of a step."""
+_SLOWEST_SECONDS = 4.0
 """Minimum seconds of each rank's work before one is called the slowest."""
+_PACE_SECONDS = 3.0
+"""Minimum seconds of work before the remaining time is estimated."""
+_PACE_WINDOW = 60.0
+"""Minimum seconds over which the pace is measured. It is also at least an epoch, including the time between epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class Recent:
     def __init__(self, record: Vitals) -> None:
         self._records = deque([record])
         self._marks: deque[Vitals] = deque([record] if record.total_steps else [])
+        """The records that have more steps than the one before."""
         self.paced = False
         """Whether the rate of steps is known."""
 
@@ -129,10 +134,13 @@ class Recent:
             self.paced = len(self._marks) > 1
         self._records.append(record)
         _drop(self._records, record.clock - WINDOW)
-        _drop(self._marks, record.clock - max(WINDOW, _STEPS * self._gap()))
+        _drop(self._marks, record.clock - max(WINDOW, _MIN_STEPS * self._gap()))
 
     def done(self) -> Rates | None:
-        """Return the rates of the last seconds: from step to step if there are steps, but until now if one is late."""
+        """Return the rates of the last seconds, measured from step to step if there are steps.
+
+        If the next step is late, they are measured until now, so that they fall.
+        """
         if not self.paced:
             return rates(grown(self._records[0], self.last))
         late = self.last.clock - self._marks[-1].clock > 2 * self._gap() + 1
@@ -157,15 +165,15 @@ def slowest_of(by_rank: Mapping[int, Rates | None], counted: bool) -> Slowest | 
     each = {
         rank: done
         for rank, done in by_rank.items()
-        if done is not None and done.seconds >= _JUDGED and (done.steps >= _STEPS or not counted)
+        if done is not None and done.seconds >= _SLOWEST_SECONDS and (done.steps >= _MIN_STEPS or not counted)
     }
     if len(each) < 2 or len(each) < len(by_rank):
         return None
-    whole = {rank: done.seconds / done.steps if counted else 1.0 for rank, done in each.items()}
-    own = {rank: (1 - done.communication) * whole[rank] for rank, done in each.items()}
+    step = {rank: done.seconds / done.steps if counted else 1.0 for rank, done in each.items()}
+    own = {rank: (1 - done.communication) * step[rank] for rank, done in each.items()}  # without waiting for others
     rank = max(own, key=own.__getitem__)
     median = statistics.median_low(own.values())  # of two ranks, the faster one
-    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole[rank]:
+    if median <= 0 or own[rank] < _SLOWEST_RATIO * median or own[rank] - median < _SLOWEST_SHARE * step[rank]:
         return None
     return Slowest(rank, own[rank] / median)
 
@@ -174,12 +182,6 @@ def _drop(records: deque[Vitals], before: float) -> None:
     """Drop old records, but keep one that is old enough to span the window."""
     while len(records) > 1 and records[1].clock <= before:
         records.popleft()
-
-
-_LEAST = 3.0
-"""Minimum seconds of work before an estimate."""
-_WINDOW = 60.0
-"""Minimum seconds over which the speed is measured. It is also at least an epoch, including the time between epochs."""
 
 
 class Pace:
@@ -191,9 +193,10 @@ class Pace:
     def __init__(self) -> None:
         self._stage = ""
         self._marks: deque[tuple[float, int]] = deque()
+        """Times, with the number of steps done by then."""
         self._total = 0
-        self._whole = False
-        self._loop: tuple[int | None, int | None] = (None, None)
+        self._whole_run = False
+        """Whether the total covers the whole run, rather than one loop."""
 
     def forget(self) -> None:
         """Forget the speed after the ranks have changed."""
@@ -204,17 +207,18 @@ class Pace:
         if not record.stage or (self._stage and record.stage != self._stage):
             return
         self._stage = record.stage
-        done, total, whole = _position(record)
-        if self._marks and (total != self._total or whole != self._whole or done < self._marks[-1][1]):
+        done, total, whole_run = _position(record)
+        if self._marks and (total != self._total or whole_run != self._whole_run or done < self._marks[-1][1]):
             self._marks.clear()  # another loop, or back to an earlier state
-        self._total, self._whole = total, whole
+        self._total, self._whole_run = total, whole_run
         if total == 0 or record.total_steps == 0:  # the first step includes preparations and says little
             return
+        # Keep about a hundred marks: the latest replaces the one before if the two are close.
         if len(self._marks) > 1 and now - self._marks[-2][0] < (now - self._marks[0][0]) / 100:
             self._marks.pop()
         self._marks.append((now, done))
-        epoch = record.steps or 0 if whole else 0
-        while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW and self._marks[1][1] <= done - epoch:
+        epoch = (record.steps or 0) if whole_run else 0
+        while len(self._marks) > 2 and self._marks[1][0] <= now - _PACE_WINDOW and self._marks[1][1] <= done - epoch:
             self._marks.popleft()
 
     def remaining(self, now: float) -> Remaining | None:
@@ -222,10 +226,10 @@ class Pace:
         if not self._marks:
             return None
         (since, before), (until, done) = self._marks[0], self._marks[-1]
-        if until - since < _LEAST or done == before or done > self._total:
+        if until - since < _PACE_SECONDS or done == before or done > self._total:
             return None
         left = (self._total - done) * (until - since) / (done - before) - (now - until)
-        return Remaining(max(0.0, left), self._whole)
+        return Remaining(max(0.0, left), self._whole_run)
 
 
 def _position(record: Vitals) -> tuple[int, int, bool]:

@@ -1,4 +1,8 @@
-"""Named collectives on tensors: each function describes one call and passes it to the queue of its process set."""
+"""Named collectives on tensors: each function describes one call and passes it to the queue of its process set.
+
+A call that repeats an earlier one takes a shorter path, `queue.again`, which skips the checks and the description. It
+returns None for any other call.
+"""
 
 from __future__ import annotations
 
@@ -118,12 +122,15 @@ def start_broadcast(
 
 
 def start_sealing(seal: str | None, root_rank: int, name: str | None, process_set: ProcessSet) -> NamedHandle[str]:
-    """Send one rank's seal to all ranks of a process set, through the coordinator alone, whose channel is authentic."""
+    """Send one rank's seal to all ranks of a process set; :mod:`spark_hvd.collectives.objects` says what a seal is.
+
+    It goes through the coordinator alone, whose channel is authenticated.
+    """
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
-    place = list(queue.ranks).index(root_rank)
+    root = list(queue.ranks).index(root_rank)
     request = Request("broadcast", [], [], "", root=int(root_rank), seal=seal)
-    return queue.submit(name, request, Work([], True, []), lambda work: work.seals[place] or "", urgent=True)
+    return queue.submit(name, request, Work([], True, []), lambda work: work.seals[root] or "", urgent=True)
 
 
 def start_alltoall(
@@ -139,7 +146,7 @@ def start_alltoall(
     size = len(queue.ranks)
     counts = _counts(splits)
     fault = split_fault(tensor, counts, size)
-    if fault is not None:
+    if fault is not None:  # sent all the same, so that every rank raises the error and none waits for this one
         counts = []
     elif counts is None:
         counts = even_rows(tensor.shape[0], size)
@@ -178,10 +185,10 @@ def compressed_allreduce(
 ) -> Tensors:
     """Reduce tensors into new ones, and wait for the result."""
     pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    wires = [wire for wire, _ in pairs]
+    compressed = [each for each, _ in pairs]
     # Tensors that the compressor has created may be reduced in place.
-    fresh = all(_storage(wire) != _storage(tensor) for wire, tensor in zip(wires, tensors, strict=True))
-    results = start_allreduce(wires, name, reducing, process_set, all_results, in_place=fresh, urgent=True).wait()
+    new = all(_storage(each) != _storage(tensor) for each, tensor in zip(compressed, tensors, strict=True))
+    results = start_allreduce(compressed, name, reducing, process_set, all_results, in_place=new, urgent=True).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
@@ -190,9 +197,8 @@ def compressed_reducescatter(
 ) -> Tensors:
     """Reduce tensors, keep this rank's rows, and wait for the result."""
     pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    results = start_reducescatter(
-        [wire for wire, _ in pairs], name, reducing, process_set, all_results, urgent=True
-    ).wait()
+    compressed = [each for each, _ in pairs]
+    results = start_reducescatter(compressed, name, reducing, process_set, all_results, urgent=True).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
@@ -233,14 +239,13 @@ def _request(kind: str, tensors: Sequence[torch.Tensor], reducing: Reducing | No
                 "each device."
             )
     # With its index, so that tensors on two GPUs of one rank are not fused.
-    place = str(device) if device.type == "cuda" else device.type
+    where = str(device) if device.type == "cuda" else device.type
     dtypes = [dtype_text(tensor.dtype) for tensor in tensors]
     shapes = [list(tensor.shape) for tensor in tensors]
     if reducing is None:
-        return Request(kind, dtypes, shapes, place)
-    return Request(
-        kind, dtypes, shapes, place, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale))
-    )
+        return Request(kind, dtypes, shapes, where)
+    op, prescale, postscale = reducing
+    return Request(kind, dtypes, shapes, where, op.name, float(prescale), float(postscale))
 
 
 def _counts(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:

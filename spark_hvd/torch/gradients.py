@@ -58,7 +58,7 @@ class Derivable(Protocol):
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
-        """Return gradients of the tensors, with as many elements, from those of the results."""
+        """Return gradients of the tensors, with as many elements but of any shape, from those of the results."""
 
 
 class Allreduce:
@@ -75,7 +75,7 @@ class Allreduce:
         """See Derivable."""
         if reduced_alike(call):
             return _total(call, grads, call.reducing)
-        return _through_extremes(call, kept, _total(call, grads, SUM))
+        return _through_nonlinear(call, kept, _total(call, grads, SUM))
 
 
 class ReduceScatter:
@@ -92,7 +92,7 @@ class ReduceScatter:
         """See Derivable."""
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
         if not reduced_alike(call):
-            return _through_extremes(call, kept, totals)
+            return _through_nonlinear(call, kept, totals)
         reducing, size = call.reducing, len(queue_of(call.process_set).ranks)
         factor = reducing.prescale * reducing.postscale / (size if reducing.op is ReduceOp.AVERAGE else 1)
         return [total * (factor * size if speaks_horovod() else factor) for total in totals]
@@ -172,7 +172,8 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, kind: type[Derivable], call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, kept = kind.forward(call, tensors, keep=True)
         ctx.kind, ctx.call, ctx.shapes = kind, call, [tensor.shape for tensor in tensors]
-        # Counts stay on ctx: the results of a group may be derived one after another, each by a backward of its own.
+        # Counts are kept outside of save_for_backward, which the first backward frees: the results of a group may each
+        # get a backward of their own.
         ctx.counts = None if any(each.is_floating_point() or each.is_complex() for each in kept) else kept
         if ctx.counts is None:
             ctx.save_for_backward(*kept)
@@ -205,11 +206,12 @@ def reduced_alike(call: Call) -> bool:
 
 
 def _total(call: Call, grads: Sequence[torch.Tensor], reducing: Reducing) -> Tensors:
+    """Reduce gradients over the ranks."""
     return compressed_allreduce(grads, call.name_of("gradient"), reducing, call.process_set, Compression.none)
 
 
-def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> Tensors:
-    """Return the derivatives of Min, Max and Product, for which every rank needs all ranks' inputs."""
+def _through_nonlinear(call: Call, inputs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> Tensors:
+    """Return the gradients of Min, Max and Product, which are not linear: every rank needs all ranks' inputs."""
     reducing = call.reducing
     if reducing.op is ReduceOp.ADASUM:
         raise NotImplementedError("op=Adasum has no derivative; call it on detached tensors.")

@@ -35,7 +35,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the present backward pass has produced its last gradient.
 
     Call it from a hook of that backward. An exception in `callback` is raised by `backward()`. DDP and FSDP2 end their
-    backward in this way; there is no public one.
+    backward in this way; there is no public way.
 
     Reentrant checkpoints run backwards within the user's backward, and a hook may first be called in an inner one. The
     end of an inner backward means nothing, so the callback moves on to the surrounding one, with that backward's next
@@ -61,9 +61,9 @@ class _EndOfBackward:
         queue(self)
 
     def __call__(self) -> None:
-        around: Any = torch._C._current_autograd_node()
-        if around is not None:
-            functions = [node for node, _ in around.next_functions if node is not None]
+        outer: Any = torch._C._current_autograd_node()
+        if outer is not None:
+            functions = [node for node, _ in outer.next_functions if node is not None]
             self._waiting = [node.register_prehook(self.queue) for node in functions]
         if not self._waiting:  # no backward surrounds this one, or a parameter's hook has called it
             self._callback()
@@ -208,18 +208,18 @@ def process_group(
         options._timeout = timeout
         options._devices = (devices or gloo_devices)()
     group: dist.ProcessGroup
-    place, named_backend = list(ranks).index(dist.get_rank()), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        place,
+        list(ranks).index(dist.get_rank()),
         list(ranks),
-        named_backend,
+        distributed_c10d.Backend(backend),
         store,
         name,  # type: ignore[arg-type] # a NewType of str in new releases
         options,
         timeout=timeout,
     )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    # As new_group does it: for each rank of the world, its rank in the group.
+    distributed_c10d._world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
     return group
 
 
@@ -239,7 +239,7 @@ def gloo_devices() -> list[Any]:
 class _AllAtOnce(Store):
     """The store for a Gloo group that is being made: it returns the addresses of all ranks in one answer.
 
-    Gloo asks for them one by one, twice: n² questions for n ranks, all of which one thread answers.
+    Gloo itself would ask for them one by one, twice: n² questions for n ranks, all of which one thread answers.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -265,10 +265,10 @@ class _AllAtOnce(Store):
 
 @functools.cache
 def _our_gloo() -> str:
-    """Register a backend that is Gloo with given options, and return its name: torch drops those of its own."""
+    """Register Gloo as a backend that obeys our options, and return its name; torch's own "gloo" ignores them."""
 
     def create(about: Any, options: Any) -> Any:
-        # Pairs that connect lazily ask the store later.
+        # Pairs that connect lazily ask for addresses later, one at a time.
         lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
         store = about.store if lazy else _AllAtOnce(about.store, about.group_size)
         made = dist.ProcessGroupGloo(store, about.group_rank, about.group_size, options)
@@ -308,16 +308,16 @@ def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable
     thread = threading.get_ident()
     before = [user._DistWrapper for user in users]
 
-    def chosen(otherwise: Any) -> Callable[..., Any]:
-        return lambda *args, **options: (Wrapper if threading.get_ident() == thread else otherwise)(*args, **options)
+    def ours_in_this_thread(theirs: Any) -> Callable[..., Any]:
+        return lambda *args, **options: (Wrapper if threading.get_ident() == thread else theirs)(*args, **options)
 
-    for user, otherwise in zip(users, before, strict=True):
-        user._DistWrapper = chosen(otherwise)
+    for user, theirs in zip(users, before, strict=True):
+        user._DistWrapper = ours_in_this_thread(theirs)
     try:
         yield
     finally:
-        for user, otherwise in zip(users, before, strict=True):
-            user._DistWrapper = otherwise
+        for user, theirs in zip(users, before, strict=True):
+            user._DistWrapper = theirs
 
 
 def sharded_writer(store: FileStore, path: str) -> Any:
@@ -326,7 +326,7 @@ def sharded_writer(store: FileStore, path: str) -> Any:
 
     if store.is_local:
         return FileSystemWriter(path)
-    # else it syncs all disks of the host, which hold no part
+    # Without sync_files=False it would sync the host's disks, on which nothing of the checkpoint lies.
     return _in_store(FileSystemWriter(path, sync_files=False), store, path)
 
 

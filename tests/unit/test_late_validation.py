@@ -12,7 +12,7 @@ import pytest
 
 from spark_hvd.estimators import EarlyStopping, History
 from spark_hvd.estimators.fit.beside import Beside, Order
-from spark_hvd.estimators.training.callbacks import _News
+from spark_hvd.estimators.training.callbacks import _NewEntries
 from spark_hvd.estimators.training.history import monitored
 from spark_hvd.estimators.training.late import LateValidation, MeetingPlace, Results, Ticket
 from spark_hvd.store import Store
@@ -193,7 +193,7 @@ def test_what_comes_late_is_known_beforehand() -> None:
 
 
 def test_what_is_logged_of_a_history_comes_once_and_in_order() -> None:
-    news, history = _News(), History([{"epoch": 1, "loss": 3.0}])
+    news, history = _NewEntries(), History([{"epoch": 1, "loss": 3.0}])
     news.skip(history)
     history += [{"epoch": 2, "loss": 2.0}, {"epoch": 3, "loss": 1.0}]
     assert list(news.of(history)) == [(2, "loss", 2.0), (3, "loss", 1.0)]

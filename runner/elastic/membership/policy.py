@@ -32,23 +32,23 @@ class StartPolicy:
     _since: float | None = None
     _enough_since: float | None = None
 
-    def decide(self, there: int, now: float) -> Start:
+    def decide(self, available: int, now: float) -> Start:
         """Decide whether to start; call this several times a second.
 
-        ``there`` is the number of tasks that could have a worker; ``now`` is in seconds, on any clock.
+        ``available`` is the number of tasks that could have a worker; ``now`` is in seconds, on any clock.
         """
         limits = self.limits
         if self._since is None:
             self._since = now
-        if there < limits.num_proc:
+        if available < limits.num_proc:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        if there >= limits.max_num_proc or (self._enough_since is not None and now - self._enough_since >= SETTLE):
+        if available >= limits.max_num_proc or (self._enough_since is not None and now - self._enough_since >= SETTLE):
             return Start.GO
         if now - self._since < limits.start_timeout:
             return Start.WAIT
-        return Start.GO_WITH_FEWER if there >= limits.min_num_proc else Start.NEVER
+        return Start.GO_WITH_FEWER if available >= limits.min_num_proc else Start.NEVER
 
 
 @dataclass(slots=True)
@@ -65,10 +65,10 @@ class FailurePolicy:
     limits: Limits
     resets: int = 0
     commits: int = -1
-    _no_progress: int = 0
-    _short_since: float | None = None  # there are too few workers
-    _apart_since: float | None = None  # there are enough workers, but they do not reach each other
-    _culprit: int | None = None
+    _no_progress: int = 0  # generations in a row that failed without a commit
+    _short_since: float | None = None  # since when there are too few workers
+    _apart_since: float | None = None  # since when there are enough workers, but they do not reach each other
+    _culprit: int | None = None  # the worker lost last
     _error: str = "no rank has failed"
 
     def committed(self, commits: int) -> None:
@@ -85,8 +85,8 @@ class FailurePolicy:
         """Note that there are enough workers for a generation."""
         self._short_since = None
 
-    def too_few(self, there: int, roster: Roster, now: float) -> Verdict | None:
-        """Decide what follows if only ``there`` workers are available, fewer than a generation needs."""
+    def too_few(self, available: int, roster: Roster, now: float) -> Verdict | None:
+        """Decide what follows if only ``available`` workers can take part, fewer than a generation needs."""
         limits = self.limits
         if self._short_since is None:
             self._short_since = now
@@ -94,10 +94,12 @@ class FailurePolicy:
         agents = len(roster.agents)
         if agents >= limits.max_num_proc and agents - len(unschedulable) < limits.min_num_proc:
             hosts = ", ".join(sorted({agent.host for agent in unschedulable}))
-            text = texts.ALL_EXCLUDED.format(ranks=count(there, "rank"), limits=limits, hosts=hosts, last=self._error)
+            text = texts.ALL_EXCLUDED.format(
+                ranks=count(available, "rank"), limits=limits, hosts=hosts, last=self._error
+            )
             return Verdict(End.FAILED, text, self._culprit)
         if now - self._short_since >= limits.elastic_timeout:
-            text = texts.TOO_FEW.format(ranks=count(there, "rank"), limits=limits, last=self._error)
+            text = texts.TOO_FEW.format(ranks=count(available, "rank"), limits=limits, last=self._error)
             return Verdict(End.TOO_FEW, text, self._culprit)
         return None
 

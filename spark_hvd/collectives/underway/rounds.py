@@ -1,8 +1,12 @@
 """Calls of known names in memory that the ranks of one host share: begins them, waits for them, or moves them.
 
-A call waits in memory for a moment only. Then it moves to the coordinator, which knows which ranks are missing, have
-joined or are gone, and which has the other ranks move that name too. So slow calls are reported, and fail, as if there
-were no such memory.
+Each known name has a slot in that memory, and each call of the name is a round of its slot; `slots` has the protocol. A
+call is begun, then published (copied into the memory, together with other calls of the same moment), and ends once all
+ranks have entered its round.
+
+A call waits in memory for a moment only. Then this rank withdraws it, and it moves to the coordinator, which knows
+which ranks are missing, have joined or are gone, and which has the other ranks move that name too. So slow calls are
+reported, and fail, as if there were no such memory.
 """
 
 from __future__ import annotations
@@ -78,10 +82,12 @@ class MemoryRounds(Generic[C]):
         self._slots = slots
         self._lock = lock
         self._owner = owner
-        # Calls that have a slot, and will be copied into it together.
-        self._to_come: list[tuple[Slot, C]] = []
-        self._under_way: dict[Slot, C] = {}  # in the order of the calls
-        self._watched = self._has_come = False
+        self._unpublished: list[tuple[Slot, C]] = []
+        self._under_way: dict[Slot, C] = {}
+        """The published calls, in their order."""
+        self._watched = False
+        """Whether the engine's thread will call :meth:`look` again."""
+        self._published_since_look = False
 
     @property
     def ids(self) -> int:
@@ -122,27 +128,28 @@ class MemoryRounds(Generic[C]):
             Whether to call :meth:`publish` in a moment.
         """
         slot.handle, handle.slot = handle, slot
-        to_come = self._to_come
-        to_come.append((slot, handle))
+        unpublished = self._unpublished
+        unpublished.append((slot, handle))
         if urgent:
             self._publish()
             return False
-        return len(to_come) == 1
+        return len(unpublished) == 1
 
     def publish(self) -> None:
         """Show the other ranks the calls of the last moment."""
-        if self._to_come:
+        if self._unpublished:  # read without the lock, to save taking it; _publish looks again
             with self._lock:
                 self._publish()
 
     def _publish(self) -> None:
-        calls = self._to_come
+        """Do :meth:`publish` under the lock."""
+        calls = self._unpublished
         if not calls:
             return
-        self._to_come = []
+        self._unpublished = []
         self.slots.come([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
         self._under_way.update(calls)
-        self._has_come = True
+        self._published_since_look = True
         if not self._watched:
             self._watched = True
             self._owner.watch()
@@ -203,9 +210,11 @@ class MemoryRounds(Generic[C]):
             before = time.monotonic() - MEMORY_SECONDS
             for handle in list(self._under_way.values()):
                 if handle.since > before:
-                    break
+                    break  # the following calls are younger still
                 self._settle(handle, withdraw=True)
-            self._watched, self._has_come = self._has_come or bool(self._under_way), False
+            # Go on for one more look after the last call, so that a busy queue does not start the watch at each call.
+            self._watched = self._published_since_look or bool(self._under_way)
+            self._published_since_look = False
             return MEMORY_SECONDS if self._watched else None
 
     def recall(self, ids: int) -> None:
@@ -222,10 +231,10 @@ class MemoryRounds(Generic[C]):
         """Begin nothing more: end the rounds that all ranks have entered, and drop the rest; under the lock."""
         for handle in list(self._under_way.values()):
             self._settle(handle, withdraw=False)
-        for slot, handle in [*self._under_way.items(), *self._to_come]:
+        for slot, handle in [*self._under_way.items(), *self._unpublished]:
             slot.handle = handle.slot = None
         self._under_way.clear()
-        self._to_come.clear()
+        self._unpublished.clear()
 
     # ---- both, under the lock -------------------------------------------------------------------------------------
 
@@ -234,6 +243,7 @@ class MemoryRounds(Generic[C]):
         slot = handle.slot
         if slot is None:  # another thread has ended it
             return
+        # close() does not withdraw if no rank is missing: then the round is about to complete.
         withdrawn = withdraw and self.slots.close(slot)
         state = RoundState.WITHDRAWN if withdrawn else self.slots.state(slot)
         if state is RoundState.COMPLETE:
@@ -251,7 +261,7 @@ class MemoryRounds(Generic[C]):
         try:
             self._give_results(calls, kept=kept)
         except RuntimeError as caught:  # such as for a tensor of torch.inference_mode(), used outside it
-            if len(calls) > 1:  # one of several: find out which
+            if len(calls) > 1:  # end them one by one, so that only the call at fault gets the error
                 for call in calls:
                     self._end([call], kept=False)
                 return

@@ -54,20 +54,20 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 (len(param),), group["initial_accumulator_value"], dtype=param.dtype, device=param.device
             )
         if gradient.is_sparse:
-            gradient = gradient.coalesce()
+            gradient = gradient.coalesce()  # a row that was looked up several times must be squared once
             rows, values = gradient.indices()[0], gradient.values()
-            total = state["sum"].index_select(0, rows).add_(values.square().flatten(1).mean(1))
-            state["sum"].index_copy_(0, rows, total)
-            # On the CPU, index_add_ processes the rows one by one.
+            sums = state["sum"].index_select(0, rows).add_(values.square().flatten(1).mean(1))
+            state["sum"].index_copy_(0, rows, sums)
+            # Not index_add_, which on the CPU processes the rows one by one.
             step = torch.sparse_coo_tensor(
-                gradient.indices(), values / _like(total, values, group["eps"]), param.shape, check_invariants=False
+                gradient.indices(), _scaled(values, sums, group["eps"]), param.shape, check_invariants=False
             )
             param.add_(step, alpha=-group["lr"])
         else:
             state["sum"] += gradient.square().flatten(1).mean(1)
-            param.sub_(gradient / _like(state["sum"], gradient, group["eps"]), alpha=group["lr"])
+            param.sub_(_scaled(gradient, state["sum"], group["eps"]), alpha=group["lr"])
 
 
-def _like(total: torch.Tensor, values: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the root of the sums, by which rows are divided."""
-    return total.sqrt().add_(eps).view(-1, *[1] * (values.dim() - 1))
+def _scaled(rows: torch.Tensor, sums: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by the root of its sum."""
+    return rows / sums.sqrt().add_(eps).view(-1, *[1] * (rows.dim() - 1))
