@@ -61,9 +61,8 @@ def _optimizers(keras: Any) -> dict[str, Any]:
         "scaled": lambda: make.LossScaleOptimizer(make.Adam(0.01)),
         "averaged weights": lambda: make.SGD(0.1, use_ema=True, ema_momentum=0.5),
     }
-    if keras.config.backend() == "torch" or os.environ.get("SPARK_HVD_NIGHT"):
-        return every
-    return {name: every[name] for name in ("momentum", "accumulating")}  # TensorFlow compiles each fit for seconds
+    few = keras.config.backend() != "torch" and not os.environ.get("SPARK_HVD_NIGHT")  # TensorFlow compiles each fit
+    return {name: every[name] for name in ("momentum", "accumulating")} if few else every
 
 
 def _mine(rank: int, size: int, each: int) -> list[int]:
