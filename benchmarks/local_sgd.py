@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of every cable, as tc writes it, or none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--every", type=int, default=20, help="steps from one exchange to the next")
     parser.add_argument(
         "--ways", default="", help="only those with this regular expression in their names, such as int4|top"
     )
@@ -215,16 +216,7 @@ def main() -> None:
         Path(given.rank).write_text(json.dumps(found))
         hvd.shutdown()
         return
-    arguments = [
-        "--rounds",
-        str(given.rounds),
-        "--seeds",
-        str(given.seeds),
-        "--ways",
-        given.ways,
-        "--every",
-        str(given.every),
-    ]
+    arguments = [f"--{option}={getattr(given, option)}" for option in ("rounds", "seeds", "every", "ways")]
     found = run_on_hosts("benchmarks.local_sgd", arguments, 2, given.rate)
     if given.json:
         print(json.dumps({"rate": given.rate, **found}, indent=1))
