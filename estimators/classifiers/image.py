@@ -84,7 +84,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
     leaves such images out, and the history counts them as "undecodable".
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"

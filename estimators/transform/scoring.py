@@ -91,7 +91,7 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
         An array (n,), and a mask of the values that an integer cannot represent (NaN), or None.
 
     Raises:
-        ValueError: the type cannot represent an integer, or is too narrow for a number.
+        ValueError: The type cannot represent an integer, or is too narrow for a number.
     """
     dtype = ELEMENTS[element]
     if flat.dtype == dtype:

@@ -88,7 +88,7 @@ def abort(text: str, generation: int | None = None) -> None:
 
 
 def is_aborted() -> bool:
-    """Whether :func:`abort` was called for the world that this process is in."""
+    """Return whether :func:`abort` was called for the world that this process is in."""
     return standing.registry is not None and standing.registry.broken is not None
 
 

@@ -133,7 +133,7 @@ class StepProfiler:
 
 
 def events_of(trace: dict[str, Any], rank: int, size: int, host: str, pid: int) -> list[dict[str, Any]]:
-    """The events of one rank's trace among those of all: its processes, numbers and times are told apart from others'.
+    """Return one rank's events for a trace of all ranks, with processes, numbers and times that do not collide.
 
     Args:
         trace: What torch has exported.

@@ -90,7 +90,7 @@ class _CheckedFile(io.FileIO):
 
 
 def store_error(tried: str, path: str, cause: Exception) -> StoreError:
-    """The StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
+    """Return the StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
     text = " ".join(str(cause).split()) or "no details"
     if len(text) > _LONGEST:  # libhdfs lists every place where it looked for Java
         text = text[:_LONGEST] + " ..."

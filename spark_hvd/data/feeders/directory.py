@@ -34,7 +34,7 @@ class Directory(SocketThread):
         come: How many feeders have been heard of.
 
     Raises:
-        OSError, zmq.ZMQError: it cannot listen there.
+        OSError, zmq.ZMQError: It cannot listen there.
     """
 
     def __init__(

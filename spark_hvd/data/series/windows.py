@@ -52,7 +52,7 @@ class Windows:
             there are.
 
     Raises:
-        DataError: an argument is of another kind.
+        DataError: An argument is of another kind.
     """
 
     __module__ = "spark_hvd.data"
@@ -98,7 +98,7 @@ class Windows:
         )
 
     def over(self, rows: Any) -> Windows:
-        """The same windows over other rows."""
+        """Return the same windows over other rows."""
         return Windows(rows, **asdict(self.spec))
 
     def __repr__(self) -> str:
