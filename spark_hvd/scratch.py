@@ -28,7 +28,7 @@ class Scratch:
     ``purpose`` is a word for its name. ``parent`` is the folder to make it in; None: this process' temporary directory.
 
     Attributes:
-        path: Of the folder. It goes with :meth:`close`, with this object, and with the process.
+        path: The folder. It is deleted by :meth:`close`, with this object, and with the process.
 
     Raises:
         OSError: There is no room for it.

@@ -33,7 +33,7 @@ class Labels:
     classes: tuple[Any, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
     @classmethod

@@ -112,8 +112,8 @@ def columns_of(
     """Return the columns called ``names`` as they will lie in the files.
 
     Args:
-        schema: Of the DataFrame.
-        names: Of the columns, in the order wanted; a name that repeats counts once.
+        schema: Schema of the DataFrame.
+        names: Names of the columns, in the wanted order; repeated names count once.
         decoders: Names of the binary columns that a function will turn into tensors.
         collated: A function makes tensors of whole rows, so that there may be text and bytes.
         text: Names of the columns that may be text, which the model takes unchanged.
@@ -146,7 +146,7 @@ def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
 
     Args:
-        column: Of the DataFrame.
+        column: A column of the DataFrame.
         rounds: Let float32 round whole numbers up to 2**53, as ids and times are, in a column of doubles or decimals;
             else they end the job that computes them. Lists and vectors are rounded in either case.
     """

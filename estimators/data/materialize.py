@@ -59,7 +59,7 @@ def materialize(
         num_proc: Ranks that will read.
         validation: Share of the rows for validation, above 0 and below 1, drawn row by row. Or the name of a
             boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
-        seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
+        seed: Seed of that draw. The same partitions with the same rows and seed are split in the same way.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
         uses: What some of ``columns`` are for.
         who: Asks for it; the Spark UI shows the name.

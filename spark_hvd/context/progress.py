@@ -90,7 +90,7 @@ class Progress(Generic[T]):
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """A context whose time counts as waiting for data, for loops that fetch their batches themselves."""
+        """Count the time in this context as waiting for data, for loops that fetch their batches themselves."""
         self._fetching = before = time.monotonic()
         try:
             yield

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def rank() -> int:
-    """This process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
+    """Return this process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
     return place().rank
 
 
@@ -44,7 +44,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's position among the ranks of its host; commonly the number of its GPU."""
+    """Return this rank's position among the ranks of its host; commonly the number of its GPU."""
     return place().local_rank
 
 

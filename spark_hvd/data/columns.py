@@ -307,7 +307,7 @@ def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tup
 
 
 def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> Mapping[str, Sequence[str]]:
-    """By the name of each stack the columns that it is made of.
+    """Return the columns that make up each stack, by its name.
 
     Raises:
         DataError: A column is not in the batch.

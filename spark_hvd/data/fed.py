@@ -39,11 +39,11 @@ class FedSource(DataSource):
     """See the module's description.
 
     Attributes:
-        name: Of the data set.
+        name: Name of the data set.
         inner: Where the rows are.
         told: What is done with them.
         made: The columns that come of it.
-        rank: Of the rank that has sent this to a process that is none, as a spawned worker of a DataLoader.
+        rank: The rank that sent this to a process that is no rank, such as a spawned worker of a DataLoader.
     """
 
     name: str

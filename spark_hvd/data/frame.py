@@ -98,7 +98,7 @@ class UnitSharding(Sharding):
 
     Attributes:
         counts: Rows of each unit.
-        seed: Of the order of the units; None for ascending.
+        seed: Seed of the order of the units; None for ascending order.
         parts: See :class:`FrameSource`.
         window_rows: Rows that a rank shuffles together.
     """
@@ -129,7 +129,7 @@ class UnitSharding(Sharding):
         return [after - before for before, after in itertools.pairwise(first)]
 
     def _steps(self, rows: Sequence[int]) -> int:
-        """Of ranks with so many rows each."""
+        """Return the number of steps of ranks with these numbers of rows."""
         fewest, most = min(rows), max(rows)
         return min(fewest, steps_of(fewest if most - fewest <= 1 else most, 1, self.batch_size))
 
@@ -260,7 +260,7 @@ def _to_bytes(batch: pa.RecordBatch) -> torch.Tensor:
 
 
 def seed_of(seed: int | None, epoch: int) -> Seed | None:
-    """Of an epoch's order; None where all have the same."""
+    """Return the seed of an epoch's order; None if all epochs have the same order."""
     return None if seed is None else (seed, epoch)
 
 

@@ -38,7 +38,7 @@ def source_of(name: str) -> Any:
 
 
 def get_dataset_shard(name: str = "train") -> DatasetShard:
-    """This rank's part of a data set that was passed to ``run`` as ``data={name: ...}``. Collective.
+    """Return this rank's part of a data set that was passed to ``run`` as ``data={name: ...}``. Collective.
 
     Returns once the rows of a DataFrame have arrived.
 

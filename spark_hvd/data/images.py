@@ -302,7 +302,7 @@ class _TooLargeError(ValueError):
 
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Of this process: threads do not survive a fork."""
+    """Return the pool of this process: threads do not survive a fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
 

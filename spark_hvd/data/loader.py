@@ -73,7 +73,7 @@ class ShardLoader(Generic[T_co]):
         self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is no rank, as a spawned worker of a DataLoader: it reads what this rank would."""
+        """Prepare for a process without a rank, like a DataLoader's spawned worker. It reads what this rank would."""
         rest = {"_now": None, "_loop": None, "_reader": None, "_place": self._rank_and_size()}
         return self.__dict__ | rest
 
@@ -121,7 +121,7 @@ class ShardLoader(Generic[T_co]):
         return {"version": VERSION, "position": self._position.to_json(), **self._order()}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
+        """Do :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
 
         After the last batch, the epoch is not over until its loop ends. A loop that is entered again then finds no
         batch, and continues as the first one would have.
@@ -153,7 +153,7 @@ class ShardLoader(Generic[T_co]):
             reader.close()
 
     def _watch(self) -> None:
-        """The next epoch is known here, and given by nobody yet."""
+        """Called when the next epoch is known here, and nobody has given it yet."""
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place

@@ -66,7 +66,7 @@ class PackedRows:
         return self.plain.column(name) if numbers is None else pa.array(numbers[:, 0])
 
     def batch(self) -> pa.RecordBatch:
-        """As Arrow has it."""
+        """Return the rows as Arrow has them."""
         return pa.RecordBatch.from_arrays([self.column(name) for name in self.schema.names], schema=self.schema)
 
 
@@ -162,5 +162,5 @@ def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Mat
 
 
 def _take(matrix: Matrix, rows: Ints, into: Matrix) -> None:
-    """By numpy and not by Arrow: it asks the system for huge pages, in which rows are found in half the time."""
+    """Take rows by numpy, not by Arrow: numpy asks for huge pages, in which rows are found in half the time."""
     whole_rows(matrix).take(rows, out=whole_rows(into), mode="clip")  # mode "raise" would copy them once more

@@ -131,7 +131,7 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
 
 
 def _deleted_in(rows: Sequence[int], positions: np.ndarray | None) -> dict[int, tuple[Deleted, int]]:
-    """By row group what is deleted there, and how many rows that are; ``positions`` are those in the file."""
+    """Return the deleted rows of each row group, and their number; ``positions`` are those in the file."""
     if positions is None:
         return {}
     found, first = {}, 0
@@ -189,7 +189,7 @@ def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str]
 
 
 def _found(table: TableSchema, name: str, there: pa.Schema, file: str) -> pa.Field | None:
-    """As :meth:`TableSchema.find`, with the error of a table that Spark may be able to read."""
+    """Do :meth:`TableSchema.find`; the error says that Spark may be able to read the table."""
     try:
         return table.find(name, there, file)
     except ValueError as error:

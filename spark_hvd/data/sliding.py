@@ -77,7 +77,7 @@ class SeriesHere:
         closing: Closes the files, to which :meth:`read` adds nothing any more then; they stay while they are mapped.
 
     Attributes:
-        schema: Of the windows.
+        schema: The schema of the windows.
         counts: Windows of each unit; of units that were not read none.
         first_windows: The number of the first window of each unit.
         problems: What is wrong, by the values of :data:`PROBLEM`.

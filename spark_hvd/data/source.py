@@ -27,7 +27,7 @@ class Asked:
     Attributes:
         columns: Names, in the order of the batch.
         shuffle: Another order in each epoch.
-        seed: Of that order.
+        seed: Seed of that order.
         window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
         workers: Threads that read ahead.
     """

@@ -154,7 +154,7 @@ class Spool:
 
     Attributes:
         folder: The first of the two.
-        schema: Of the user's columns.
+        schema: The schema of the user's columns.
         counts: Rows of each unit.
         window_rows: Those that fit in :data:`WINDOW_BYTES`.
     """

@@ -45,7 +45,7 @@ class TableFiles:
         url: Names the table in messages.
         sizes: Bytes of each file by its path, complete, in the order of the paths.
         partitions: Columns that are in no file, a row for each file; None if there are none.
-        version: Of the table, as "version 3 of the Delta table /data/x"; "" for a directory, which has no versions.
+        version: The table's version, such as "version 3 of the Delta table /data/x"; "" for a directory (none).
         schema: The columns of a table, and how its files have them; None for those of the first file.
         deleted: By file the positions of rows that are deleted and still in it, of shape (deleted rows,).
     """
@@ -316,7 +316,7 @@ def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
 
 
 def _names_of(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
-    """By field ID the names that a field has in files without IDs."""
+    """Yield field IDs, each with the names of the field in files without IDs."""
     for each in mapping:
         if each.field_id is not None:
             yield each.field_id, each.names

@@ -123,7 +123,7 @@ def order_of(seed: Seed | None) -> Ints:
 
 
 def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.uint64]]:
-    """By what rows of a unit are ordered: no two ids have the same key. The ids themselves for None."""
+    """Return the keys that order the rows of a unit, all different; without a seed, the ids themselves."""
     if seed is None:
         return ids
     keys = ids.view(np.uint64) ^ np.random.default_rng(seed).integers(1 << 64, dtype=np.uint64, endpoint=False)
@@ -178,7 +178,7 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-    """In which order a rank takes what is left of a window: numbers of rows where its units are laid end to end.
+    """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated units.
 
     The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
     every rank knows how far another is in its units, and what is done changes nothing in the order of the others.

@@ -104,7 +104,7 @@ class State:
         raise HostsUpdatedInterrupt(_UPDATED)
 
     def _interrupted(self) -> None:
-        """The elastic function is about to be left, and the loops in it with it."""
+        """Called when the elastic function is about to be left, and the loops in it with it."""
 
     def _agree(self) -> bool:
         """Return whether the members are to change; the same on all ranks, once all are here with the same progress."""
@@ -272,4 +272,4 @@ class ObjectState(State):
         """Send what is not in :meth:`_content`."""
 
     def _renew(self) -> None:
-        """The state has been restored or made equal."""
+        """Called when the state has been restored or made equal on all ranks."""

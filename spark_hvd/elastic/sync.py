@@ -25,7 +25,7 @@ def synchronize(
     `content` in their places where dtype and shape fit, so that no second copy of a model is needed.
 
     Args:
-        communicator: Of all ranks.
+        communicator: The communicator of all ranks.
         content: This rank's, by name. On the root it stays as it is.
         kinds: What is behind each name; must be equal on all ranks.
         commits: This rank's.

@@ -255,7 +255,7 @@ class Store:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """A binary file, on a local disk, that becomes ``path`` at the end of the block; directories are created.
+        """Open a binary file on a local disk that becomes ``path`` at the end of the block; directories are created.
 
         If the block raises, ``path`` is unchanged and nothing is left behind. For remote stores, the file is written to
         this host's temporary directory, which needs room for it, and uploaded at the end.

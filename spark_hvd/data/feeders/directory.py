@@ -24,8 +24,8 @@ class Directory(SocketThread):
 
     Args:
         bind_host: Where it listens.
-        public_host: By which tasks reach it.
-        ports: To choose from; None: any.
+        public_host: The address at which tasks reach it.
+        ports: The ports that it may listen on; None for any.
         feeders: How many there are to be.
         start_timeout: Seconds that ranks wait for one that takes their rows.
 

@@ -123,7 +123,7 @@ class DatasetMeta:
         raise DataError(f"column {name!r} is not in {self.url}, which has {listed(c.name for c in self.columns)}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready dicts and lists; a file name that repeats is written once. Versions and partitions are not."""
+        """Return JSON-ready dicts and lists, with each file name once, but without versions and partitions."""
         files = list(self.files)
         number = {file: i for i, file in enumerate(files)}
         return {

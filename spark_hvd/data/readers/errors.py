@@ -16,7 +16,7 @@ class TableError(DataError):
 def refuse_nulls(
     name: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False, remedy: str = ""
 ) -> None:
-    """What models are given has no nulls, neither in a column nor ``inside`` of its lists.
+    """Refuse nulls in what models get, in a column or ``inside`` of its lists.
 
     Raises:
         DataError: There are so many ``of`` some rows, the ``first`` in the row of that number.

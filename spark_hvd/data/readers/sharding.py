@@ -38,7 +38,7 @@ class Position:
     done: tuple[Interval, ...] = ()
 
     def to_json(self) -> list[Any]:
-        """As JSON-ready lists of numbers."""
+        """Return JSON-ready lists of numbers."""
         return [self.epoch, [list(each) for each in self.done]]
 
     @classmethod

@@ -203,7 +203,7 @@ class Round:
         pieces: What is read of row groups for them. Rows and their places are counted over all windows.
         starts: The first place of each run of rows that is taken.
         lengths: How many rows it has.
-        seed: Of the order of the rows in a window, with its number; None for the order of the pieces.
+        seed: Seed of the order of the rows in a window, with the window's number; None for the order of the pieces.
     """
 
     windows: dict[int, int]
@@ -224,7 +224,7 @@ class Round:
         return found
 
     def places(self) -> Ints:
-        """For each row of the pieces where it goes among those that the rank takes; -1 for one that it does not."""
+        """Return, for each row of the pieces, its place among those that the rank takes; -1 if it does not take it."""
         orders, at = [], 0
         for window, rows in self.windows.items():
             drawn = None if self.seed is None else np.random.default_rng((*self.seed, window))

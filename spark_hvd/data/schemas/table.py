@@ -72,7 +72,7 @@ class TableSchema:
         fields: Their types are plain, and nullable inside. The metadata of each, also of one in a struct, tells how it
             is found in a file.
         defaults: By the name of a column its value in files that have it not; a column without one is in all files.
-        version: Of the table, for messages.
+        version: The table's version, for messages.
     """
 
     fields: pa.Schema
@@ -247,7 +247,7 @@ class Deleted:
     """Which rows of a row group are deleted, and still in its file.
 
     Attributes:
-        rows: Of the row group, those that are deleted among them.
+        rows: Number of rows in the row group, including deleted ones.
         marks: A bit for each row, set where it is deleted; compressed, as most are alike.
     """
 
@@ -256,7 +256,7 @@ class Deleted:
 
     @classmethod
     def of(cls, positions: np.ndarray, rows: int) -> Deleted:
-        """Return the rows at these positions: integers of shape (deleted rows,), from 0 to rows - 1."""
+        """Return the deletion of the rows at these positions: integers of shape (deleted rows,), from 0 to rows - 1."""
         marks = np.zeros(rows, np.bool_)
         marks[positions] = True
         return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))

@@ -27,7 +27,7 @@ class WindowSpec:
     short: str = "error"
 
     def to_json(self) -> bytes:
-        """For the metadata of a schema; the step in time as the words that messages have for it."""
+        """Return JSON for the metadata of a schema; the step in time is in words, as in messages."""
         every = None if self.every is None else str(self.every)
         return json.dumps({**asdict(self), "every": every}).encode()
 
