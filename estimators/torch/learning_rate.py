@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from spark_hvd.store.errors import CheckpointError
+from spark_hvd.torch.sync import load_optimizer_state
+
 Scheduler = LRScheduler | ReduceLROnPlateau
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 """Keys of parameter groups under which torch's schedulers keep rates."""
@@ -58,6 +61,69 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, An
     return found
 
 
+def described(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, options: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a checkpoint tells of an optimizer and a scheduler, besides their state; ``options`` are those given."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        "optimizer": type(optimizer).__name__,
+        "lr_scheduler": None if scheduler is None else type(scheduler).__name__,
+        "parameters of the optimizer": [
+            [names[id(each)] for each in group["params"]] for group in optimizer.param_groups
+        ],
+        "options": options,
+    }
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group of parameters."""
+    return [
+        {
+            name: each.item() if isinstance(each, torch.Tensor) else each
+            for name, each in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> list[str]:
+    """Check that a checkpoint's state is that of this optimizer and scheduler.
+
+    Args:
+        saved: What :func:`described` said when it was written; None if an earlier version wrote it.
+        here: What it says now.
+        run_id: Of the run.
+
+    Returns:
+        A warning for each option that the checkpoint overrides.
+
+    Raises:
+        CheckpointError: It is another's.
+    """
+    if saved is None:
+        return []
+    for what in ("optimizer", "lr_scheduler", "parameters of the optimizer"):
+        if saved[what] != here[what]:
+            raise CheckpointError(
+                f"run_id={run_id!r} goes on from the state of another {what}: {_short(saved[what])} then, "
+                f"{_short(here[what])} now. Give what the run was started with, or another run_id"
+            )
+    return [
+        f"run_id={run_id!r} goes on with the options of its checkpoint, which began with {name}={before[name]!r}: "
+        f"{name}={now[name]!r} of the optimizer given now has no effect. Give another run_id to train with it"
+        for before, now in zip(saved["options"], here["options"], strict=True)
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
 def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, steps: int) -> Scheduler | None:
     """Return the scheduler of ``optimizer``, with rates multiplied by ``factor``.
 
@@ -95,7 +161,7 @@ def load(
     call count, as in a run that starts with these ranks.
     """
     made = _fixed_rates(optimizer, scheduler)
-    optimizer.load_state_dict(state["optimizer"])
+    load_optimizer_state(optimizer, state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     scale(optimizer, scheduler, factor)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from typing import Any
 
 import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.torch.learning_rate import Scheduler, load, make_optimizer, make_scheduler
+from spark_hvd.estimators.torch.learning_rate import (
+    Scheduler,
+    check_described,
+    described,
+    load,
+    make_optimizer,
+    make_scheduler,
+    options_of,
+)
 from spark_hvd.estimators.torch.measure import Measure
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.callbacks import TrainState
@@ -65,9 +74,14 @@ class _Loop(Measure):
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
         spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
         optimizer = make_optimizer(objects.optimizer, self.model)
+        options = options_of(optimizer)
         steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
         scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
+        self.described = described(self.model, optimizer, scheduler, options)
         if resumed:
+            for text in check_described(resumed.get("described"), self.described, spec.run_id):
+                if hvd.rank() == 0:
+                    warnings.warn(text, stacklevel=2)
             self.scaled = hvd.size() / resumed["size"] if spec.scale_lr else 1.0
             load(objects.lr_scheduler, optimizer, scheduler, resumed, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -251,6 +265,7 @@ class _Loop(Measure):
         return {
             "global_step": self.state.global_step,
             "optimizer": self.optimizer.state_dict(),
+            "described": self.described,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
         }

@@ -39,7 +39,11 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
 
     Returns:
         "raw" and "probability" (rows, classes), "prediction" (rows,), float64; for a regression only the last.
+
+    Raises:
+        ValueError: the scores are complex numbers.
     """
+    _require_real(output, "output")
     scores = output.double().unsqueeze(-1).flatten(1)  # also for (rows,)
     if kind == "regression":
         return {"prediction": scores.exp() if given == "logarithm" else scores}
@@ -52,6 +56,14 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
         probability = torch.softmax(scores, 1)
     # of equal scores, the first class wins, as in Spark ML
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
+
+
+def _require_real(tensor: torch.Tensor, what: str) -> None:
+    if tensor.is_complex():
+        raise ValueError(
+            f"{what} of the model is {str(tensor.dtype).removeprefix('torch.')}, and columns hold real numbers: have "
+            "the model return its abs(), its real part, or torch.view_as_real(...)"
+        )
 
 
 def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tensor:
@@ -79,7 +91,7 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
     """Convert an output's numbers to the type of its column.
 
     Integers are converted exactly. Floating point numbers are rounded to the nearest integer of the type, or to
-    narrower floating point; booleans follow from a threshold.
+    narrower floating point; booleans follow from a threshold. NaN is no integer, and neither true nor false.
 
     Args:
         flat: The numbers, (n,).
@@ -88,16 +100,17 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
         name: Name of the column, for messages.
 
     Returns:
-        An array (n,), and a mask of the values that an integer cannot represent (NaN), or None.
+        An array (n,), and a mask of the values that the type cannot represent (NaN), or None.
 
     Raises:
-        ValueError: The type cannot represent an integer, or is too narrow for a number.
+        ValueError: The type cannot represent an integer, or is too narrow for a number; or numbers are complex.
     """
+    _require_real(flat, f"output {name!r}")
     dtype = ELEMENTS[element]
     if flat.dtype == dtype:
         return flat.numpy(), None
     if dtype == torch.bool:
-        return (flat > threshold).numpy(), None
+        return (flat > threshold).numpy(), flat.double().isnan().numpy()
     if flat.dtype.is_floating_point and not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         # the largest double below 2**63 is 2**63 - 1024
@@ -239,8 +252,12 @@ class ScoredModel:
             values = np.array([_rounded(each, digits[1]) for each in values.tolist()], np.float64)
         if output["depth"]:
             shape = tensor.shape[1:] if output["depth"] > 1 else (-1,)
+            if missing is not None and missing.any():
+                values = np.where(missing, None, values.astype(object))
             return list(values.reshape(len(tensor), *shape).tolist())
-        return values if missing is None or not missing.any() else pd.arrays.IntegerArray(values, missing)
+        if missing is None or not missing.any():
+            return values
+        return (pd.arrays.BooleanArray if values.dtype == bool else pd.arrays.IntegerArray)(values, missing)
 
 
 def _load_pyfunc(path: str) -> ScoredModel:

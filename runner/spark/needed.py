@@ -19,8 +19,9 @@ def check_pyspark() -> None:
         raise ImportError(
             f"{sys.executable} cannot import PySpark ({error}). spark_hvd does not install it, so that it never "
             "replaces the one of a cluster. On a laptop: pip install 'pyspark>=3.5'. For a Spark Connect server: "
-            "pip install pyspark-client. For Databricks from elsewhere: pip install databricks-connect. On a cluster "
-            "of Databricks, EMR or Dataproc: run this in a notebook or with spark-submit, whose Python has PySpark"
+            "pip install pyspark-client. For Databricks from elsewhere: pip install databricks-connect 'pyarrow<26' "
+            "'pandas<3'. On a cluster of Databricks, EMR or Dataproc: run this in a notebook or with spark-submit, "
+            "whose Python has PySpark"
         ) from error
     if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyspark
@@ -29,8 +29,6 @@ _WIDER = {
 def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
     """Return the rows of ``data[name]`` as a DataFrame, with numbers and times widened to types that Spark has.
 
-    Before PySpark 4, rows pass through pandas, and times without a zone become local times of the session.
-
     Raises:
         DataError: Spark lacks the type of a column, or cannot hold one of its values.
     """
@@ -43,18 +41,35 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                     f"data[{name!r}]: column {field.name!r} of {field.type} has a value that {kind}, its type in "
                     f"Spark, cannot hold: {error}. Next: convert it in the table, or write Parquet and give the path"
                 ) from error
-    if int(pyspark.__version__.partition(".")[0]) < 4:
-        return session.createDataFrame(table.to_pandas())
-    for at, field in enumerate(table.schema):
+    old = int(pyspark.__version__.partition(".")[0]) < 4
+    schema = pa.schema([field.with_type(_type_before_4(field.type)) for field in table.schema]) if old else table.schema
+    for field in schema:
         try:
-            spark_schema(table.schema.empty_table().select([at]).schema)
+            spark_schema(pa.schema([field]))
         except Exception as error:  # PySpark's error classes differ between versions, and on Connect
             raise DataError(
                 f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
                 "it to another type, or leave it out"
             ) from error
-    # Without the schema, Spark would take timestamps without a zone for local times of the session.
-    return session.createDataFrame(table, spark_schema(table.schema))
+    # Without a schema, Spark takes timestamps without a zone for local times of the session.
+    if not old:
+        return session.createDataFrame(table, spark_schema(schema))
+    # By pandas, nulls of whole numbers would become NaN, and structs maps.
+    return session.createDataFrame([*zip(*map(_objects, table.columns), strict=True)], spark_schema(schema))
+
+
+def _objects(column: pa.ChunkedArray) -> list[Any]:
+    values: list[Any] = column.to_pylist()
+    if not pa.types.is_map(column.type):
+        return values
+    return [None if value is None else dict(value) for value in values]
+
+
+def _type_before_4(kind: pa.DataType) -> pa.DataType:
+    """What Spark 3.5 calls a type whose values as Python's objects are the same."""
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_type_before_4(kind.value_type))
+    return pa.date32() if pa.types.is_date64(kind) else type_of_types(kind, _type_before_4)
 
 
 def _type_in_spark(kind: pa.DataType) -> pa.DataType:

@@ -61,13 +61,17 @@ class Folder:
         return None
 
     def superseded(self, step: int, keep: int | None) -> list[int]:
-        """Return the steps to delete now that there is ``step``.
-
-        Later ones are left: a run that went back leaves such.
-        """
-        if keep is None:
-            return []
-        return [each for each in self.steps() if each < step][: -(keep - 1) or None]
+        """Return the steps to delete now that there is ``step``. Later ones are left, with a warning."""
+        steps = self.steps()
+        if later := [each for each in steps if each > step]:
+            _log.warning(
+                "%s has checkpoints of later steps than the %d just saved, %s: of a run that went back, or of another. "
+                "load() takes them for newer: delete them, or save to another folder",
+                self.store.url,
+                step,
+                later,
+            )
+        return [] if keep is None else [each for each in steps if each < step][: -(keep - 1) or None]
 
 
 def stem(step: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Work
-from spark_hvd.collectives.handle import NamedHandle, Owner
+from spark_hvd.collectives.handle import Moment, NamedHandle, Owner
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Request
 from spark_hvd.collectives.names import How, KnownCalls, Unnamed
@@ -67,7 +67,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         with self._lock:
             self._failure.require_none()
             called = self._unnamed.take(request.kind, self._handles) if name is None else name
-            handle = NamedHandle(self, called, request, work, result)
+            ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+            handle = NamedHandle(self, called, request, work, result, ready)
             first = False
             if name is None and (called in self._deferred or self._is_under_way(called)):
                 self._deferred.put(called, handle)
@@ -98,7 +99,9 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         with self._lock:
             called = self._unnamed.next(kind) if name is None else name
             known = self._known.as_before(called, tensor, how)
-            if known is None or (in_place and tensor is not None and 0 in tensor.stride()):
+            if known is None:
+                return None
+            if in_place and tensor is not None and not tensor.is_contiguous() and 0 in tensor.stride():
                 return None  # tensors made by expand() are refused on the slower path
             if self._failure.text is not None:  # inlined for speed, as this path is hot
                 self._failure.require_none()
@@ -107,7 +110,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                     return None
                 self._unnamed.take(kind, self._handles)
             tensors = () if tensor is None else (tensor,)
-            handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result)
+            ready = Moment.now(known.device) if known.device is not None and known.request.on_gpu else None
+            handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result, ready)
             slot = known.slot
             if slot is None or slot.closed or self.tracing.recorder is not None:
                 first = self._put(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 
 T = TypeVar("T")
+
+_making = threading.Lock()
+"""Held to make a baton: most handles need none, and to make one takes as long as all else of a handle."""
 
 
 class Owner(Protocol):
@@ -57,7 +61,13 @@ class NamedHandle(Generic[T]):
     )
 
     def __init__(
-        self, owner: Owner | None, name: str, request: Request, work: Work, result: Callable[[Work], T]
+        self,
+        owner: Owner | None,
+        name: str,
+        request: Request,
+        work: Work,
+        result: Callable[[Work], T],
+        ready: Moment | None = None,
     ) -> None:
         """Create the handle of a call; queues do this.
 
@@ -67,11 +77,12 @@ class NamedHandle(Generic[T]):
             request: What this rank tells the coordinator about it.
             work: This rank's tensors.
             result: Makes the return value of :meth:`wait`.
+            ready: When the tensors on a GPU are written.
         """
         self.name = name
         self.request = request
         self.work = work
-        self.ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+        self.ready = ready
         self.since = 0.0
         """Time of the call, on the monotonic clock."""
         self.slot: Slot | None = None
@@ -81,9 +92,8 @@ class NamedHandle(Generic[T]):
         self._done = False
         self._error: Exception | None = None
         self._execution: Execution | Moment | None = None
-        # A plain lock is the cheapest thing to wait for; it is held until the collective has ended.
-        self._baton = threading.Lock()
-        self._baton.acquire()
+        self._baton: threading.Lock | None = None
+        """The lock that waiting threads sleep on, if there are any. It is held until the collective has ended."""
 
     @classmethod
     def ended(cls, value: T) -> NamedHandle[T]:
@@ -128,9 +138,7 @@ class NamedHandle(Generic[T]):
             if not ended:
                 self._owner.flush()
                 left = -1 if timeout is None else max(0.0, begun + timeout - time.monotonic())
-                ended = self._baton.acquire(timeout=left)
-                if ended:
-                    self._release_waiters()
+                ended = self._sleep(left)
             activity.wait_ends(time.monotonic())
             if not ended:
                 raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
@@ -163,13 +171,26 @@ class NamedHandle(Generic[T]):
         self._execution = outcome
         self._error = error
         self._done = True
-        self._release_waiters()
+        if self._baton is not None:
+            self._release_waiters()
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait until the collective has ended; return whether it has. -1 means no limit."""
+        with _making:
+            if self._baton is None:
+                baton = threading.Lock()
+                baton.acquire()
+                self._baton = baton
+        # Whoever ends the collective sets `_done` and then looks for the baton: one of the two threads sees the other.
+        ended = self._done or self._baton.acquire(timeout=seconds)
+        if ended:
+            self._release_waiters()
+        return ended
 
     def _release_waiters(self) -> None:
-        try:  # noqa: SIM105 (a context manager would cost more than the rest)
+        assert self._baton is not None
+        with contextlib.suppress(RuntimeError):  # two threads release it at the same time
             self._baton.release()
-        except RuntimeError:  # two threads have ended it at the same time
-            pass
 
     @property
     def _owner(self) -> Owner:

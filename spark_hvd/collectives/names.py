@@ -38,11 +38,14 @@ class KnownCall:
         self.bit = bit
         self.slot = slot
         self.title = repr(handle.name)
+        self.device: torch.device | None = None
+        """None: the CPU, or no tensor."""
         # Only for the most frequent calls, which are then recognized without being described again.
         plain = len(tensors) == (0 if request.kind == "barrier" else 1) and request.seal is None
         self.how = how_of(request) if plain else None
         if tensors:
-            self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
+            self.dtype, self.shape = tensors[0].dtype, tensors[0].shape
+            self.device = None if tensors[0].is_cpu else tensors[0].device
 
 
 def how_of(request: Request) -> How | None:
@@ -78,6 +81,7 @@ def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
     return use if use.fits(LARGEST_UNNAMED if AUTO in entry.name else LARGEST, len(ranks)) else None
 
 
+_STRIDED = torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose attributes say everything; other types are examined more closely."""
 
@@ -104,10 +108,10 @@ class KnownCalls:
             return None
         if tensor is not None and (
             type(tensor) not in _PLAIN
-            or tensor.layout is not torch.strided
+            or tensor.layout is not _STRIDED
             or known.dtype is not tensor.dtype
             or known.shape != tensor.shape
-            or known.device != tensor.device
+            or (not tensor.is_cpu if known.device is None else known.device != tensor.device)
         ):
             return None
         return known

@@ -95,8 +95,8 @@ class ColumnForm(Form[Part, Columns]):
             for name in first.arrays:
                 arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
                 one = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
-                # A gradient of what is done to this batch is not to be the next one's.
-                found[name] = one.detach() if isinstance(one, torch.Tensor) else one
+                # A gradient of what is done to this batch is not to be the next one's, nor is a change in place.
+                found[name] = one.unsafe_split_with_sizes([len(one)])[0] if isinstance(one, torch.Tensor) else one
             if first.others.num_columns:
                 others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
                 found |= self._convert(single(pa.concat_tables(others)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class Receivers:
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._used: set[Hashable] = set()
+        self._used: list[tuple[int, int]] = []  # addresses, sorted: the first, and the one after the last
         self._within: set[int] = set()
 
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
@@ -141,9 +142,17 @@ class Receivers:
             self._within.remove(id(skeleton))
 
     def _receiver(self, ref: TensorRef, mine: Any) -> torch.Tensor:
-        if not _fits(ref, mine) or (key := tensor_key(mine)) in self._used:
+        if not _fits(ref, mine):
             return _empty(ref)
-        self._used.add(key)
+        begin = mine.data_ptr()
+        end = begin + mine.nbytes
+        place = bisect.bisect(self._used, (begin, begin))
+        # What shares memory here may not do so on the sender.
+        if begin < end and any(
+            before < end and begin < after for before, after in self._used[max(place - 1, 0) : place + 1]
+        ):
+            return _empty(ref)
+        self._used.insert(place, (begin, end))
         fitting: torch.Tensor = mine.detach()
         return fitting
 

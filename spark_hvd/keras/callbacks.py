@@ -49,7 +49,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self._steps_given = self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
         self.multiplier: Callable[[float], float] = (
             multiplier if callable(multiplier) else lambda epoch: float(multiplier ** (epoch - start_epoch))
@@ -57,7 +57,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See keras.callbacks.Callback."""
-        if self.steps_per_epoch is None:
+        if self._steps_given is None:  # each fit has its own
             self.steps_per_epoch = (self.params or {}).get("steps")
         if self.steps_per_epoch is None and not self.staircase:
             raise ValueError(

@@ -107,6 +107,10 @@ class Store:
             # other processes write to the store too: cached listings would hide that
             options = {"use_listings_cache": False} if protocol_of(self.url) in OBJECT_STORES else {}
             options |= self.storage_options
+            if (kind := fsspec.get_filesystem_class(protocol_of(self.url))).__module__ == "hdfs_native.fsspec":
+                from spark_hvd.store.hdfs import HdfsFiles
+
+                return HdfsFiles(**{**kind._get_kwargs_from_urls(self.url), **options})
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
     def inner_path(self, path: str) -> str:

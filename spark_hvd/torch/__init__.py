@@ -21,7 +21,7 @@ from spark_hvd.torch.embedding.whole import load_whole_state_dict, whole_state_d
 from spark_hvd.torch.handles import poll, synchronize
 from spark_hvd.torch.move import *  # noqa: F403
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
-from spark_hvd.torch.outer.compressors import Int8Compressor, TopKCompressor
+from spark_hvd.torch.outer.compressors import Int4Compressor, Int8Compressor, TopKCompressor
 from spark_hvd.torch.outer.local_sgd import DiLoCo, LocalSGD, OuterOptimizer
 from spark_hvd.torch.preparation import prepare
 from spark_hvd.torch.reduce import *  # noqa: F403
@@ -50,6 +50,7 @@ __all__ = [
     "DistributedOptimizer",
     "DuplicateNameError",
     "HorovodInternalError",
+    "Int4Compressor",
     "Int8Compressor",
     "LocalSGD",
     "LookUp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -60,8 +61,10 @@ class StateDictHandler(StateHandler):
 
     __module__ = "spark_hvd.torch.elastic"
 
-    copies = False
-    """Whether :meth:`load` only copies from its tensors, whatever their device."""
+    @property
+    def copies(self) -> bool:
+        """Whether :meth:`load` only copies from its tensors, whatever their device."""
+        return False
 
     reloads = True
     """Whether the value may be half used, as an iterator: then each sync makes it load its state on every rank."""
@@ -94,12 +97,19 @@ class ModelStateHandler(StateDictHandler):
 
     __module__ = "spark_hvd.torch.elastic"
 
-    copies = True
     reloads = False
 
     def __init__(self, value: Any) -> None:
         require_no_tables(value, "a TorchState")
         super().__init__(value)
+
+    @property
+    def copies(self) -> bool:
+        # A module may keep what it is given of anything else: an extra state, or the sums of a metric.
+        places = chain(
+            self.value.named_parameters(remove_duplicate=False), self.value.named_buffers(remove_duplicate=False)
+        )
+        return bool(self.value.state_dict().keys() <= {name for name, _ in places})
 
     def state(self) -> Any:
         return dict(self.value.state_dict())

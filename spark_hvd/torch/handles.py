@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.context.standing import current, speaks_horovod, standing
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
@@ -30,19 +27,13 @@ class NumberedHandle(int):
     synchronize = wait
 
 
-def numbered(start: Callable[P, NamedHandle[T]]) -> Callable[P, NamedHandle[T]]:
-    """Wrap a function that starts a collective: in Horovod's dialect it returns an int."""
-
-    @functools.wraps(start)
-    def started(*args: P.args, **kwargs: P.kwargs) -> NamedHandle[T]:
-        handle = start(*args, **kwargs)
-        if not speaks_horovod():
-            return handle
-        number = NumberedHandle(next(_numbers))
-        current().handles[number] = handle
-        return cast(NamedHandle[T], number)
-
-    return started
+def numbered(handle: NamedHandle[T]) -> NamedHandle[T]:
+    """Return what the caller of a collective gets: the handle, or an int in Horovod's dialect."""
+    if not speaks_horovod():
+        return handle
+    number = NumberedHandle(next(_numbers))
+    current().handles[number] = handle
+    return cast(NamedHandle[T], number)
 
 
 def poll(handle: NamedHandle[Any]) -> bool:

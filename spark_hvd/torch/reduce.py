@@ -83,7 +83,6 @@ def allreduce(
     return apply(Allreduce, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
-@numbered
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -97,7 +96,7 @@ def allreduce_async(
 
     Asynchronous calls are not differentiable.
     """
-    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
+    return numbered(_start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False))
 
 
 def allreduce_(
@@ -115,7 +114,6 @@ def allreduce_(
     ).wait()
 
 
-@numbered
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -126,7 +124,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
     """Start to reduce a tensor in place; do not use it before the handle's wait(). See :func:`allreduce`."""
-    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+    return numbered(_start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True))
 
 
 def _start(
@@ -168,7 +166,6 @@ def grouped_allreduce(
     return apply(Allreduce, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
-@numbered
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -182,8 +179,8 @@ def grouped_allreduce_async(
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
-        return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=False)
+        return numbered(NamedHandle.ended([]))
+    return numbered(start_allreduce(tensors, name, reducing, process_set, all_results, in_place=False))
 
 
 def grouped_allreduce_(
@@ -200,7 +197,6 @@ def grouped_allreduce_(
     return handle.wait()
 
 
-@numbered
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -214,8 +210,8 @@ def grouped_allreduce_async_(
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
-        return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=True)
+        return numbered(NamedHandle.ended([]))
+    return numbered(start_allreduce(tensors, name, reducing, process_set, all_results, in_place=True))
 
 
 def reducescatter(
@@ -237,7 +233,6 @@ def reducescatter(
     return apply(ReduceScatter, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
-@numbered
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -249,7 +244,7 @@ def reducescatter_async(
     """Start a :func:`reducescatter`; the handle's wait() returns this rank's share."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_reducescatter([tensor], name, reducing, process_set, single_result)
+    return numbered(start_reducescatter([tensor], name, reducing, process_set, single_result))
 
 
 def grouped_reducescatter(
@@ -267,7 +262,6 @@ def grouped_reducescatter(
     return apply(ReduceScatter, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
-@numbered
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -279,7 +273,9 @@ def grouped_reducescatter_async(
     """Start a :func:`grouped_reducescatter`."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
+    return numbered(
+        start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
+    )
 
 
 def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:

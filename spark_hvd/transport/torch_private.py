@@ -326,22 +326,22 @@ def sharded_writer(store: FileStore, path: str) -> Any:
 
     if store.is_local:
         return FileSystemWriter(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
     # Without sync_files=False it would sync the host's disks, on which nothing of the checkpoint lies.
-    writer: Any = FsspecWriter(path, sync_files=False)
-    writer.fs.fs = store.filesystem  # older versions take no options for the file system
-    return writer
+    return _in_store(FileSystemWriter(path, sync_files=False), store, path)
 
 
 def sharded_reader(store: FileStore, path: str) -> Any:
     """Return a reader of the parts of a sharded checkpoint in a directory of a store."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if store.is_local:
-        return FileSystemReader(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    reader = FileSystemReader(path)
+    return reader if store.is_local else _in_store(reader, store, path)
 
-    reader: Any = FsspecReader(path)
-    reader.fs.fs = store.filesystem
-    return reader
+
+def _in_store(user: Any, store: FileStore, path: str) -> Any:
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+    user.fs = FileSystem()
+    user.fs.fs = store.filesystem  # FsspecWriter makes one of its own, and older ones take no options for it
+    user.path = path
+    return user

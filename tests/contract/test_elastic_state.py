@@ -165,6 +165,21 @@ def test_first_sync_is_the_lowest_ranks(two: Ranks) -> None:
     assert same(before, first)
 
 
+def test_memory_that_two_tensors_share_on_a_receiver(two: Ranks) -> None:
+    def fn() -> None:
+        memory = torch.full((6,), 9.0)
+        mine = {"first": memory[:3], "second": memory[2:5], "third": memory}
+        if hvd.rank() == 0:
+            mine = {"first": torch.arange(3.0), "second": torch.arange(3.0) + 10, "third": torch.arange(6.0) + 20}
+        state = hvd.elastic.ObjectState(**mine)
+        state.sync()
+        assert state.first.tolist() == [0, 1, 2]
+        assert state.second.tolist() == [10, 11, 12]
+        assert state.third.tolist() == [20, 21, 22, 23, 24, 25]
+
+    two.run(fn)
+
+
 def test_large_state_is_streamed(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn() -> Any:
         from spark_hvd.elastic import sync as state_sync

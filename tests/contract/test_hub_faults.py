@@ -78,13 +78,13 @@ def fails(launch: Launcher, inject: Callable[[], None], match: str) -> None:
     out = io.StringIO()
 
     def later() -> None:
-        wait_until(lambda: out.getvalue().count("up") == 2, 60)
+        wait_until(lambda: out.getvalue().count("up") == 2, 200)
         inject()
 
     thread = threading.Thread(target=later)
     thread.start()
     with pytest.raises(HubError, match=match):
-        launch(fn, num_proc=2, reporting=Reporting(stdout=out), timeout=100)
+        launch(fn, num_proc=2, reporting=Reporting(stdout=out), timeout=240)
     thread.join()
 
 

@@ -107,6 +107,20 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     assert seen != list(rows)
 
 
+def test_a_batch_beside_other_columns_may_be_changed_while_another_is_needed(tmp_path: Path) -> None:
+    table = pa.table({"text": ["x"] * 20, "score": [float(row) for row in range(20)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
+    first, second, *_ = get_dataset_shard("train").torch_batches(5)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = (first["score"] * weight).sum()
+    second["score"].zero_()
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 0 + 1 + 2 + 3 + 4
+
+
 def test_timestamps_as_spark_writes_them(tmp_path: Path) -> None:
     """As INT96. In nanoseconds, 64 bits reach from 1677 to 2262."""
     far = [datetime.datetime(*day) for day in ((1, 1, 1), (1582, 10, 15), (2024, 2, 29), (9999, 12, 31, 23, 59, 59, 1))]

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,41 @@ def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> N
         for thread in threads:
             thread.join()
         assert not wrong
+
+    world.run(fn)
+
+
+def test_calls_of_one_moment_may_differ_in_all_that_they_are(world: Ranks) -> None:
+    """Tensors side by side in memory, or not: of other dtypes, in another order, or smaller than their room."""
+
+    def fn() -> None:
+        wait_in_memory(10.0)
+        learn("call 4", elements=20, op=hvd.Sum)
+        kinds = [
+            *[((3,), torch.float16), ((3, 3), torch.float32), ((5,), torch.float32), ((4, 2), torch.float32)],
+            *[((7,), torch.float32), ((), torch.float32), ((1,), torch.float16), ((9,), torch.float64)],
+        ]
+        scales = [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 2.0]
+
+        def together(numbers: Sequence[int], in_place: bool) -> None:
+            handles = {}
+            for number in numbers:
+                shape, dtype = kinds[number]
+                given = mine(shape[::-1], dtype).mul_(number + 1).movedim(-1, 0) if shape else mine(shape, dtype)
+                start = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+                how = dict(op=hvd.Sum, prescale_factor=scales[number])
+                handles[number] = start(given, name=f"call {number}", **how)
+            for number, handle in handles.items():
+                shape, dtype = kinds[number]
+                expected = total(scales[number]) * (number + 1 if shape else 1)
+                assert torch.equal(handle.wait(), torch.full(shape, expected, dtype=dtype)), number
+
+        for turn in range(LEARNT + 1):
+            together(range(len(kinds)), in_place=turn % 2 == 0)
+        decided = by_coordinator()
+        for numbers in (range(8), range(1, 6), [2, 1, 3], range(8), range(7, -1, -1), [4], range(8)):
+            together(numbers, in_place=len(numbers) % 2 == 0)
+        assert by_coordinator() == decided
 
     world.run(fn)
 

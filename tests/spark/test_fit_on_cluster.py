@@ -1,14 +1,16 @@
-"""Fits on executors that are processes of their own, one of which is lost."""
+"""Fits on executors that are processes of their own, one of which is lost; a worker that is killed as it loads."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
 
+import spark_hvd
 from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
 from spark_hvd.runner import ExecutorLostError
 from tests.spark.estimator_support import estimator, frame, reference, same
@@ -102,3 +104,16 @@ def test_a_model_larger_than_what_spark_can_collect_comes_back(
     fitted = estimator(epochs=1).fit(frame(cluster))
     monkeypatch.undo()
     same(fitted.getModel(), estimator(epochs=1).fit(frame(cluster)).getModel().state_dict())
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_loads(cluster: SparkSession) -> None:
+    """Spark tries again, unlike on one machine, and the next attempt on the same executor knows why."""
+
+    def load() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    predicted = spark_hvd.predict(cluster.range(0, 10, 1, 1), load, columns="id", outputs="float")
+    wanted = r"ModelError: the Python worker that this task had in its attempt \d was killed on \S+ while it loaded"
+    with pytest.raises(Exception, match=rf"{wanted}.*spark\.executor\.memoryOverhead"):
+        predicted.collect()

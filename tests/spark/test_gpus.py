@@ -196,7 +196,7 @@ def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
 def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path), "spark.dynamicAllocation.enabled": "true"}
     with (
-        session_on(LOCAL_CLUSTER, **settings) as session,
+        session_on("local-cluster[1,1,1024]", **settings) as session,
         pytest.raises(ClusterError, match=r"spark\.dynamicAllocation\.enabled=false"),
     ):
         run(seen, num_proc=1, spark=session, gpus_per_proc=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class ByBytes(nn.Module):
@@ -368,27 +366,3 @@ def test_a_collate_that_fails(texts: DataFrame) -> None:
 
     text = said(spark_hvd.predict(texts, ByBytes(), columns="text", collate=broken, outputs="int", batch_size=50))
     assert re.search(r"collate failed on 50 values of 'text': KeyError.*called with a list of values", text, re.S)
-
-
-KILLED = """
-import os, signal
-from tests.conftest import start_session
-import spark_hvd
-
-def load():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-frame = start_session("local[1,3]").range(0, 10, 1, 1)
-try:
-    spark_hvd.predict(frame, load, columns="id", outputs="float").collect()
-except Exception as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_while_it_loads() -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, timeout=110)
-    wanted = r"ModelError: the Python worker that this task had in its attempt 0 was killed on \S+ while it loaded"
-    assert re.search(wanted, done.stdout), done.stdout + done.stderr
-    assert "spark.executor.memoryOverhead" in done.stdout

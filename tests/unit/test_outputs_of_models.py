@@ -55,6 +55,27 @@ def test_what_a_column_holds() -> None:
     # Floating point numbers are rounded, to the nearest that there is.
     assert column([2.5e9, -1e20, 1.4, math.nan], torch.float64, "int") == [2**31 - 1, -(2**31), 1, None]
     assert column([math.inf, 0.5], torch.float64, "float") == [math.inf, 0.5]
+    assert column([math.nan, 0.6, -math.inf], torch.float32, "boolean") == [None, True, False]
+
+
+@pytest.mark.parametrize("element", ["float", "double", "bigint", "boolean"])
+def test_complex_numbers_are_refused(element: str) -> None:
+    """Their imaginary part would be lost."""
+    with pytest.raises(ModelError, match="output 'p' of the model is complex64, and columns hold real numbers"):
+        column([1 + 2j], torch.complex64, element)
+    with pytest.raises(ValueError, match="is complex64"):
+        scores_of(torch.tensor([1 + 2j]), "regression", "logits")
+
+
+@pytest.mark.parametrize(("element", "first"), [("boolean", False), ("int", 0)])
+def test_a_pyfunc_has_no_value_for_nan_where_spark_has_null(element: str, first: Any) -> None:
+    output = {"name": "p", "element": element, "digits": None, "threshold": 0.5}
+    model = ScoredModel(nn.Identity(), {})
+    values = torch.tensor([[0.0, math.nan], [1.0, 1.0]])
+    assert model._column(values, output | {"depth": 1}) == [[first, None], [1, 1]]
+    flat = pd.Series(model._column(values.reshape(-1), output | {"depth": 0}))
+    assert flat.isna().tolist() == [False, True, False, False]
+    assert flat[0] == first
 
 
 class Own(nn.BCEWithLogitsLoss):

@@ -53,6 +53,11 @@ class Mistake:
     step: str
     fails: bool = True
 
+    @property
+    def shakes(self) -> bool:
+        """Whether it reaches ranks, or ends the session: a job afterwards shows whether the next one runs."""
+        return "def fn" in self.code or "spark.stop()" in self.code
+
 
 def in_rank(body: str, call: str = "run(fn)") -> str:
     """A function for ranks, and the call that runs it."""

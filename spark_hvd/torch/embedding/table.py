@@ -76,7 +76,6 @@ class ShardedEmbedding(nn.Module):
         self.rows, self.dim, self.name = rows, dim, name
         self.mode, self.padding_idx, self.sparse = mode, padding_idx, sparse
         self.weight = nn.Parameter(prefer_huge(torch.empty(self.cut.here, dim, dtype=dtype, device=device)))
-        self._note()
         with torch.no_grad():
             if initialize is None:
                 # Ranks with the same seed must not give different ids the same row.
@@ -141,6 +140,11 @@ class ShardedEmbedding(nn.Module):
                 f"{here.rank} of {here.size}: make it inside the function that run() calls, or load a whole state "
                 "into it after table.cut_again()"
             )
+        if len(self.weight) != here.here:
+            raise ValueError(
+                f"the weight of the table {self.name!r} has {len(self.weight):,} rows, and this rank has {here.here:,} "
+                f"of its {self.rows:,}: give whole tables by table.load_state_dict({{'weight': whole}})"
+            )
 
     def cut_again(self) -> None:
         """Make the weight hold this rank's rows in the present world; not collective.
@@ -191,6 +195,11 @@ class ShardedEmbedding(nn.Module):
                 return
             state_dict = {**state_dict, key: self.cut.take(value)}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See nn.Module; a weight that is assigned comes here, too, such as by ``load_state_dict(assign=True)``."""
+        super().register_parameter(name, param)
+        self._note()
 
     def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.standing import current
 from spark_hvd.torch.embedding.routes import Cut
+from spark_hvd.world.errors import MismatchError
 
 _CHUNK = 64 << 20
 """Bytes gathered at once; this bounds the copies in memory."""
@@ -39,6 +42,7 @@ def whole_state_dict(
 
     Raises:
         NotInitializedError: Outside a world.
+        MismatchError: Optimizers of ranks have state of other tables.
         CollectiveError: A peer or the network failed.
     """
     state: dict[str, Any] = of.state_dict()
@@ -48,13 +52,12 @@ def whole_state_dict(
                 state[name] = _gather(param.detach(), _cuts[param][0], root_rank)
     else:
         state = {**state, "state": dict(state["state"])}
-        for number, held in _numbered(of, state):
-            if held in _cuts and number in state["state"]:
-                cut = _cuts[held][0]
-                state["state"][number] = {
-                    key: _gather(value, cut, root_rank) if _of_rows(value, cut.here) else value
-                    for key, value in state["state"][number].items()
-                }
+        cuts = {number: _cuts[held][0] for number, held in _numbered(of, state) if held in _cuts}
+        for number, keys in _gathered(state["state"], cuts).items():
+            state["state"][number] = {
+                key: _gather(value, cuts[number], root_rank) if key in keys else value
+                for key, value in state["state"][number].items()
+            }
     return state if root_rank in (None, current().communicator.rank) else None
 
 
@@ -82,6 +85,30 @@ def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[t
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return list(zip(numbers, params, strict=True))
+
+
+def _gathered(states: Mapping[int, Mapping[str, Any]], cuts: Mapping[int, Cut]) -> dict[int, set[str]]:
+    """The state of tables that is to be gathered, by the numbers of their weights; collective.
+
+    A tensor may have as many entries as this rank has rows by chance: it is of rows if it is so on all ranks.
+
+    Raises:
+        MismatchError: Ranks have state of other tables.
+    """
+    mine = {
+        number: {key for key, value in states[number].items() if _of_rows(value, cut.here)}
+        for number, cut in cuts.items()
+        if number in states
+    }
+    for rank, theirs in enumerate(allgather_object(mine)):
+        if theirs.keys() != mine.keys():
+            raise MismatchError(
+                f"whole_state_dict: the optimizer of rank {rank} has state of the parameters {sorted(theirs)} that are "
+                f"tables, and this rank's of {sorted(mine)}: every rank steps all of them, or none"
+            )
+        for number, keys in theirs.items():
+            mine[number] = mine[number] & keys
+    return mine
 
 
 def _of_rows(value: Any, rows: int) -> bool:

@@ -79,12 +79,14 @@ def placement(params: Sequence[torch.Tensor]) -> str:
 
 
 def group_indices(
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, params: Sequence[torch.nn.Parameter]
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
+    params: Sequence[torch.nn.Parameter],
+    name: str = "groups",
 ) -> list[list[int]]:
-    """Return the indices of each group's parameters; raise a ValueError if `groups` is invalid."""
+    """Return the indices of each group's parameters; raise a ValueError, with the argument's name, if it is invalid."""
     if groups is None or isinstance(groups, int):
         if groups is not None and groups < 0:
-            raise ValueError(f"groups={groups}: must be 0 or more, or lists of parameters")
+            raise ValueError(f"{name}={groups}: must be 0 or more, or lists of parameters")
         return split_evenly(range(len(params)), groups or 0)
     index_of = {id(param): index for index, param in enumerate(params)}
     result: list[list[int]] = []
@@ -92,15 +94,15 @@ def group_indices(
     for number, group in enumerate(groups):
         if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
             raise ValueError(
-                f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}"
+                f"{name} must be a number or lists of parameters; entry {number} is {type(group).__name__}"
             )
         members = [index_of.get(id(param), -1) for param in group]
         if -1 in members:
             raise ValueError(
-                f"groups[{number}] has a tensor at place {members.index(-1)} that is not a parameter of the optimizer"
+                f"{name}[{number}] has a tensor at place {members.index(-1)} that is not a parameter of the optimizer"
             )
         if len(set(members)) < len(members) or placed & set(members):
-            raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
+            raise ValueError(f"{name}[{number}] has a parameter that is already in a group: each may be in one only")
         placed.update(members)
         result.append(members)
     return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import in_world, ordinal
 from spark_hvd.elastic.run import WorldHook, register_world_hook
+from spark_hvd.torch.optimizer.arguments import group_indices
 from spark_hvd.torch.optimizer.live import TakenOver, check_kind, take_over
 from spark_hvd.torch.outer.compressors import RowCompressor
-from spark_hvd.torch.outer.loop import OuterLoop, OuterSettings
+from spark_hvd.torch.outer.fragment import OuterSettings
+from spark_hvd.torch.outer.loop import OuterLoop
 from spark_hvd.world import launcher as elastic_launcher
 
 Model = torch.nn.Module | Iterable[torch.nn.Parameter]
+Fragments = int | Sequence[Sequence[torch.nn.Parameter]]
 
 _KEY = "outer"
 """Key in a state dict for what torch's optimizers do not know."""
@@ -108,6 +112,8 @@ def LocalSGD(
     *,
     compression: Any = Compression.none,
     overlap: int = 0,
+    alpha: float | None = None,
+    fragments: Fragments = 1,
     average_buffers: bool = True,
     process_set: ProcessSet = global_process_set,
 ) -> OuterOptimizer:
@@ -125,9 +131,15 @@ def LocalSGD(
             state, such as Adam's moments, stays each rank's.
         sync_every: Steps per round.
         compression: Compression of the exchanged changes of the parameters: `Compression.none`, `.fp16`, `.bf16`, an
-            `Int8Compressor` or a `TopKCompressor`.
+            `Int8Compressor`, an `Int4Compressor` or a `TopKCompressor`.
         overlap: Steps that each rank continues alone while an exchange is in flight. Their changes go into the next
             exchange. 0: wait for the exchange.
+        alpha: With `overlap`, what a rank goes on from when an exchange ends: this share of its own parameters, from 0
+            to below 1, and 1 - alpha of the common ones. None: from the common parameters plus all that the rank has
+            changed since the exchange began.
+        fragments: Into how many parts of about equal size, each of whole parameters, the parameters are divided; or a
+            list of the parameters of each, of which those that are left out form another. Each is exchanged every
+            `sync_every` steps, one after the other in equal intervals. 1: all at once. At most `sync_every`.
         average_buffers: Also average the floating-point buffers of a module, such as those of batch norm.
         process_set: The ranks to average over; on other ranks the optimizer stays local. Elastic ranks outside their
             worlds must pass the global process set.
@@ -136,9 +148,8 @@ def LocalSGD(
         TypeError: `model` or `optimizer` is of another kind, or a parameter is not floating point.
         ValueError: Another argument is wrong.
     """
-    return _take_over(
-        "LocalSGD", model, optimizer, sync_every, compression, overlap, average_buffers, process_set, outer=None
-    )
+    settings = OuterSettings("LocalSGD", sync_every, overlap, alpha, compression, process_set)
+    return _take_over(settings, model, optimizer, None, fragments, average_buffers)
 
 
 def DiLoCo(
@@ -149,6 +160,8 @@ def DiLoCo(
     outer_optimizer: torch.optim.Optimizer | None = None,
     compression: Any = Compression.none,
     overlap: int = 0,
+    alpha: float | None = None,
+    fragments: Fragments = 1,
     average_buffers: bool = True,
     process_set: ProcessSet = global_process_set,
 ) -> OuterOptimizer:
@@ -167,6 +180,8 @@ def DiLoCo(
             to step on. None: SGD with a learning rate of 0.7 and a Nesterov momentum of 0.9, as in the paper.
         compression: See :func:`LocalSGD`.
         overlap: See :func:`LocalSGD`.
+        alpha: See :func:`LocalSGD`.
+        fragments: See :func:`LocalSGD`. The outer optimizer steps on the parameters of one at a time.
         average_buffers: See :func:`LocalSGD`.
         process_set: See :func:`LocalSGD`.
 
@@ -183,40 +198,21 @@ def DiLoCo(
             f"outer_optimizer={outer_optimizer!r}: expected a torch optimizer for the parameters of the inner one, "
             "such as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), or None for it"
         )
-    return _take_over(
-        "DiLoCo",
-        model,
-        inner_optimizer,
-        sync_every,
-        compression,
-        overlap,
-        average_buffers,
-        process_set,
-        outer=outer_optimizer,
-    )
+    settings = OuterSettings("DiLoCo", sync_every, overlap, alpha, compression, process_set)
+    return _take_over(settings, model, inner_optimizer, outer_optimizer, fragments, average_buffers)
 
 
 def _take_over(
-    kind: str,
+    settings: OuterSettings,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    sync_every: int,
-    compression: Any,
-    overlap: int,
-    average_buffers: bool,
-    process_set: ProcessSet,
-    *,
     outer: torch.optim.Optimizer | None,
+    fragments: Fragments,
+    average_buffers: bool,
 ) -> OuterOptimizer:
     check_kind(optimizer)
-    _check_numbers(sync_every, overlap)
-    if not isinstance(compression, RowCompressor) and not all(
-        callable(getattr(compression, method, None)) for method in ("compress", "decompress")
-    ):
-        raise ValueError(
-            f"compression={compression!r}: expected hvd.Compression.none, .fp16 or .bf16, hvd.Int8Compressor() or "
-            "hvd.TopKCompressor(ratio)"
-        )
+    _check_options(settings)
+    kind, compression, process_set = settings.kind, settings.compression, settings.process_set
     if isinstance(compression, type) and issubclass(compression, RowCompressor):
         compression = compression()
     if elastic_launcher.installed() is not None and not in_world() and process_set is not global_process_set:
@@ -230,8 +226,10 @@ def _take_over(
     buffers: list[torch.Tensor] = []
     if average_buffers and isinstance(model, torch.nn.Module):
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    settings = OuterSettings(kind, f"{kind}.{ordinal('outer')}", sync_every, overlap, compression, process_set)
-    loop = OuterLoop(settings, [names[id(param)] for param in params], params, buffers, outer)
+    parts = _divided(fragments, params, settings.sync_every)
+    params = [param for part in parts for param in part]
+    settings = replace(settings, compression=compression, name=f"{kind}.{ordinal('outer')}")
+    loop = OuterLoop(settings, [names[id(param)] for param in params], parts, buffers, outer)
     if outer is not None:
         _retarget(outer, {id(param): anchor for param, anchor in zip(params, loop.anchors, strict=True)})
     _live.add(loop)
@@ -242,14 +240,52 @@ def _take_over(
     return optimizer
 
 
-def _check_numbers(sync_every: int, overlap: int) -> None:
-    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
-        raise ValueError(f"sync_every={sync_every!r}: expected a number of steps, 1 or more, such as 20")
-    if not isinstance(overlap, int) or isinstance(overlap, bool) or not 0 <= overlap < sync_every:
+def _check_options(settings: OuterSettings) -> None:
+    every, overlap, alpha, compression = settings.sync_every, settings.overlap, settings.alpha, settings.compression
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"sync_every={every!r}: expected a number of steps, 1 or more, such as 20")
+    if not isinstance(overlap, int) or isinstance(overlap, bool) or not 0 <= overlap < every:
         raise ValueError(
-            f"overlap={overlap!r}: expected a number of steps from 0 to {sync_every - 1}, as sync_every={sync_every}: "
-            "an exchange must end before the next begins"
+            f"overlap={overlap!r}: expected a number of steps from 0 to {every - 1}, as sync_every={every}: an "
+            "exchange ends before the next begins"
         )
+    if alpha is not None and (not isinstance(alpha, (int, float)) or not 0 <= alpha < 1 or not overlap):
+        raise ValueError(
+            f"alpha={alpha!r} with overlap={overlap}: expected the share of the rank's own parameters, 0 to below 1, "
+            "such as 0.5, and an overlap of 1 or more"
+        )
+    if not isinstance(compression, RowCompressor) and not all(
+        callable(getattr(compression, method, None)) for method in ("compress", "decompress")
+    ):
+        raise ValueError(
+            f"compression={compression!r}: expected hvd.Compression.none, .fp16 or .bf16, hvd.Int8Compressor(), "
+            "hvd.Int4Compressor() or hvd.TopKCompressor(ratio)"
+        )
+
+
+def _divided(
+    fragments: Fragments, params: Sequence[torch.nn.Parameter], sync_every: int
+) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters of each fragment."""
+    if not isinstance(fragments, int):
+        groups = group_indices(fragments, params, "fragments")
+        left = sorted(set(range(len(params))).difference(*groups))
+        groups = [group for group in (*groups, left) if group]
+    elif isinstance(fragments, bool) or fragments < 1:
+        raise ValueError(f"fragments={fragments!r}: expected how many, 1 or more, or a list of the parameters of each")
+    else:
+        total, before = 1 + sum(param.numel() for param in params), 0.0
+        places: dict[int, list[int]] = {}
+        for index, param in enumerate(params):
+            places.setdefault(int((before + param.numel() / 2) * fragments / total), []).append(index)
+            before += param.numel()
+        groups = list(places.values())
+    if len(groups) > sync_every:
+        raise ValueError(
+            f"fragments: {len(groups)} of them with sync_every={sync_every}; expected {sync_every} at most, as one is "
+            "exchanged after the other"
+        )
+    return [[params[index] for index in group] for group in groups]
 
 
 def _check_params(kind: str, params: list[torch.nn.Parameter], names: dict[int, str]) -> None:
