@@ -38,8 +38,8 @@ class Option:
         """Check the type and the range of a value.
 
         Raises:
-            ValueError: the value is out of range. The message names the option, its value and what is allowed.
-            TypeError: the value has a wrong type.
+            ValueError: The value is out of range. The message names the option, its value and what is allowed.
+            TypeError: The value has a wrong type.
         """
         if value is None:
             return

@@ -80,7 +80,7 @@ class SparkBackend(Backend):
         """See base class; for an elastic run, the number of ranks at the start.
 
         Raises:
-            ValueError: the numbers contradict each other.
+            ValueError: The numbers contradict each other.
             NotEnoughSlotsError: fewer tasks can run at the same time than requested.
         """
         session, config = active_session(self._spark), self._config()

@@ -97,10 +97,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
             The trained model.
 
         Raises:
-            ValueError, TypeError: a parameter is wrong.
-            DataError: the data do not exist, or do not match the parameters.
-            ModelError: the model does not work on the data.
-            RunError: ranks failed.
+            ValueError, TypeError: A parameter is wrong.
+            DataError: The data do not exist, or do not match the parameters.
+            ModelError: The model does not work on the data.
+            RunError: Ranks failed.
         """
         if params:
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
@@ -250,8 +250,8 @@ def session_to_fit(dataset: DataFrame) -> SparkSession:
     """Return the session of a DataFrame that ``fit`` got.
 
     Raises:
-        TypeError: it is not a DataFrame of Spark, or is a streaming one.
-        ClusterError: its session has been stopped.
+        TypeError: It is not a DataFrame of Spark, or is a streaming one.
+        ClusterError: Its session has been stopped.
     """
     session = session_of(dataset, "fit")
     if dataset.isStreaming:

@@ -58,8 +58,8 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     """Make the plan from checked parameters. Fields of TrainSpec and Objects get the parameters of their names.
 
     Raises:
-        ValueError: a run to resume has no store, and executors may be on several hosts.
-        StoreError: ranks would not see the store.
+        ValueError: A run to resume has no store, and executors may be on several hosts.
+        StoreError: Ranks would not see the store.
     """
     weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
     backend: Backend = settings["backend"] or SparkBackend(
@@ -181,7 +181,7 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
     """Check that all ``required`` parameters (name -> meaning) are given, and that parameters are consistent.
 
     Raises:
-        ValueError: they are not; the text names them.
+        ValueError: They are not; the text names them.
     """
     for parameter, meaning in required.items():
         if settings[parameter] is None:

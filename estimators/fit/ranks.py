@@ -41,9 +41,9 @@ def train_on_ranks(
     """Train, and return the checkpoint of the trained model and the history.
 
     Raises:
-        DataError: there are fewer rows than ranks.
-        CheckpointError: the run has a checkpoint that does not match.
-        RunError: ranks failed.
+        DataError: There are fewer rows than ranks.
+        CheckpointError: The run has a checkpoint that does not match.
+        RunError: Ranks failed.
     """
     most = max(num_proc, max_num_proc_of(plan.backend) or 0)
     for what, data in (("training", spec.train), ("validation", spec.validation)):

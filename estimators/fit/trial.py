@@ -60,7 +60,7 @@ def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> 
     """Return the rows of a table as ranks would get them, through the same reader.
 
     Raises:
-        DataError: there are no rows, nulls among them, or the functions fail.
+        DataError: There are no rows, nulls among them, or the functions fail.
     """
     if not table.num_rows:
         raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
@@ -98,7 +98,7 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column], others: boo
     If ``others``, the batch may have other columns than requested, and all of them are inputs.
 
     Raises:
-        DataError: a feature or label is not in the batch.
+        DataError: A feature or label is not in the batch.
     """
     settings, known = plan.settings, {column.name: column for column in columns}
 
@@ -167,7 +167,7 @@ def check_loss(spec: TrainSpec, loss: float, batch: Batch) -> None:
     """Check that the loss of the tried batch is not NaN or infinite because of such values in the batch.
 
     Raises:
-        DataError: it is, and training would end there.
+        DataError: It is, and training would end there.
     """
     if spec.terminate_on_nan and not math.isfinite(loss) and (found := spec.not_finite(batch)):
         raise DataError(f"the loss is {loss} for the first rows, tried before ranks were started: {found}")

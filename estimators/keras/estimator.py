@@ -116,7 +116,7 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
     the driver tries one batch on a copy of the model.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"

@@ -220,7 +220,7 @@ def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) ->
     """Check that a checkpoint has all variables of the optimizer; another optimizer's checkpoint does not.
 
     Raises:
-        CheckpointError: a variable is missing.
+        CheckpointError: A variable is missing.
     """
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(

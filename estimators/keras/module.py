@@ -209,7 +209,7 @@ def _undecayed(value: Any) -> str:
     """Return :attr:`Described.undecayed` for an optimizer.
 
     Raises:
-        ValueError: the optimizer names variables themselves, but the ranks have other ones.
+        ValueError: The optimizer names variables themselves, but the ranks have other ones.
     """
     optimizer = getattr(value, "inner_optimizer", value)
     if getattr(optimizer, "_exclude_from_weight_decay", None):

@@ -48,7 +48,7 @@ def check_trainer_args(pl: Any, args: dict[str, Any]) -> None:
     """Reject keywords that the Trainer does not have and values that it does not accept.
 
     Raises:
-        TypeError: there is no such keyword.
+        TypeError: There is no such keyword.
         ValueError: Lightning refuses a value.
     """
     known = inspect.signature(pl.Trainer).parameters
@@ -67,7 +67,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     Its hooks run as in training; ``self.trainer`` is a Trainer of one process, and ``self.logger`` logs nothing.
 
     Raises:
-        ModelError: a part failed; the text names it and the shapes and dtypes of its inputs.
+        ModelError: A part failed; the text names it and the shapes and dtypes of its inputs.
     """
     pl = package_of(objects.model)
     module = copy.deepcopy(objects.model)
@@ -179,7 +179,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
     one batch on a copy of the module. The module may be from ``lightning`` or ``pytorch_lightning``.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"

@@ -196,7 +196,7 @@ def from_bytes(data: torch.Tensor, run_id: str) -> dict[str, Any]:
     """Do the inverse of :func:`to_bytes`.
 
     Raises:
-        CheckpointError: the checkpoint contains code, which is not run.
+        CheckpointError: The checkpoint contains code, which is not run.
     """
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -40,7 +40,7 @@ def load_unischema(store: Store, url: str) -> Any:
     Only read data sets from people you trust.
 
     Raises:
-        DataError: the data set has no Unischema, or it cannot be read.
+        DataError: The data set has no Unischema, or it cannot be read.
         EstimatorError: Petastorm is missing or not supported.
     """
     install()
@@ -75,7 +75,7 @@ def decoded_spec(spec: ReaderSpec) -> ReaderSpec:
     """Return ``spec`` with the columns and decoders of the data set's Unischema, or unchanged if it has none.
 
     Raises:
-        DataError: the Unischema cannot be read, or lacks a column of ``spec``.
+        DataError: The Unischema cannot be read, or lacks a column of ``spec``.
     """
     if not spec.dataset.unischema:
         return spec
@@ -112,10 +112,10 @@ class PetastormReader(Reader[Batch]):
     ``cache``, the rank keeps the shard of the first pass and shuffles it.
 
     Raises:
-        DataError: a column is not in the data set, or its Unischema cannot be read.
+        DataError: A column is not in the data set, or its Unischema cannot be read.
         EstimatorError: Petastorm is missing or not supported.
         StoreError: processes would have to read a store that only this process sees.
-        ValueError: the pool is unknown, or has no workers.
+        ValueError: The pool is unknown, or has no workers.
     """
 
     def __init__(self, spec: ReaderSpec) -> None:

@@ -28,7 +28,7 @@ class TorchEstimator(SparkEstimator[TorchModel]):
     and has a getter and a setter.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"

@@ -28,7 +28,7 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
         model: The model.
 
     Raises:
-        ValueError: the result is not an optimizer, or is one for other parameters.
+        ValueError: The result is not an optimizer, or is one for other parameters.
     """
     optimizer = given
     if not isinstance(given, torch.optim.Optimizer):
@@ -131,7 +131,7 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
     a parameter ``total_steps`` without a default. If a scheduler is given, its own rates are scaled.
 
     Raises:
-        ValueError: the result is not a scheduler, or belongs to another optimizer.
+        ValueError: The result is not a scheduler, or belongs to another optimizer.
     """
     if given is None or isinstance(given, LRScheduler | ReduceLROnPlateau):
         scale(optimizer, given, factor)

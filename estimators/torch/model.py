@@ -109,7 +109,7 @@ class TorchModel(SavedParams, Model):
             metric: A key of the history, or several, which are drawn side by side.
 
         Raises:
-            ValueError: the key does not exist, or no estimator has trained the model.
+            ValueError: The key does not exist, or no estimator has trained the model.
             ImportError: matplotlib is not installed.
         """
         history = self.value_of("history")
@@ -132,7 +132,7 @@ class TorchModel(SavedParams, Model):
             inputs: One tensor (rows, ...) for each of ``feature_columns``.
 
         Raises:
-            ModelError: the model does not run in evaluation mode, cannot be pickled, or has outputs that do not match
+            ModelError: The model does not run in evaluation mode, cannot be pickled, or has outputs that do not match
                 the columns.
         """
         try:
@@ -254,7 +254,7 @@ class TorchModel(SavedParams, Model):
         """Return the columns to append for labels of these Spark types and outputs of these shapes.
 
         Raises:
-            ModelError: there are not as many outputs as labels.
+            ModelError: There are not as many outputs as labels.
         """
         labels = self.value_of("label_columns") or []
         names = self.value_of("output_cols") or [f"{label}__output" for label in labels]

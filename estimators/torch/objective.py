@@ -33,7 +33,7 @@ class Objective:
     labels`` by default. Labels get the shape of outputs unless the user has set shapes.
 
     Raises:
-        ValueError: the numbers of losses, weights and labels do not match.
+        ValueError: The numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Objective:
         """Return outputs and labels in the form that losses and metrics expect.
 
         Raises:
-            ValueError: there are not as many outputs as labels.
+            ValueError: There are not as many outputs as labels.
         """
         if len(outputs) != len(labels):
             raise ValueError(
@@ -98,7 +98,7 @@ class Metrics:
     """Functions of (output, label) that return a number for a batch: one list for all labels, or one for each.
 
     Raises:
-        ValueError: there is neither one group, nor one for each label; or a function has a name that the history uses
+        ValueError: There is neither one group, nor one for each label; or a function has a name that the history uses
             for something else.
     """
 

@@ -38,7 +38,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
         The specification, with the reductions observed for the losses.
 
     Raises:
-        ModelError: a part failed; the text names it and the shapes and dtypes of its inputs.
+        ModelError: A part failed; the text names it and the shapes and dtypes of its inputs.
     """
     objects = copy.deepcopy(objects)
     model = objects.model.train()
@@ -97,7 +97,7 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
     """Check that the history will have the monitored values, unless one of the user's callbacks may add them.
 
     Raises:
-        ValueError: a monitored value will be missing.
+        ValueError: A monitored value will be missing.
     """
     if any(type(each) not in _ADD_NO_KEYS for each in objects.callbacks):
         return
@@ -130,7 +130,7 @@ def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: 
     If training calls the model differently from transform (not ``needed``), a batch that fails only causes a warning.
 
     Raises:
-        ModelError: the batch fails and ``needed`` is true; or the batch does not fail, but its first row alone does.
+        ModelError: The batch fails and ``needed`` is true; or the batch does not fail, but its first row alone does.
     """
     try:
         model.try_inputs(inputs)

@@ -102,7 +102,7 @@ class WeightedLoss:
         loss: A module with an attribute ``reduction``, or a function with an argument of that name.
 
     Raises:
-        ValueError: the loss is neither.
+        ValueError: The loss is neither.
     """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
@@ -122,7 +122,7 @@ class WeightedLoss:
         """Return the loss, of shape (). Output and label are (rows, ...), weights (rows,).
 
         Raises:
-            ValueError: the loss does not return single rows, or differs from the unweighted loss if all weights are 1.
+            ValueError: The loss does not return single rows, or differs from the unweighted loss if all weights are 1.
         """
         found: torch.Tensor = self._elements(output, label)
         if not found.dim() or len(found) != len(weights):

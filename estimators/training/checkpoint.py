@@ -48,8 +48,8 @@ class Checkpoints:
         written.
 
         Raises:
-            TypeError: a state holds something else.
-            StoreError: the previous states could not be written; earlier ones are intact.
+            TypeError: A state holds something else.
+            StoreError: The previous states could not be written; earlier ones are intact.
         """
         background.finish()
         for state in states.values():
@@ -75,7 +75,7 @@ class Checkpoints:
         """Wait until the saved states are written.
 
         Raises:
-            StoreError: they could not be written; earlier ones are intact.
+            StoreError: They could not be written; earlier ones are intact.
         """
         background.finish()
 
@@ -83,8 +83,8 @@ class Checkpoints:
         """Read a checkpoint onto the CPU, without running code; on ranks, rank 0 reads for all.
 
         Raises:
-            StoreError: it cannot be read.
-            CheckpointError: it is damaged, or a newer version wrote it.
+            StoreError: It cannot be read.
+            CheckpointError: It is damaged, or a newer version wrote it.
         """
         state = read_by_rank_0(lambda: self.read(name))
         assert state is not None
@@ -116,7 +116,7 @@ def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) ->
     """Check that a checkpoint's weights belong to this model.
 
     Raises:
-        CheckpointError: they do not; the text names the difference.
+        CheckpointError: They do not; the text names the difference.
     """
     there, here = shapes_of(state["model"]), shapes_of(model.state_dict())
     if there == here:

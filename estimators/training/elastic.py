@@ -31,7 +31,7 @@ class FitState(hvd.elastic.TorchState):
 
         Raises:
             HostsUpdatedInterrupt: the members are about to change.
-            CollectiveError: a peer or the network failed.
+            CollectiveError: A peer or the network failed.
         """
         self.content = dict(content)
         if last:

@@ -51,7 +51,7 @@ class History(list[Row]):
             mode: "min" or "max".
 
         Raises:
-            KeyError: no row has it.
+            KeyError: No row has it.
         """
         rows = [row for row in self if monitor in row]
         if not rows:
@@ -66,7 +66,7 @@ class History(list[Row]):
             keys: Names of losses and metrics; the validation's curve is added if there is one.
 
         Raises:
-            ValueError: no row has one of the keys.
+            ValueError: No row has one of the keys.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.figures import Curve, draw, figure_of
@@ -93,7 +93,7 @@ def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
     If ``late``, the row may get a validation value later for each training value.
 
     Raises:
-        ValueError: the row has no such key.
+        ValueError: The row has no such key.
     """
     keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in NOT_MEANS)}
     if monitor is not None and monitor not in keys:
@@ -105,7 +105,7 @@ def as_history(name: str, value: Any) -> History:
     """Check a parameter that holds a history; a saved one has plain lists of dicts as rows.
 
     Raises:
-        TypeError: it is not a list of dicts.
+        TypeError: It is not a list of dicts.
     """
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise TypeError(f"{name}={value!r}: expected a list of dicts, one for each epoch")

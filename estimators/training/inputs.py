@@ -35,7 +35,7 @@ class TensorSpec:
 
         Raises:
             DataError: ``dtype`` is an integer type that cannot represent a value, or the column is text.
-            ValueError: its elements do not fill ``shape``, or the number of rows would change.
+            ValueError: Its elements do not fill ``shape``, or the number of rows would change.
         """
         if self.shape is not None:
             rows = len(tensor)
@@ -73,7 +73,7 @@ def stacked(
     ``tensors`` are on the CPU; the result is on ``device``.
 
     Raises:
-        DataError: no dtype holds all of them, because integers are too large for the dtype of the others, or because
+        DataError: No dtype holds all of them, because integers are too large for the dtype of the others, or because
             one is text.
     """
     if specs and specs[0].stacked:
@@ -99,7 +99,7 @@ def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Ten
     """Return the weights of a batch's rows, from the column ``name``; None if no column is named.
 
     Raises:
-        DataError: one is negative, NaN or infinite.
+        DataError: One is negative, NaN or infinite.
     """
     if name is None:
         return None
@@ -119,7 +119,7 @@ def outputs_of(result: object) -> list[torch.Tensor]:
     """Return the result of a model as a list of tensors; it may be a tensor, a sequence, or a dict.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: It is something else.
     """
     found = result.values() if isinstance(result, Mapping) else result
     found = [found] if isinstance(found, torch.Tensor) else found

@@ -94,7 +94,7 @@ def unpack(packed: PackedModule) -> Any:
     """Restore the packed object, on the CPU.
 
     Raises:
-        ModuleNotFoundError, AttributeError: its code is missing here, or is of another version.
+        ModuleNotFoundError, AttributeError: Its code is missing here, or is of another version.
         Exception: the bytes are damaged (pickle's and safetensors' own errors).
     """
     return _restored(packed.structure, safetensors.torch.load(packed.weights))

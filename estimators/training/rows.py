@@ -37,7 +37,7 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
     """Open the reader of ``spec.kind``.
 
     Raises:
-        DataError: a column is missing, or Petastorm's reader would need one that is not in any file.
+        DataError: A column is missing, or Petastorm's reader would need one that is not in any file.
     """
     for name in spec.columns:
         if name not in {field[0] for field in spec.edit_fields}:
@@ -155,7 +155,7 @@ def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
     """Check that no rank trains on a batch of one row; the result is the same on all ranks.
 
     Raises:
-        DataError: a rank would.
+        DataError: A rank would.
     """
     size = hvd.size()
     alone = [rank for rank in range(size) if 1 in sharding.batches(Position(), rank, size)]

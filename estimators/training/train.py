@@ -254,7 +254,7 @@ class Job:
         """Return the key of the history that determines the best epoch.
 
         Raises:
-            ValueError: the history should have this key by now, but does not.
+            ValueError: The history should have this key by now, but does not.
         """
         known = {key: value for row in self.history for key, value in row.items()}
         if self.spec.monitor is not None and self.awaits_validation:

@@ -25,7 +25,7 @@ def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> 
     """Return the columns for ``outputs``: a type for a column "prediction", or types by names.
 
     Raises:
-        TypeError, ValueError: no output is named, or a type is not supported.
+        TypeError, ValueError: No output is named, or a type is not supported.
     """
     asked = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
     if not asked:
@@ -62,7 +62,7 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
         rows: Number of rows.
 
     Raises:
-        ModelError: an output is missing, has another number of rows, or a shape that does not match its type.
+        ModelError: An output is missing, has another number of rows, or a shape that does not match its type.
     """
     found = [_values(each) for each in _each(result, plan, rows)]
     for values, output in zip(found, plan, strict=True):

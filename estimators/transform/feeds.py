@@ -119,7 +119,7 @@ def feature(array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[
     """Return a feature's values (rows, *shape), or text as an array of str; ``what`` names the action in messages.
 
     Raises:
-        DataError: there are nulls, or rows of different shapes.
+        DataError: There are nulls, or rows of different shapes.
     """
     column = spec.column
     if column.name not in decoders and column.dtype == "object":

@@ -35,7 +35,7 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
     """Check that columns can be appended.
 
     Raises:
-        DataError: one of them already exists, or is named twice.
+        DataError: One of them already exists, or is named twice.
     """
     fold = str if tells_case_apart(dataset.sparkSession) else str.casefold
     taken = {fold(column) for column in dataset.columns}

@@ -84,8 +84,8 @@ def inputs_of(
     """Return a model's inputs from a DataFrame's columns; without a dtype, float32, as in Horovod, or ``text``.
 
     Raises:
-        ValueError: there is not one shape or dtype for each column.
-        DataError: a column is missing, or cannot become a tensor.
+        ValueError: There is not one shape or dtype for each column.
+        DataError: A column is missing, or cannot become a tensor.
     """
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
@@ -123,8 +123,8 @@ def inputs_as_trained(
     and dtypes are those of training unless others are given.
 
     Raises:
-        ValueError: there is another number of columns than in training, or not one shape or dtype for each.
-        DataError: a column is missing, or of another type than in training.
+        ValueError: There is another number of columns than in training, or not one shape or dtype for each.
+        DataError: A column is missing, or of another type than in training.
     """
     if len(names) != len(trained):
         was = listed(spec.column.name for spec in trained)
@@ -173,7 +173,7 @@ def probed_shapes(
     neither ``specs`` nor the metadata of a column has the shape.
 
     Raises:
-        ModelError: the model fails on them, or returns outputs by name in another order than ``labels``.
+        ModelError: The model fails on them, or returns outputs by name in another order than ``labels``.
     """
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):

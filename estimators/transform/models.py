@@ -72,7 +72,7 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
     """Return the model, ready for inference on ``device``; cached in this process.
 
     Raises:
-        ModelError: there is no memory for it, or the task's previous worker was killed while it loaded the model.
+        ModelError: There is no memory for it, or the task's previous worker was killed while it loaded the model.
     """
     key = (source.key, str(device))
     if key not in _loaded:
@@ -281,7 +281,7 @@ def lacking_named(what: str) -> Iterator[None]:
     """Return a context that raises a ModelError if a module, or a name in one, is missing while unpickling ``what``.
 
     Raises:
-        ModelError: the text says what is missing, where, and what to do.
+        ModelError: The text says what is missing, where, and what to do.
     """
     try:
         yield

@@ -126,7 +126,7 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
         A struct with the fields "c0", "c1" ... of ``plan``. NaN is null in integer columns.
 
     Raises:
-        ModelError: an output has several numbers per row instead of one, or values that its type cannot hold.
+        ModelError: An output has several numbers per row instead of one, or values that its type cannot hold.
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
@@ -177,7 +177,7 @@ def _floats(array: pa.Array, output: Output) -> pa.Array | None:
     Arrow itself would truncate them.
 
     Raises:
-        DataError, ModelError: a type cannot represent a number.
+        DataError, ModelError: A type cannot represent a number.
     """
     if pa.types.is_list(array.type):
         inner = _floats(array.values, output)

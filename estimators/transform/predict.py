@@ -75,7 +75,7 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
 
     Raises:
         DataError: nulls, or lists of different lengths, in a column.
-        ModelError: the model cannot be loaded, fails, or returns something unexpected.
+        ModelError: The model cannot be loaded, fails, or returns something unexpected.
     """
     cores, device = _resources(job.use_gpu)
     share_cores(cores)
@@ -170,7 +170,7 @@ def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> l
     """Return the outputs, for some rows, of a model that takes tensors; on the CPU.
 
     Raises:
-        ModelError: an output has another number of rows than the inputs; or outputs have the names of ``labels``, with
+        ModelError: An output has another number of rows than the inputs; or outputs have the names of ``labels``, with
             which they are compared by position, but in another order.
     """
     result, outputs = called(model, inputs)

@@ -103,7 +103,7 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
         An array (n,), and a mask of the values that the type cannot represent (NaN), or None.
 
     Raises:
-        ValueError: the type cannot represent an integer, or is too narrow for a number; or numbers are complex.
+        ValueError: The type cannot represent an integer, or is too narrow for a number; or numbers are complex.
     """
     _require_real(flat, f"output {name!r}")
     dtype = ELEMENTS[element]

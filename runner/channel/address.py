@@ -50,8 +50,8 @@ def choose_address(
     None.
 
     Raises:
-        NoAddressError: no address matches `wanted`, or all are loopback addresses.
-        ValueError: an entry of `wanted` looks like a network but is invalid.
+        NoAddressError: No address matches `wanted`, or all are loopback addresses.
+        ValueError: An entry of `wanted` looks like a network but is invalid.
     """
     if wanted:
         return _as_wanted(host, wanted, own)
@@ -115,7 +115,7 @@ def way_to(host: str) -> str:
     """Return the address of this machine from which packets to a host would leave, without sending any.
 
     Raises:
-        OSError: the name is unknown, or there is no route.
+        OSError: The name is unknown, or there is no route.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -27,7 +27,7 @@ def send_frame(sock: socket.socket, header: dict[str, Any], payload: bytes | mem
     """Send one frame, blocking until it is written.
 
     Raises:
-        OSError: the other end is gone.
+        OSError: The other end is gone.
     """
     head = json.dumps(header).encode()
     sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)

@@ -49,7 +49,7 @@ class HubServer:
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
-        OSError: no port of `ports` is free.
+        OSError: No port of `ports` is free.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
     """Decode one message. ``kinds`` have the types of their fields; a field that may be None may be absent.
 
     Raises:
-        ValueError: it is not a valid message of a task of this run. The text says why.
+        ValueError: It is not a valid message of a task of this run. The text says why.
     """
     try:
         message = json.loads(body)
@@ -62,7 +62,7 @@ def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
     """Decode a rank's record.
 
     Raises:
-        ValueError: it is not a valid record of a rank of this run. The text says why.
+        ValueError: It is not a valid record of a rank of this run. The text says why.
     """
     for each in fields(Vitals):
         name, value = each.name, record.get(each.name)

@@ -85,7 +85,7 @@ def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
     """Check that this process can open ``number`` more files.
 
     Raises:
-        OSError: it cannot. The text says what to do.
+        OSError: It cannot. The text says what to do.
     """
     held: list[int] = []
     try:

@@ -46,7 +46,7 @@ class SocketFolder:
     """A directory for sockets, which is locked until the with statement ends; keep that short.
 
     Raises:
-        OSError: it cannot be made or locked, or others may write to it.
+        OSError: It cannot be made or locked, or others may write to it.
     """
 
     def __init__(self, path: str) -> None:
@@ -84,7 +84,7 @@ class SocketFolder:
         """Open the directory of a name, which is the same for all processes of a container.
 
         Raises:
-            OSError: there is no place for it.
+            OSError: There is no place for it.
         """
         import tempfile
 
@@ -104,7 +104,7 @@ class SocketFolder:
         """Return a socket that listens here, and replace a dead one of that name.
 
         Raises:
-            OSError: another process listens there, or this file system has no sockets.
+            OSError: Another process listens there, or this file system has no sockets.
         """
         if self._alive(name):
             raise OSError(errno.EADDRINUSE, "another process listens there", os.path.join(self.path, name))

@@ -39,8 +39,8 @@ def run_on_spark(
         The return values of fn, in rank order.
 
     Raises:
-        ValueError: an argument is not supported. The message says what to use instead.
-        RunError: as raised by :func:`spark_hvd.run`.
+        ValueError: An argument is not supported. The message says what to use instead.
+        RunError: As raised by :func:`spark_hvd.run`.
     """
     _refuse(extra_mpi_args=(extra_mpi_args, "MPI is started without mpirun: set its variables by env="))
     _refuse(executable=(executable, "set PYSPARK_PYTHON"))
@@ -73,8 +73,8 @@ def run_elastic_on_spark(
         The return values of fn, in rank order.
 
     Raises:
-        ValueError: an argument is wrong.
-        RunError: as raised by :func:`spark_hvd.run_elastic`.
+        ValueError: An argument is wrong.
+        RunError: As raised by :func:`spark_hvd.run_elastic`.
     """
     from spark_hvd.runner.elastic.run import run_elastic
 
@@ -123,8 +123,8 @@ def run_here(
         The return values of func, in rank order.
 
     Raises:
-        ValueError: an argument is not supported, such as another host. The message says what to use instead.
-        RunError: as raised by :func:`spark_hvd.run_local`.
+        ValueError: An argument is not supported, such as another host. The message says what to use instead.
+        RunError: As raised by :func:`spark_hvd.run_local`.
     """
     ranks = num_proc if np is None else np
     check_hosts(hosts, ranks)
@@ -156,7 +156,7 @@ def check_hosts(hosts: str | None, ranks: int | None) -> int:
         The number of slots; 0 if no host is named.
 
     Raises:
-        ValueError: another host is named, or there are too few slots.
+        ValueError: Another host is named, or there are too few slots.
     """
     slots = 0
     for entry in (hosts or "").split(","):

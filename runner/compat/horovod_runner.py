@@ -45,7 +45,7 @@ class HorovodRunner:
             The return value of rank 0.
 
         Raises:
-            RunError: as raised by :func:`spark_hvd.run`.
+            RunError: As raised by :func:`spark_hvd.run`.
         """
         options: dict[str, Any] = {"kwargs": kwargs, "verbose": self._verbose, "env": HOROVOD_DIALECT}
         if self.num_processor < 0:

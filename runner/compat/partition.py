@@ -43,7 +43,7 @@ def get_spark_partition_data_loader(
         length as tensors (rows, length) of their own dtype, other values as lists.
 
     Raises:
-        DataError: it is not called in such a function, or there are fewer rows than ranks.
+        DataError: It is not called in such a function, or there are fewer rows than ranks.
     """
     if not _opened:
         raise DataError(

@@ -37,7 +37,7 @@ class TorchDistributor:
     Raises:
         ValueError: ``num_processes`` is less than 1.
         RuntimeError: GPUs are requested, but Spark's settings provide none.
-        ClusterError: a Spark session is needed, but there is none.
+        ClusterError: A Spark session is needed, but there is none.
     """
 
     __module__ = "spark_hvd.compat"
@@ -70,9 +70,9 @@ class TorchDistributor:
 
         Raises:
             ValueError: ``kwargs`` are given with a file.
-            OSError, SyntaxError: the file cannot be read, or is not Python.
+            OSError, SyntaxError: The file cannot be read, or is not Python.
             RuntimeError: ``spark.ssl.enabled`` is set, but tensors would be sent unencrypted.
-            RunError: as raised by :func:`spark_hvd.run`; also a RuntimeError.
+            RunError: As raised by :func:`spark_hvd.run`; also a RuntimeError.
         """
         if callable(train_object):
             return self._start(run_function, train_object, (train_object, args, kwargs, self.local_mode))
@@ -93,8 +93,8 @@ class TorchDistributor:
             The function's return value on rank 0.
 
         Raises:
-            ValueError: in local mode.
-            RuntimeError, RunError: as raised by :meth:`run`.
+            ValueError: In local mode.
+            RuntimeError, RunError: As raised by :meth:`run`.
         """
         if self.local_mode:
             raise ValueError("local_mode=True: expected local_mode=False, because Spark tasks have the rows")
@@ -132,7 +132,7 @@ class TorchDistributor:
         """Return the number of GPUs of a task, which is also its number of ranks.
 
         Raises:
-            RuntimeError: a task has no GPU, or the number of ranks is not a multiple of its GPUs.
+            RuntimeError: A task has no GPU, or the number of ranks is not a multiple of its GPUs.
         """
         each = int(_setting(_TASK_GPUS) or 0)
         if each < 1:
@@ -148,7 +148,7 @@ class TorchDistributor:
         """Choose the driver's GPUs for the ranks, and reduce the number of ranks if there are fewer GPUs.
 
         Raises:
-            RuntimeError: the driver has no GPUs.
+            RuntimeError: The driver has no GPUs.
         """
         gpus = int(_setting(_DRIVER_GPUS) or 0)
         if gpus < 1:

@@ -69,8 +69,8 @@ def doctor(
         The report. Print it, or put it on the last line of a notebook cell. ``report.ok`` is False if a run would fail.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
-        ClusterError: there is no session.
+        ValueError, TypeError: An argument is wrong.
+        ClusterError: There is no session.
     """
     # A session that is passed in may have been stopped, which is a finding rather than an error.
     return _Examination(spark or on_spark.active_session(None), config, store).report()
@@ -228,7 +228,7 @@ def all_reduced(device: str) -> None:
     """All-reduce in the ranks of a run.
 
     Raises:
-        RuntimeError: the sum is wrong.
+        RuntimeError: The sum is wrong.
     """
     import torch
 

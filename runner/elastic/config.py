@@ -15,7 +15,7 @@ class ElasticConfig(CommonConfig):
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
-        TypeError: an argument of a wrong type.
+        TypeError: An argument of a wrong type.
     """
 
     num_proc: int | None = reworded(

@@ -72,8 +72,8 @@ def run_elastic_local(
         The return values of fn on the ranks of the last generation, in rank order.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
-        RunError: as raised by :func:`spark_hvd.run_elastic`.
+        ValueError, TypeError: An argument is wrong; nothing was started.
+        RunError: As raised by :func:`spark_hvd.run_elastic`.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)

@@ -100,18 +100,18 @@ def run_elastic(
         went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled. Nothing was started.
-        ClusterError: the application cannot run this (speculation, too few slots, a driver that executors cannot
+        ClusterError: The application cannot run this (speculation, too few slots, a driver that executors cannot
             reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
         TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
-        ResetLimitError: more failures than `reset_limit`.
-        StateLostError: all ranks with the state were lost at once.
+        ResetLimitError: More failures than `reset_limit`.
+        StateLostError: All ranks with the state were lost at once.
         RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they could not reach
             each other for `elastic_timeout`.
         RunTimeoutError: ``timeout`` expired.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -183,7 +183,7 @@ def attend_elastic(
         How the run has ended; None if the job ended first.
 
     Raises:
-        RunTimeoutError: the run took longer than its ``timeout``.
+        RunTimeoutError: The run took longer than its ``timeout``.
     """
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
 

@@ -100,9 +100,9 @@ def run_agent(
     Spark assigned; None if it assigns none. ``executor`` is Spark's ID of the executor, empty if there is none.
 
     Raises:
-        DriverUnreachableError: the driver cannot be reached.
+        DriverUnreachableError: The driver cannot be reached.
         GivenUpError: Spark should start the task elsewhere, and will.
-        NoAddressError, GpuError: the host's network or GPUs do not match what the run asked for.
+        NoAddressError, GpuError: The host's network or GPUs do not match what the run asked for.
     """
     common, config = spec.task, spec.task.config
     assert common.hub is not None

@@ -64,8 +64,8 @@ class Attempt:
         """Start the ranks once, and return their values in rank order.
 
         Raises:
-            RunError: as raised by :func:`spark_hvd.run`.
-            DataError: the DataFrames have no rows, so Spark has started no ranks.
+            RunError: As raised by :func:`spark_hvd.run`.
+            DataError: The DataFrames have no rows, so Spark has started no ranks.
             KeyboardInterrupt: after every rank has been stopped.
         """
         session, config, monitor = self.session, self.config, self.monitor
@@ -191,7 +191,7 @@ def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
     ``make`` gets the address to listen on, and the one that tasks connect to.
 
     Raises:
-        ClusterError: this program cannot listen there, or has no address for executors.
+        ClusterError: This program cannot listen there, or has no address for executors.
     """
     bind = None
     try:

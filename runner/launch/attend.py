@@ -72,7 +72,7 @@ def attend(
     many times a second. It may raise. If the job is no longer needed, it returns the time that the job gets to end.
 
     Raises:
-        HubError: the hub failed.
+        HubError: The hub failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     if hub is not None:

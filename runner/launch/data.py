@@ -70,8 +70,8 @@ class Given:
         """Check that no data set needs Spark, and return them.
 
         Raises:
-            ValueError: one is a Spark DataFrame.
-            DataError: a table cannot be read without Spark.
+            ValueError: One is a Spark DataFrame.
+            DataError: A table cannot be read without Spark.
         """
         for refused in self.refused.values():
             raise refused.error
@@ -87,7 +87,7 @@ class Given:
         """Write the rows of the tables to temporary folders, and yield these by name.
 
         Raises:
-            DataError: the disk is full.
+            DataError: The disk is full.
         """
         if not self.tables:
             yield {}
@@ -142,8 +142,8 @@ def given(data: Mapping[str, Any] | None) -> Given:
     """Sort the values of ``data=`` by the way they reach the tasks.
 
     Raises:
-        TypeError, ValueError: a name or a value is not supported; nothing was started.
-        DataError: files cannot be read, or a table has no rows.
+        TypeError, ValueError: A name or a value is not supported; nothing was started.
+        DataError: Files cannot be read, or a table has no rows.
     """
     if data is None:
         return Given()
@@ -198,7 +198,7 @@ def check_rows(data: str, rows: int) -> None:
     """Refuse a data set without rows.
 
     Raises:
-        DataError: it has none.
+        DataError: It has none.
     """
     if not rows:
         from spark_hvd.data.readers.errors import DataError

@@ -24,8 +24,8 @@ def torch_loading(session: SparkSession, env: Mapping[str, str | None]) -> Itera
     Tasks then find the server as if one of them had started it.
 
     Raises:
-        SetupError: the Python of Spark's workers lacks modules that they need.
-        ForkServerError: this machine does not run Linux.
+        SetupError: The Python of Spark's workers lacks modules that they need.
+        ForkServerError: This machine does not run Linux.
     """
     server = _started(session, env) if on_spark.is_local(session) else None
     try:

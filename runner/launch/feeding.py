@@ -62,7 +62,7 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
 
     Raises:
         ValueError: feeders would have nothing to do.
-        NotEnoughSlotsError: there are too few slots. The text has the numbers, and says what to change.
+        NotEnoughSlotsError: There are too few slots. The text has the numbers, and says what to change.
     """
     feeders = config.feeders
     if not feeders:
@@ -112,7 +112,7 @@ class Feeding:
     Their job begins only when the ranks run, so that the barrier stage finds its slots free.
 
     Raises:
-        ClusterError: this program cannot listen for them.
+        ClusterError: This program cannot listen for them.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Feeding:
         """Start the job when ranks run, and again if it has failed; called many times a second.
 
         Raises:
-            StartTimeoutError: no feeder has reported within ``start_timeout``.
-            RunError: the job has failed too often. Its cause is Spark's error.
+            StartTimeoutError: No feeder has reported within ``start_timeout``.
+            RunError: The job has failed too often. Its cause is Spark's error.
         """
         now = time.monotonic()
         if now < self._next_look:

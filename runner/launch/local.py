@@ -70,11 +70,11 @@ def run_local(
         The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled.
-        RankFailedError: a rank raised, exited or was killed.
+        RankFailedError: A rank raised, exited or was killed.
         RunTimeoutError: ``timeout`` expired.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)

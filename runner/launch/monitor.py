@@ -212,8 +212,8 @@ def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Mon
     """Make the monitor of a run.
 
     Raises:
-        TypeError: the tracker is not a tracker.
-        ValueError: the variable for the page has no valid address.
+        TypeError: The tracker is not a tracker.
+        ValueError: The variable for the page has no valid address.
     """
     name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"

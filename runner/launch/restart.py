@@ -32,7 +32,7 @@ def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int)
     ``generation`` is the number of earlier calls, and ``loss`` the error that ended the last one.
 
     Raises:
-        RunError: the error of the last start. It says how many restarts were made, if any.
+        RunError: The error of the last start. It says how many restarts were made, if any.
     """
     loss: RunError | None = None
     for made in range(max_restarts + 1):
@@ -78,7 +78,7 @@ def check_least(config: RunConfig, tasks: int) -> None:
     """Check that ``min_num_proc`` does not exceed a number of ranks that came from the cluster.
 
     Raises:
-        ValueError: it does.
+        ValueError: It does.
     """
     size = tasks * config.procs_per_task
     if config.min_num_proc is not None and config.min_num_proc > size:
@@ -92,7 +92,7 @@ def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResourc
     to come back, and for Spark to notice lost ones, because Spark would place ranks on a host that does not answer.
 
     Raises:
-        NotEnoughSlotsError: there is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
+        NotEnoughSlotsError: There is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
     """
     deadline = time.monotonic() + config.start_timeout
     each, wanted = config.procs_per_task, room.tasks

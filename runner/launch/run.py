@@ -141,15 +141,15 @@ def run(
         The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
-        ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
+        ClusterError: The application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
             something missing on an executor).
-        StartTimeoutError: not all ranks started within ``start_timeout``.
-        RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
+        StartTimeoutError: Not all ranks started within ``start_timeout``.
+        RankFailedError: A rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` expired.
         ExecutorLostError: Spark lost an executor, and no restart was left.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -182,7 +182,7 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     """Wait for room for a run, and return the number of its tasks and the resources of each.
 
     Raises:
-        ClusterError: the application cannot provide them; NotEnoughSlotsError if there are too few slots.
+        ClusterError: The application cannot provide them; NotEnoughSlotsError if there are too few slots.
     """
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)

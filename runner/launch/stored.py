@@ -44,9 +44,9 @@ def stored(
     Without a store, files go to a temporary folder of this machine. Without a session, the ranks run on this machine.
 
     Raises:
-        ValueError: rows must be written, but no storage is known that all hosts can reach; or a data set is Windows.
-        DataError: a data set has no rows.
-        StoreError: rows cannot be written.
+        ValueError: Rows must be written, but no storage is known that all hosts can reach; or a data set is Windows.
+        DataError: A data set has no rows.
+        StoreError: Rows cannot be written.
     """
     rows = [*given.frames, *given.tables]
     if not rows:

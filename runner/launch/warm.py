@@ -68,7 +68,7 @@ def warm_up(
     Raises:
         ValueError: ``env`` has a variable that libraries read when they load, such as OMP_NUM_THREADS. Runs with such
             a variable use their own process, which ends with them.
-        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: as raised by :func:`spark_hvd.run`. The
+        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: As raised by :func:`spark_hvd.run`. The
             text names what is missing on an executor, such as torch.
     """
     if not outlives_runs(env or {}):

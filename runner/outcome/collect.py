@@ -28,8 +28,8 @@ def results(
 
     Raises:
         RankFailedError: at least one rank failed. Its cause is the rank's own exception, if that could be pickled.
-        RunTimeoutError: the run took longer than ``timeout``.
-        RunError: an outcome is missing, or a value cannot be unpickled here.
+        RunTimeoutError: The run took longer than ``timeout``.
+        RunError: An outcome is missing, or a value cannot be unpickled here.
     """
     failures = [outcome for item in packed if not item.ok and isinstance(outcome := item.open(), Failed)]
     if failures:
@@ -50,7 +50,7 @@ def value_of(item: Packed) -> Any:
     """Return the value of a rank that has one.
 
     Raises:
-        RunError: it cannot be unpickled here.
+        RunError: It cannot be unpickled here.
     """
     try:
         outcome = item.open()

@@ -51,7 +51,7 @@ def check_hub(failure: Exception | None) -> None:
     """Raise the failure of a hub, if it has failed.
 
     Raises:
-        HubError: with the hub's own text.
+        HubError: With the hub's own text.
     """
     if failure is not None:
         raise HubError(str(failure)) from failure.__cause__

@@ -38,7 +38,7 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) are pickled by value.
 
     Raises:
-        TypeError: it is not a function, or the arguments do not match it.
+        TypeError: It is not a function, or the arguments do not match it.
         UnpicklableError: naming the closure variable, global, argument or attribute that cannot be pickled.
     """
     _check_call(fn, args, kwargs)

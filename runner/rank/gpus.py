@@ -75,7 +75,7 @@ def devices_of(
         rank among the visible ones.
 
     Raises:
-        GpuError: the executor may not use an assigned GPU, or too few were assigned.
+        GpuError: The executor may not use an assigned GPU, or too few were assigned.
     """
     if gpus_per_proc == 0:
         return ()
@@ -132,7 +132,7 @@ def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
     in CUDA's order and without "GPU-".
 
     Raises:
-        GpuError: the process does not see the GPU.
+        GpuError: The process does not see the GPU.
     """
     (name,) = _visible_names([address], visible)
     entries = [str(number) for number in range(len(uuids))]
@@ -155,7 +155,7 @@ def own_device(local_rank: int, local_size: int, visible: int, share: GpuShare) 
     """Return the number of the rank's current device among the ``visible`` GPUs; None if there are none.
 
     Raises:
-        GpuError: this host has too few for ``gpus_per_proc``.
+        GpuError: This host has too few for ``gpus_per_proc``.
     """
     if share.assigned is not None:
         return 0 if visible and share.assigned else None

@@ -24,8 +24,8 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local:
         The backend to join with.
 
     Raises:
-        GpuError: the GPUs do not fit what the run needs. Every rank raises it, unless only this host has too few.
-        CollectiveError: the other ranks could not be reached.
+        GpuError: The GPUs do not fit what the run needs. Every rank raises it, unless only this host has too few.
+        CollectiveError: The other ranks could not be reached.
     """
     mine = RankGpus(me.host, share.assigned, take(local or me, share))
     if share.assigned is None and backend is not None and backend != "nccl":
@@ -41,7 +41,7 @@ def take(me: RankInfo, share: GpuShare) -> str | None:
     """Make the rank's GPU the current device, and return its identity on this host; None without a GPU.
 
     Raises:
-        GpuError: this host has fewer GPUs than its ranks need.
+        GpuError: This host has fewer GPUs than its ranks need.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = own_device(me.local_rank, me.local_size, visible, share)

@@ -53,8 +53,8 @@ class Script:
         """Read a script.
 
         Raises:
-            OSError: it cannot be read.
-            SyntaxError: it is not valid in this version of Python.
+            OSError: It cannot be read.
+            SyntaxError: It is not valid in this version of Python.
         """
         path = os.path.abspath(path)
         with tokenize.open(path) as file:
@@ -90,7 +90,7 @@ def run_script(script: Script) -> None:
     """Run a script as ``__main__`` in this process.
 
     Raises:
-        ScriptExitError: the script called ``sys.exit`` with something other than 0 or None.
+        ScriptExitError: The script called ``sys.exit`` with something other than 0 or None.
         Exception: whatever the script raises.
     """
     import spark_hvd.horovod  # noqa: F401  a module that the script imports may import horovod

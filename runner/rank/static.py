@@ -40,7 +40,7 @@ def connect(host: str, port: int, peer: str, mine: str, seconds: float = SECONDS
     """Open a connection to a rank, and close it.
 
     Raises:
-        UnreachableError: the connection failed. The message names both ends and what to check.
+        UnreachableError: The connection failed. The message names both ends and what to check.
     """
     until = time.monotonic() + seconds
     while True:
@@ -66,7 +66,7 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, secon
     attempt.
 
     Raises:
-        UnreachableError: this rank cannot connect.
+        UnreachableError: This rank cannot connect.
     """
     if me.local_rank != 0 or me.cross_size == 1:
         return
@@ -110,7 +110,7 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
     """Compare the MPI libraries of all ranks; every rank calls this.
 
     Raises:
-        MpiMismatchError: the libraries differ, or a rank has none. Every rank raises it, naming hosts and versions.
+        MpiMismatchError: The libraries differ, or a rank has none. Every rank raises it, naming hosts and versions.
     """
     try:
         mine, fault = library_version(), None

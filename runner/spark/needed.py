@@ -11,7 +11,7 @@ def check_pyspark() -> None:
     """Check that PySpark can be imported and is new enough.
 
     Raises:
-        ImportError: it cannot be imported, or is older than 3.5. The message has the line to type on each platform.
+        ImportError: It cannot be imported, or is older than 3.5. The message has the line to type on each platform.
     """
     try:
         import pyspark

@@ -110,7 +110,7 @@ def plan(app: Application, ask: Ask) -> Plan:
     """Decide what tasks take, and whether that needs a profile.
 
     Raises:
-        ClusterError: this application cannot provide the resources. The message names the settings that would.
+        ClusterError: This application cannot provide the resources. The message names the settings that would.
     """
     cpus = app.task_cpus if ask.cpus is None else ask.cpus
     gpus = app.task_gpus if ask.gpus is None else float(ask.gpus)

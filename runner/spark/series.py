@@ -21,8 +21,8 @@ def series_of(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
     """Return a DataFrame with a row for each piece of a series, and the metadata that describes the pieces.
 
     Raises:
-        SetupError: the executors' Python cannot be used.
-        DataError: a column is missing, or has an unsuitable type.
+        SetupError: The executors' Python cannot be used.
+        DataError: A column is missing, or has an unsuitable type.
     """
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType, FloatType, LongType, StringType, StructField, StructType

@@ -30,8 +30,8 @@ def active_session(spark: SparkSession | None) -> SparkSession:
     """Return ``spark``, or the session that is active in this thread or application.
 
     Raises:
-        ClusterError: there is none, or it has been stopped.
-        ImportError: there is no PySpark.
+        ClusterError: There is none, or it has been stopped.
+        ImportError: There is no PySpark.
     """
     check_pyspark()
     from pyspark.errors import PySparkException
@@ -87,7 +87,7 @@ def choose_python(spark: SparkSession) -> None:
     its full path. On other masters we know nothing about the hosts' interpreters and change nothing.
 
     Raises:
-        SetupError: the chosen Python lacks modules that our tasks need.
+        SetupError: The chosen Python lacks modules that our tasks need.
     """
     if not is_local(spark):
         return
@@ -197,7 +197,7 @@ def driver_hosts(spark: SparkSession) -> tuple[str, str]:
     A Spark Connect client uses the local address of its route to the server.
 
     Raises:
-        OSError: a client has no route to its server, or does not know the server's host.
+        OSError: A client has no route to its server, or does not know the server's host.
     """
     if is_connect(spark):
         try:
@@ -214,7 +214,7 @@ def address_of(host: str) -> str:
     """Resolve a host: ZeroMQ binds to addresses only, and the driver's host is often a name.
 
     Raises:
-        OSError: the name cannot be resolved.
+        OSError: The name cannot be resolved.
     """
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 

@@ -46,7 +46,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         The number of tasks.
 
     Raises:
-        NotEnoughSlotsError: there are too few. The message names the slots wanted, the slots available, and the
+        NotEnoughSlotsError: There are too few. The message names the slots wanted, the slots available, and the
             settings to change.
         ClusterError: ``num_proc`` is None, and a Spark Connect server does not say how many slots it has.
     """

@@ -137,7 +137,7 @@ class ForkServer:
         still be importing torch.
 
         Raises:
-            ForkServerError: the server ended, or did not answer in time.
+            ForkServerError: The server ended, or did not answer in time.
         """
         request = {"env": dict(env), "sys_path": sys.path, "argv": sys.argv[:1], "cwd": os.getcwd()}
         with ExitStack() as ours, ExitStack() as theirs:  # ours stay open if the fork succeeds
@@ -286,7 +286,7 @@ def check_system() -> None:
     """Check that ranks can run on this machine. A driver can run on any system.
 
     Raises:
-        ForkServerError: this machine does not run Linux.
+        ForkServerError: This machine does not run Linux.
     """
     if platform.system() != "Linux":
         raise ForkServerError(

@@ -114,7 +114,7 @@ class SupervisedRank:
     ``on_frame`` gets the rank's frames, except its records, and may end the rank. ``poller`` is the supervisor's.
 
     Raises:
-        ForkServerError: the process could not be started.
+        ForkServerError: The process could not be started.
     """
 
     def __init__(

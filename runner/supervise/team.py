@@ -38,7 +38,7 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
         False if the ranks must meet elsewhere because some of them cannot reach this hub; the links are then closed.
 
     Raises:
-        RefusedError: the task was started a second time, or the run has been stopped.
+        RefusedError: The task was started a second time, or the run has been stopped.
     """
     connected = [link.wait_connected(min(_CONNECT_WAIT, start_timeout)) for link in links]
     if not all(connected):

@@ -49,7 +49,7 @@ class TrialTracker(Tracker):
         tracker: Another tracker to call, such as ``MlflowTracker()``.
 
     Raises:
-        ValueError: the study has several objectives, for which Optuna does not prune.
+        ValueError: The study has several objectives, for which Optuna does not prune.
         TypeError: ``tracker`` is not a tracker.
     """
 
@@ -147,8 +147,8 @@ def optimize(
         options: Other options of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
-        TrialFailedError: every trial failed.
+        ValueError, TypeError: An argument is wrong.
+        TrialFailedError: Every trial failed.
         KeyboardInterrupt: after the ranks of every trial have been stopped; these trials have the state FAIL.
     """
     if not isinstance(parallel, int) or parallel < 1:

@@ -128,7 +128,7 @@ class RunHistory:
         """Return the points of a rank, in order.
 
         Raises:
-            KeyError: the rank has none.
+            KeyError: The rank has none.
         """
         if rank not in self._tracks:
             raise KeyError(f"rank {rank}: the history has ranks {self.ranks}")

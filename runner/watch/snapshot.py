@@ -27,7 +27,7 @@ class RankRow:
         step: Steps done in this epoch; without `hvd.progress`, those of the optimizer.
         steps: Number of steps in this epoch.
         steps_per_second: Over the last seconds, as are all rates and shares.
-        samples_per_second: Of this rank.
+        samples_per_second: Samples of this rank per second.
         data: Share of the time waiting for data, from 0 to 1.
         communication: Share of the time waiting for communication.
         compute: The rest of the time in `hvd.progress` loops.

@@ -61,7 +61,7 @@ class Tracking:
     """A guard around a tracker (or None), whose errors cannot disturb a run that has begun. It may still end the run.
 
     Raises:
-        TypeError: it is not a tracker.
+        TypeError: It is not a tracker.
     """
 
     def __init__(self, tracker: Tracker | None) -> None:

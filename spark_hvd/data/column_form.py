@@ -55,7 +55,7 @@ class ColumnForm(Form[Part, Columns]):
         return self.of_batch(single(self._tables.of(table, where)), where)
 
     def of_batch(self, batch: pa.RecordBatch | PackedRows, where: str) -> Part:
-        """The same of what is in one piece."""
+        """Do the same for rows in one piece."""
         stacks = stacks_of(batch, self._features)
         stacked = {name for names in stacks.values() for name in names}
         early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
@@ -108,7 +108,7 @@ class ColumnForm(Form[Part, Columns]):
 
 
 def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
-    """Rows as Arrow has them, in one piece."""
+    """Return rows as Arrow has them, in one piece."""
     return pa.Table.from_batches([batch.batch() if isinstance(batch, PackedRows) else batch])
 
 

@@ -52,7 +52,7 @@ _VECTOR = {"type", "size", "indices", "values"}
 
 
 def numpy_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Values]:
-    """A batch as numpy arrays. Arrays that share its memory are read-only.
+    """Return a batch as numpy arrays. Arrays that share its memory are read-only.
 
     Raises:
         DataError: nulls, arrays of different lengths, a stack of columns that are not numbers; the column is named.
@@ -70,7 +70,7 @@ def _values(batch: pa.RecordBatch | PackedRows, name: str) -> Values:
 
 
 def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Any]:
-    """A batch as tensors that own their memory.
+    """Return a batch as tensors that own their memory.
 
     Args:
         batch: Columns of any types.
@@ -79,13 +79,13 @@ def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = 
             tensors to such lists. The columns are then not in the batch by themselves.
 
     Raises:
-        DataError: as :func:`numpy_batch`.
+        DataError: As :func:`numpy_batch`.
     """
     return {name: _to_torch(values, name) for name, values in numpy_batch(batch, features).items()}
 
 
 def padded(value: float = 0, to: int | None = None, features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
+    """Return a ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
 
     Args:
         value: The value after the end of shorter arrays.
@@ -110,7 +110,7 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
 
 
 def ragged(features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: all values concatenated, and the offset of each row.
+    """Return a ``collate_fn`` for arrays of different lengths: all values concatenated, and the offset of each row.
 
     Returns:
         A function of a record batch. For a column "x" of arrays, it returns "x", (values, ...), and "x_offsets", int64
@@ -145,10 +145,10 @@ def _collate(made: Callable[[str, Values, Offsets], dict[str, Any]], features: F
 
 
 def values_of(array: pa.Array, name: str) -> Values:
-    """The values of a column; see the module's description.
+    """Return the values of a column; see the module's description.
 
     Raises:
-        DataError: as :func:`numpy_batch`.
+        DataError: As :func:`numpy_batch`.
     """
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -207,7 +207,7 @@ def _listed(array: pa.Array, name: str) -> list[Any]:
 
 
 def _dicts_for(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What puts dicts for the maps, lists of pairs, in a value that is no null; None for a type without maps.
+    """Return a function that puts dicts for maps (lists of pairs) into a value; None for a type without maps.
 
     It raises KeyError where a key comes twice, TypeError where one has no hash.
     """
@@ -235,7 +235,7 @@ def _dicts_for(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
 
 def is_array_like(kind: pa.DataType) -> bool:
-    """Whether values of this type become an array, with a row for each."""
+    """Return whether values of this type become an array, with a row for each."""
     if is_list(kind):
         return _is_number(_leaf_of(kind))
     if pa.types.is_struct(kind):
@@ -291,7 +291,7 @@ def _check_nulls(array: pa.Array, name: str) -> None:
 
 
 def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[Values, Offsets]:
-    """The values of all arrays, and where each begins, with the end of the last.
+    """Return the values of all arrays, with the offset of each array and the end of the last.
 
     Of a column of nested arrays ``shapes`` keeps the shape of a value, for batches whose arrays are all empty.
     """
@@ -307,10 +307,10 @@ def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tup
 
 
 def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> Mapping[str, Sequence[str]]:
-    """By the name of each stack the columns that it is made of.
+    """Return the columns that make up each stack, by its name.
 
     Raises:
-        DataError: a column is not in the batch.
+        DataError: A column is not in the batch.
     """
     if features is None:
         return {}

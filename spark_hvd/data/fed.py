@@ -39,11 +39,11 @@ class FedSource(DataSource):
     """See the module's description.
 
     Attributes:
-        name: Of the data set.
+        name: Name of the data set.
         inner: Where the rows are.
         told: What is done with them.
         made: The columns that come of it.
-        rank: Of the rank that has sent this to a process that is none, as a spawned worker of a DataLoader.
+        rank: The rank that sent this to a process that is no rank, such as a spawned worker of a DataLoader.
     """
 
     name: str
@@ -137,7 +137,7 @@ class FedReader(Reader[BatchT]):
 
 
 def opened(name: str, told: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
-    """How rows are sent through the function, and how many requests are to be ahead of the consumer."""
+    """Return how rows are sent through the function, and how many requests to keep ahead of the consumer."""
     columns = asked.columns or None
     if told.feed is not None:
         pool = pool_of(told.feed)
@@ -148,12 +148,12 @@ def opened(name: str, told: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit,
 
 
 def fed_source(name: str, inner: DataSource, told: Fed) -> FedSource:
-    """The source of rows that go through a function. To be called by all ranks.
+    """Return the source of rows that go through a function. Collective.
 
     Which columns the function makes is seen from the first row, by rank 0.
 
     Raises:
-        DataError: the function wants a column that is not there, there are no rows, or it is wrong with the first one.
+        DataError: The function wants a column that is not there, there are no rows, or it is wrong with the first one.
         Exception: what the function raises for it.
     """
     names = inner.schema.names

@@ -98,7 +98,7 @@ class UnitSharding(Sharding):
 
     Attributes:
         counts: Rows of each unit.
-        seed: Of the order of the units; None for ascending.
+        seed: Seed of the order of the units; None for ascending order.
         parts: See :class:`FrameSource`.
         window_rows: Rows that a rank shuffles together.
     """
@@ -129,7 +129,7 @@ class UnitSharding(Sharding):
         return [after - before for before, after in itertools.pairwise(first)]
 
     def _steps(self, rows: Sequence[int]) -> int:
-        """Of ranks with so many rows each."""
+        """Return the number of steps of ranks with these numbers of rows."""
         fewest, most = min(rows), max(rows)
         return min(fewest, steps_of(fewest if most - fewest <= 1 else most, 1, self.batch_size))
 
@@ -141,7 +141,7 @@ class UnitSharding(Sharding):
         return done if same else None
 
     def _first(self, rows: int, steps: int, batches: int) -> int:
-        """How many of a rank's rows are in its first batches."""
+        """Return how many rows a rank's first batches hold."""
         if (steps - 1) * self.batch_size < rows <= steps * self.batch_size + 1:
             return rows if batches == steps else batches * self.batch_size
         return batches * (rows // steps) + min(batches, rows % steps)
@@ -167,7 +167,7 @@ class UnitSharding(Sharding):
         return found
 
     def _shares(self, position: Position, size: int) -> list[list[Interval]]:
-        """What is left for each rank."""
+        """Return what is left for each rank."""
         if (position, size) not in self._known:
             self._known.clear()  # a training asks for the same place again and again
             seed, left = seed_of(self.seed, position.epoch), list(gaps_of(self.rows, position.done))
@@ -202,7 +202,7 @@ class UnitReader(Reader[BatchT]):
         """See base class."""
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
-        """The rows of pieces in the form asked for, some at once; the next are found while some are used."""
+        """Yield the rows of pieces in the requested form, some at a time; the next are found while some are used."""
         raise NotImplementedError
 
     def _formed(self, batch: pa.RecordBatch | PackedRows, where: str) -> Any:
@@ -222,12 +222,12 @@ class SpoolReader(UnitReader[BatchT]):
 
 
 def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) -> Spool:
-    """The rows that are here together with those that this rank lacks. To be called by all ranks.
+    """Return the rows that are here together with those that this rank lacks. Collective.
 
     ``part`` is this rank's, in which ranks of a task differ.
 
     Raises:
-        DataError: the disk does not take the rows.
+        DataError: The disk does not take the rows.
     """
     me, size, writer = who.rank(), who.size(), None
     device = queue_of(global_process_set).communicator.fact_device
@@ -260,7 +260,7 @@ def _to_bytes(batch: pa.RecordBatch) -> torch.Tensor:
 
 
 def seed_of(seed: int | None, epoch: int) -> Seed | None:
-    """Of an epoch's order; None where all have the same."""
+    """Return the seed of an epoch's order; None if all epochs have the same order."""
     return None if seed is None else (seed, epoch)
 
 
@@ -278,7 +278,7 @@ class _Pieces:
         return zip(self.units.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
 
     def cut(self, share: Sequence[Interval]) -> _Pieces:
-        """The same, where ``share`` is left to do: of each piece its last rows.
+        """Return the same, but only what ``share`` leaves to do: the last rows of each piece.
 
         A piece is cut where rows that are done follow some that are not, as other ranks may leave it.
         """
@@ -297,7 +297,7 @@ class _Pieces:
 
 
 def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
-    """Where in the line of an epoch the rows that a rank owns are; none is done."""
+    """Return where in the order of an epoch a rank's rows are; none is done."""
     order, places = order_of(seed), np.empty_like(counts)
     places[order] = np.cumsum(counts[order]) - counts[order]
     begins = places[owned.units] + owned.firsts
@@ -314,7 +314,7 @@ def _runs(places: Ints) -> list[Interval]:
 
 
 def one_ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
-    """The items, of which the next is made while one is used."""
+    """Yield the items; the next is made while one is used."""
     coming = pool.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = pool.submit(next, items, None)
@@ -323,7 +323,7 @@ def one_ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
 
 
 def _common(some: Iterable[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    """What lies in both; each is in ascending order."""
+    """Yield the intersections; both are in ascending order."""
     at = 0
     for start, stop in some:
         while at < len(others) and others[at][1] <= start:

@@ -21,10 +21,10 @@ def hand(sources: Mapping[str, bytes]) -> None:
 
 
 def source_of(name: str) -> Any:
-    """What tells where the rows of a data set are: a :class:`~spark_hvd.data.spool.SpoolSource` or a ``DataSource``.
+    """Return where the rows of a data set are: a :class:`~spark_hvd.data.spool.SpoolSource` or a ``DataSource``.
 
     Raises:
-        DataError: there is none of that name; names those that there are.
+        DataError: There is none of that name; names those that there are.
     """
     if name in _handed:
         return pickle.loads(_handed[name])
@@ -38,12 +38,12 @@ def source_of(name: str) -> Any:
 
 
 def get_dataset_shard(name: str = "train") -> DatasetShard:
-    """This rank's part of a data set that was passed to ``run`` as ``data={name: ...}``. Collective.
+    """Return this rank's part of a data set that was passed to ``run`` as ``data={name: ...}``. Collective.
 
     Returns once the rows of a DataFrame have arrived.
 
     Raises:
-        DataError: there is no data set of this name, or its rows do not arrive.
+        DataError: There is no data set of this name, or its rows do not arrive.
     """
     source = source_of(name)
     from spark_hvd.data.shard import DatasetShard, source_here  # only now: pyarrow takes a rank without data 0.1 s

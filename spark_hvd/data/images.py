@@ -66,7 +66,7 @@ class ImageDecoder:
         skipped: Number of images that could not be decoded so far, in this process.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of its range.
         ImportError: Pillow is not installed; here, or where images are decoded.
     """
 
@@ -128,7 +128,7 @@ class ImageDecoder:
             float32 (rows, channels, height, width); NaN for skipped images.
 
         Raises:
-            DataError: an image cannot be decoded, and ``undecodable="stop"``.
+            DataError: An image cannot be decoded, and ``undecodable="stop"``.
         """
         pixels, kept = self._pixels(images, "the batch")
         tensor = self._normal(pixels)
@@ -136,7 +136,7 @@ class ImageDecoder:
         return tensor
 
     def collate(self, column: str, *, augment: Augment | None = None, seed: int = 0) -> Collate:
-        """A ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as usual.
+        """Return a ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as usual.
 
         Args:
             column: Name of the column.
@@ -160,10 +160,10 @@ class ImageDecoder:
     def rows_of(
         self, batch: pa.RecordBatch, column: str, augment: Augment | None = None, seed: int = 0
     ) -> tuple[torch.Tensor, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """The images of a column that can be decoded, and for each row whether it is among them; see :meth:`collate`.
+        """Return the decodable images of a column, and for each row whether it is among them; see :meth:`collate`.
 
         Raises:
-            DataError: there is no such column; an image cannot be decoded, and ``undecodable="stop"``.
+            DataError: There is no such column; an image cannot be decoded, and ``undecodable="stop"``.
         """
         if column not in batch.schema.names:
             raise DataError(f"there is no column {column!r} of images: expected one of {listed(batch.schema.names)}")
@@ -285,7 +285,7 @@ def _pillow() -> tuple[Any, Any]:
 
 @functools.cache
 def _openable(formats: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that this Pillow knows."""
+    """Return the file formats that this Pillow can read."""
     pillow, _ = _pillow()
     pillow.init()
     found = tuple(name for name in formats if name in pillow.OPEN)
@@ -302,12 +302,12 @@ class _TooLargeError(ValueError):
 
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Of this process: threads do not survive a fork."""
+    """Return the pool of this process: threads do not survive a fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
 
 def _of_spark(value: Mapping[str, Any]) -> Image:
-    """A value of Spark's image type: rows of pixels, as OpenCV has them, blue before red."""
+    """Return a value of Spark's image type: rows of pixels, as OpenCV has them, blue before red."""
     if value["height"] < 0:
         raise ValueError("Spark could not decode it")
     pixels = np.frombuffer(value["data"], np.uint8).reshape(value["height"], value["width"], value["nChannels"])
@@ -318,7 +318,7 @@ def _of_spark(value: Mapping[str, Any]) -> Image:
 
 
 def _eight_bits(image: Image) -> Image:
-    """The upper half of pixels of 16 bits, which Pillow would cut off at 255."""
+    """Return the upper bytes of 16-bit pixels, which Pillow would cut off at 255."""
     if not image.mode.startswith("I;16"):
         return image
     found: Image = _pillow()[0].fromarray((np.asarray(image) >> 8).astype(np.uint8))

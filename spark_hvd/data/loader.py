@@ -73,7 +73,7 @@ class ShardLoader(Generic[T_co]):
         self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is no rank, as a spawned worker of a DataLoader: it reads what this rank would."""
+        """Prepare for a process without a rank, like a DataLoader's spawned worker. It reads what this rank would."""
         rest = {"_now": None, "_loop": None, "_reader": None, "_place": self._rank_and_size()}
         return self.__dict__ | rest
 
@@ -93,10 +93,10 @@ class ShardLoader(Generic[T_co]):
         return len(self._sharding.batches(Position(self._next.epoch), *self._rank_and_size()))
 
     def __iter__(self) -> Iterator[T_co]:
-        """The batches of an epoch; the first time after a state was loaded, the rest of its epoch.
+        """Yield the batches of an epoch; the first time after a state was loaded, the rest of its epoch.
 
         Raises:
-            DataError: values do not fit, a file vanished or changed, or there are fewer rows than ranks.
+            DataError: Values do not fit, a file vanished or changed, or there are fewer rows than ranks.
         """
         rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
@@ -114,14 +114,14 @@ class ShardLoader(Generic[T_co]):
         return feed, start.epoch, feed.left if feed.position.epoch == start.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data as JSON-ready values, the same on all ranks and valid for any number of ranks.
+        """Return the position in the data as JSON-ready values, the same on all ranks, for any number of ranks.
 
         It counts the batches that were taken. Call it on all ranks after the same number of batches.
         """
         return {"version": VERSION, "position": self._position.to_json(), **self._order()}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
+        """Do :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
 
         After the last batch, the epoch is not over until its loop ends. A loop that is entered again then finds no
         batch, and continues as the first one would have.
@@ -135,7 +135,7 @@ class ShardLoader(Generic[T_co]):
         """Continue from a :meth:`state_dict`, with the current number of ranks. Each row of the epoch comes once.
 
         Raises:
-            DataError: the order of the rows has changed.
+            DataError: The order of the rows has changed.
         """
         now = {"version": VERSION, **self._order()}
         differ = [f"{key}={state.get(key)!r}, now {value!r}" for key, value in now.items() if state.get(key) != value]
@@ -153,7 +153,7 @@ class ShardLoader(Generic[T_co]):
             reader.close()
 
     def _watch(self) -> None:
-        """The next epoch is known here, and given by nobody yet."""
+        """Called when the next epoch is known here, and nobody has given it yet."""
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
@@ -168,7 +168,7 @@ class ShardLoader(Generic[T_co]):
         return {"layout": self._source.layout, **order}
 
     def _opened(self) -> Reader[Any]:
-        """The reader of this process: its threads and files do not survive a fork."""
+        """Return the reader of this process: its threads and files do not survive a fork."""
         if self._reader is None or self._process != os.getpid():
             self._reader, self._process = self._source.open(self._asked, self._form()), os.getpid()
         return self._reader
@@ -207,7 +207,7 @@ class _Epoch(Iterator[T_co]):
 
 
 def too_few(name: str, rows: int, size: int) -> str:
-    """The text of the error that a data set has fewer rows than there are ranks."""
+    """Return the text of the error for a data set with fewer rows than ranks."""
     if not rows:
         return (
             f"data set {name!r} has no rows: expected at least one for each rank. Check filters and joins that lead to "

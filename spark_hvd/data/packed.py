@@ -61,12 +61,12 @@ class PackedRows:
         return np.ascontiguousarray(matrix[:, [self._places[name][1] for name in names]])
 
     def column(self, name: str) -> pa.Array:
-        """A column as Arrow has it."""
+        """Return a column as Arrow has it."""
         numbers = self.numbers([name])
         return self.plain.column(name) if numbers is None else pa.array(numbers[:, 0])
 
     def batch(self) -> pa.RecordBatch:
-        """As Arrow has it."""
+        """Return the rows as Arrow has them."""
         return pa.RecordBatch.from_arrays([self.column(name) for name in self.schema.names], schema=self.schema)
 
 
@@ -88,7 +88,7 @@ def pack(batch: pa.RecordBatch, apart: str) -> pa.RecordBatch:
 
 
 def ordered(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
-    """The rows of what :func:`pack` has made, in this order."""
+    """Return the rows of what :func:`pack` has made, in this order."""
     columns = [
         _lists(_rows_taken([(_matrix(column), None)], order)) if _packed_in(field) else column.take(order)
         for field, column in zip(batch.schema, batch.columns, strict=True)
@@ -97,7 +97,7 @@ def ordered(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
 
 
 def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
-    """Rows of batches laid end to end, in this order, with some of the columns; packed as all batches are."""
+    """Return some columns of the rows of several batches, in this order; packed like the batches."""
     matrices = [{_packed_in(field): at for at, field in enumerate(batch.schema)} for batch, _ in parts]
     for each in matrices:
         each.pop((), None)
@@ -117,7 +117,7 @@ def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
 
 
 def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as Arrow has them."""
+    """Return rows as Arrow has them."""
     found: dict[str, pa.Array] = {}
     wanted = set(schema.names)
     for field, column in zip(batch.schema, batch.columns, strict=True):
@@ -132,7 +132,7 @@ def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.Reco
 
 
 def _packed_in(field: pa.Field) -> tuple[str, ...]:
-    """The columns that one of a packed batch is made of; none for one of the user's."""
+    """Return the columns that a packed column consists of; none for one of the user's."""
     return tuple(json.loads((field.metadata or {}).get(_COLUMNS, "[]")))
 
 
@@ -141,13 +141,13 @@ def _lists(matrix: Matrix) -> pa.Array:
 
 
 def _matrix(lists: pa.Array) -> Matrix:
-    """What a packed column holds, in its own memory."""
+    """Return the content of a packed column, in memory of its own."""
     values: Matrix = lists.values.to_numpy().reshape(-1, lists.type.list_size)
     return values[lists.offset : lists.offset + len(lists)]
 
 
 def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Matrix:
-    """Rows of matrices in this order: of each those that are named, or all, laid end to end."""
+    """Return the chosen rows of each matrix, or all of them, in one matrix and in this order."""
     matrix, at = parts[0]
     if len(parts) > 1:
         ends = np.cumsum([len(each if at is None else at) for each, at in parts])
@@ -162,5 +162,5 @@ def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Mat
 
 
 def _take(matrix: Matrix, rows: Ints, into: Matrix) -> None:
-    """By numpy and not by Arrow: it asks the system for huge pages, in which rows are found in half the time."""
+    """Take rows by numpy, not by Arrow: numpy asks for huge pages, in which rows are found in half the time."""
     whole_rows(matrix).take(rows, out=whole_rows(into), mode="clip")  # mode "raise" would copy them once more

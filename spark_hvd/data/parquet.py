@@ -39,7 +39,7 @@ class _Footer:
 
 
 def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, uses: Uses | None = None) -> DatasetMeta:
-    """What is known of Parquet files that somebody else wrote, from their footers.
+    """Return what the footers tell about Parquet files that somebody else wrote.
 
     Args:
         store: Opens the files; ``path`` may lie anywhere in its file system.
@@ -54,9 +54,9 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
         is made of (text, bytes, times) has the dtype "object".
 
     Raises:
-        DataError: no Parquet files, a file that is none, files of different schemas, no rows, a column that is
+        DataError: No Parquet files, a file that is none, files of different schemas, no rows, a column that is
             missing, a table whose files are not what it means, weights of rows that are all 0.
-        StoreError: the store cannot be read.
+        StoreError: The store cannot be read.
     """
     return dataset_in(store, files_of(store, path.rstrip("/")), columns, uses)
 
@@ -64,10 +64,10 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
 def dataset_in(
     store: Store, table: TableFiles, columns: Sequence[str] | None = None, uses: Uses | None = None
 ) -> DatasetMeta:
-    """The same of files that are listed already.
+    """Do the same for files that are listed already.
 
     Raises:
-        DataError, StoreError: as :func:`dataset_of`.
+        DataError, StoreError: As :func:`dataset_of`.
     """
     asked = () if uses is None else (*uses.labels, *([uses.weights] if uses.weights else ()))
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -101,7 +101,7 @@ def dataset_in(
 
 
 def _extremes(footers: Sequence[_Footer], name: str) -> tuple[float, float] | None:
-    """The lowest and the highest number of a column in all files; None where one does not tell."""
+    """Return the lowest and the highest number of a column in all files; None if a file does not say."""
     found = [footer.extremes.get(name) for footer in footers if any(footer.rows)]
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
@@ -131,7 +131,7 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
 
 
 def _deleted_in(rows: Sequence[int], positions: np.ndarray | None) -> dict[int, tuple[Deleted, int]]:
-    """By row group what is deleted there, and how many rows that are; ``positions`` are those in the file."""
+    """Return the deleted rows of each row group, and their number; ``positions`` are those in the file."""
     if positions is None:
         return {}
     found, first = {}, 0
@@ -156,7 +156,7 @@ def _extremes_in(metadata: pq.FileMetaData, name: str) -> tuple[float, float] | 
 
 
 def _open(store: Store, file: str) -> pq.ParquetFile:
-    """A file of which the footer has been read; nothing else can be read of it any more."""
+    """Return a file whose footer has been read; nothing else can be read from it any more."""
     try:
         with (
             explaining("read the footer of", file),
@@ -173,7 +173,7 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
 
 
 def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str] | None) -> list[pa.Field]:
-    """The columns of a table, which all files must have in some way; or those that all files have alike."""
+    """Return the columns of a table, which every file must have, or those that all files have in common."""
     first = footers[0]
     if table.schema is not None:
         distinct = {footer.schema.serialize().to_pybytes(): footer for footer in footers}.values()
@@ -189,7 +189,7 @@ def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str]
 
 
 def _found(table: TableSchema, name: str, there: pa.Schema, file: str) -> pa.Field | None:
-    """As :meth:`TableSchema.find`, with the error of a table that Spark may be able to read."""
+    """Do :meth:`TableSchema.find`; the error says that Spark may be able to read the table."""
     try:
         return table.find(name, there, file)
     except ValueError as error:

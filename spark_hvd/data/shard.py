@@ -110,7 +110,7 @@ class DatasetShard:
             workers: Threads that read ahead.
 
         Raises:
-            DataError: a column does not exist, a number is out of range, or ``row_weights`` does not fit.
+            DataError: A column does not exist, a number is out of range, or ``row_weights`` does not fit.
         """
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
@@ -203,10 +203,10 @@ def _weigh(
 
 
 def source_here(name: str, told: DataSource | SpoolSource | Fed) -> DataSource:
-    """What this rank reads of what it was told of a data set. To be called by all ranks.
+    """Return the part of a data set that this rank reads. Collective.
 
     Raises:
-        DataError: the rows of a DataFrame do not come, its series are not what windows need, or its function fails.
+        DataError: The rows of a DataFrame do not come, its series are not what windows need, or its function fails.
     """
     if isinstance(told, Fed):
         return fed_source(name, source_here(name, pickle.loads(told.inner)), told)

@@ -77,7 +77,7 @@ class SeriesHere:
         closing: Closes the files, to which :meth:`read` adds nothing any more then; they stay while they are mapped.
 
     Attributes:
-        schema: Of the windows.
+        schema: The schema of the windows.
         counts: Windows of each unit; of units that were not read none.
         first_windows: The number of the first window of each unit.
         problems: What is wrong, by the values of :data:`PROBLEM`.
@@ -100,7 +100,7 @@ class SeriesHere:
         """Take in the pieces of more units.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: The disk does not take them.
         """
         numbers = np.array(units, np.int64)
         keys, rows, whose = [self._key_columns], [self._rows], [self._owners]
@@ -168,7 +168,7 @@ class WindowReader(UnitReader[BatchT]):
             yield self._formed(self._rows.batch(numbers, self._asked.columns), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-        """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
+        """Return the remaining windows of pieces, in an order that does not depend on the number of ranks."""
         units, firsts, _, lengths = np.array(pieces, np.int64).T
         whole = self._counts[units]
         within = stretches(np.zeros_like(whole), whole)
@@ -182,7 +182,7 @@ class WindowReader(UnitReader[BatchT]):
 
 
 def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
-    """Rows of as many batches as have at most so many together, or of one."""
+    """Yield numbers of rows: of as many batches as hold at most ``most`` rows together, or of one batch."""
     rows = 0
     for size in sizes:
         if rows and rows + size > most:
@@ -194,7 +194,7 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
 
 
 def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
-    """What this rank has of windows over series. To be called by all ranks.
+    """Return this rank's windows over series. Collective.
 
     Raises:
         DataError: series that are not as they were said to be, or too few windows; the same on all ranks.

@@ -27,7 +27,7 @@ class Asked:
     Attributes:
         columns: Names, in the order of the batch.
         shuffle: Another order in each epoch.
-        seed: Of that order.
+        seed: Seed of that order.
         window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
         workers: Threads that read ahead.
     """
@@ -55,10 +55,10 @@ class DataSource(Protocol):
         """A number that differs where the order of rows does, for the same seed and epoch."""
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """How the rows of an epoch are shared."""
+        """Return how the rows of an epoch are shared."""
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """A reader of the rows that this rank can be given, which gives them in a form."""
+        """Return a reader of the rows of this rank, in a form."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ParquetSource(DataSource):
         """See base class. That of the first file, with the columns that are in none.
 
         Raises:
-            DataError: the file is gone.
+            DataError: The file is gone.
         """
         first = self.dataset.row_groups[0]
         if self.dataset.table is None:
@@ -106,7 +106,7 @@ class ParquetSource(DataSource):
 
 
 def parquet_source(given: Any) -> ParquetSource:
-    """The Parquet files that make up what is given, as they are now.
+    """Return the Parquet files of a data set, as they are now.
 
     Args:
         given: The path or URL of a file, of a directory of files with one schema, of a Delta or an Iceberg table; a
@@ -114,8 +114,8 @@ def parquet_source(given: Any) -> ParquetSource:
             ``pyiceberg.table.Table``.
 
     Raises:
-        DataError: there are none, they differ, have no rows, or are not what the table means.
-        StoreError: they cannot be reached.
+        DataError: There are none, they differ, have no rows, or are not what the table means.
+        StoreError: They cannot be reached.
     """
     if isinstance(given, str | os.PathLike):
         store = Store.create(given)

@@ -55,7 +55,7 @@ class SpoolWriter:
         """Take in rows: the user's columns and those of :data:`UNIT` and :data:`ID`.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: The disk does not take them.
         """
         self._batches.append(batch)
         self._rows += batch.num_rows
@@ -67,7 +67,7 @@ class SpoolWriter:
         """Say that all rows are there.
 
         Raises:
-            DataError: as :meth:`write`.
+            DataError: As :meth:`write`.
         """
         if self._rows:
             self._flush()
@@ -117,7 +117,7 @@ def spool_table(folder: str, table: pa.Table) -> None:
     """Write the rows of a table, which are numbered in their order, to a new folder.
 
     Raises:
-        DataError: as :meth:`SpoolWriter.write`.
+        DataError: As :meth:`SpoolWriter.write`.
     """
     writer = SpoolWriter(folder, table.schema)
     first = 0
@@ -154,7 +154,7 @@ class Spool:
 
     Attributes:
         folder: The first of the two.
-        schema: Of the user's columns.
+        schema: The schema of the user's columns.
         counts: Rows of each unit.
         window_rows: Those that fit in :data:`WINDOW_BYTES`.
     """
@@ -192,7 +192,7 @@ class Spool:
         window_rows: int | None = None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[PackedRows]:
-        """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
+        """Yield the rows of `pieces`, one window at a time, with the rows of all units mixed.
 
         Without a seed, one unit after the other, each in the order of the DataFrame. ``pieces`` are in the order in
         which they are wanted. If ``window_rows`` is None, windows are of :attr:`window_rows`. ``columns`` are in the
@@ -217,7 +217,7 @@ class Spool:
         return pa.RecordBatch.from_arrays([units, *found.columns], schema=schema)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """All rows that the task has, in no order, some at once; without those that came from other ranks."""
+        """Yield the task's own rows, without those from other ranks, some at a time and in no order."""
         schema = pa.schema([self.schema.field(name) for name in columns])
         for number, mapped in enumerate(self._mapped[: self._own]):
             if mapped is not None:
@@ -229,7 +229,7 @@ class Spool:
                     yield reader.get_batch(at).select(columns)
 
     def disk(self) -> _Disk:
-        """Where more is written beside the rows: a full disk is told of as such."""
+        """Return a place for more data beside the rows; reports a full disk as such."""
         return _Disk(self.folder, 0)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
@@ -249,7 +249,10 @@ class Spool:
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
-        """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
+        """Return a batch of a file, and where in it the rows of `units` are.
+
+        None for all of it, in the order of `units`.
+        """
         mapped = self._mapped[number]
         if mapped is not None:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)
@@ -278,10 +281,10 @@ class SpoolSource:
         return units_of(self.part, self.parts)
 
     def open(self) -> Spool:
-        """The rows, once the task has all of them.
+        """Return the rows once the task has all of them.
 
         Raises:
-            DataError: they do not come.
+            DataError: They do not come.
         """
         folder = Path(self.folder)
         while not (folder / _COUNTS).exists():
@@ -298,6 +301,6 @@ def _chunk(number: int) -> str:
 
 
 def _mapped(path: str) -> pa.RecordBatch | None:
-    """The one batch of a file, mapped; None where the file has a batch a unit."""
+    """Return the one batch of a file, mapped into memory; None if the file has a batch for each unit."""
     with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         return reader.get_batch(0) if reader.num_record_batches == 1 else None

@@ -45,7 +45,7 @@ class TableFiles:
         url: Names the table in messages.
         sizes: Bytes of each file by its path, complete, in the order of the paths.
         partitions: Columns that are in no file, a row for each file; None if there are none.
-        version: Of the table, as "version 3 of the Delta table /data/x"; "" for a directory, which has no versions.
+        version: The table's version, such as "version 3 of the Delta table /data/x"; "" for a directory (none).
         schema: The columns of a table, and how its files have them; None for those of the first file.
         deleted: By file the positions of rows that are deleted and still in it, of shape (deleted rows,).
     """
@@ -59,13 +59,13 @@ class TableFiles:
 
 
 def files_of(store: Store, path: str) -> TableFiles:
-    """The files of what a path or URL names: a Delta or Iceberg table, a file of Iceberg's metadata, or Parquet.
+    """Return the files behind a path or URL: a Delta or Iceberg table, a metadata file of Iceberg, or Parquet.
 
     ``path`` is complete, with no slash at the end; ``store`` is that of its file system.
 
     Raises:
-        DataError: there are no files, a table has what is not read here, or the package that lists it is missing.
-        StoreError: the store cannot be read.
+        DataError: There are no files, a table has what is not read here, or the package that lists it is missing.
+        StoreError: The store cannot be read.
     """
     if store.exists(join(path, "_delta_log")):
         return _of_delta(_delta_table(path))
@@ -81,10 +81,10 @@ def files_of(store: Store, path: str) -> TableFiles:
 
 
 def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
-    """The Parquet files of several paths or URLs, each of a file or a directory, in one file system.
+    """Return the Parquet files of several paths or URLs of files or directories, all in one file system.
 
     Raises:
-        DataError: as :func:`files_of`; or a path is a table's, has columns in the names of directories, or is in
+        DataError: As :func:`files_of`; or a path is a table's, has columns in the names of directories, or is in
             another file system; or a file is there twice.
     """
     urls = [complete("data", path) for path in paths]
@@ -103,10 +103,10 @@ def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
 
 
 def files_of_table(table: Any) -> TableFiles:
-    """The files of a ``deltalake.DeltaTable``, or those of the current snapshot of a ``pyiceberg.table.Table``.
+    """Return the files of a ``deltalake.DeltaTable``, or those of the current snapshot of a ``pyiceberg.table.Table``.
 
     Raises:
-        DataError: as :func:`files_of`.
+        DataError: As :func:`files_of`.
     """
     return _of_delta(table) if hasattr(table, "get_add_actions") else _of_iceberg(table)
 
@@ -121,7 +121,7 @@ class SparkRead:
 
 
 def spark_read_of(given: Any) -> SparkRead | None:
-    """How Spark reads what :func:`files_of`, or :func:`files_of_table`, does not; None where it is no table."""
+    """Return how Spark reads what :func:`files_of` or :func:`files_of_table` cannot; None if it is no table."""
     if hasattr(given, "get_add_actions"):
         return SparkRead("delta", _hadoop_path(unquote(given.table_uri)), {"versionAsOf": str(given.version())})
     if hasattr(given, "metadata_location"):
@@ -134,7 +134,7 @@ def spark_read_of(given: Any) -> SparkRead | None:
 
 
 def _hadoop_path(path: str) -> str:
-    """A path that Spark does not look for in its cluster's file system where it is one of a local file."""
+    """Return a local file's path in a form that Spark does not look for in its cluster's file system."""
     return path if re.match(r"\w[\w+.-]+:/", path) else f"file://{os.path.abspath(os.path.expanduser(path))}"
 
 
@@ -190,7 +190,7 @@ def _of_delta(table: Any) -> TableFiles:
 
 
 def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
-    """How a field is found in a file: by its ID, by its physical name, or by the one that it has in the table."""
+    """Return how a field is found in a file: by its ID, its physical name, or its name in the table."""
     told = field.metadata or {}
     if mode == "id":
         marks = {ID: told[b"delta.columnMapping.id"]}
@@ -201,16 +201,16 @@ def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
 
 
 def _below(url: str, path: str) -> str:
-    """A path of the log, where it is escaped as in a URL: relative, or complete in a shallow clone."""
+    """Return a path of the log, which is escaped as in a URL: relative, or complete in a shallow clone."""
     path = unquote(path)
     return complete("table", path) if "://" in path or path.startswith(("/", "file:")) else join(url, path)
 
 
 def _in_place(version: str, url: str, sizes: dict[str, int]) -> dict[str, int]:
-    """The same files, if ranks may read them where they are.
+    """Return the same files, if ranks may read them in place.
 
     Raises:
-        DataError: one lies where a path of a log must not lead.
+        DataError: One lies where a path of a log must not lead.
     """
     for file in sizes:
         if ".." in file.split("/"):
@@ -279,7 +279,7 @@ class _Marks:
         self._read: dict[str, Mapping[str, pa.ChunkedArray]] = {}
 
     def positions(self, file: str, delete_files: Iterable[Any]) -> np.ndarray:
-        """Those of a file, of shape (deleted rows,)."""
+        """Return the positions of a file's deleted rows, of shape (deleted rows,)."""
         from pyiceberg.io.pyarrow import _read_deletes  # there is no public way; also of Iceberg 3's deletion vectors
 
         found = [np.zeros(0, np.int64)]
@@ -316,7 +316,7 @@ def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
 
 
 def _names_of(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
-    """By field ID the names that a field has in files without IDs."""
+    """Yield field IDs, each with the names of the field in files without IDs."""
     for each in mapping:
         if each.field_id is not None:
             yield each.field_id, each.names
@@ -365,7 +365,7 @@ def _hidden(name: str) -> bool:
 
 
 def _of_names(path: str, files: Sequence[str]) -> pa.Table | None:
-    """The columns in names of directories such as "day=2", as Spark's ``partitionBy`` writes them."""
+    """Return the columns in names of directories such as "day=2", as Spark's ``partitionBy`` writes them."""
     rows = [
         {unquote(name): value for name, sign, value in (part.partition("=") for part in directories) if sign}
         for directories in (file[len(path) :].split("/")[:-1] for file in files)

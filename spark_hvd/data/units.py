@@ -35,7 +35,7 @@ Seed = tuple[int, int]
 
 
 def struct_of(source: int) -> str:
-    """The column that holds the rows of a data set where there are several."""
+    """Return the name of the column that holds the rows of a data set, if there are several data sets."""
     return f"__row{source}"
 
 
@@ -58,7 +58,7 @@ class Owned(NamedTuple):
 
 
 def owned_by(part: int, parts: int, counts: Ints) -> Owned:
-    """What one of ``parts`` ranks takes of units with so many rows; ranks differ by a row at most.
+    """Return the share of one of ``parts`` ranks in units with these numbers of rows; ranks differ by at most one row.
 
     Two ranks share the units at the border between them: one takes the first rows, the other takes the last ones.
     """
@@ -71,7 +71,7 @@ def owned_by(part: int, parts: int, counts: Ints) -> Owned:
 
 
 def units_of(part: int, parts: int) -> range:
-    """The units whose rows Spark brings to one of ``parts`` ranks."""
+    """Return the units whose rows Spark brings to one of ``parts`` ranks."""
     return range(-(-part * UNITS // parts), -(-(part + 1) * UNITS // parts))
 
 
@@ -89,7 +89,7 @@ class Move(NamedTuple):
 
 
 def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[range], most: int) -> Iterator[list[Move]]:
-    """What ranks send each other, in rounds: units at the border of two tasks, which Spark has brought to the other.
+    """Yield what ranks send each other, in rounds: units at the border of two tasks, which Spark brought to the other.
 
     Spark places rows before anybody has counted them, so tasks differ by some. Once all ranks know how many rows each
     unit has, each knows by itself who lacks which.
@@ -118,12 +118,12 @@ def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[ran
 
 
 def order_of(seed: Seed | None) -> Ints:
-    """The units in the order of an epoch; ascending for None."""
+    """Return the units in the order of an epoch; ascending for None."""
     return np.arange(UNITS) if seed is None else np.random.default_rng(seed).permutation(UNITS)
 
 
 def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.uint64]]:
-    """By what rows of a unit are ordered: no two ids have the same key. The ids themselves for None."""
+    """Return the keys that order the rows of a unit, all different; without a seed, the ids themselves."""
     if seed is None:
         return ids
     keys = ids.view(np.uint64) ^ np.random.default_rng(seed).integers(1 << 64, dtype=np.uint64, endpoint=False)
@@ -135,7 +135,7 @@ def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.
 
 
 def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed: Seed | None) -> Ints:
-    """Which rows are first, second ...: by the places of their units, and in each unit by :func:`keys_of`.
+    """Return the order of rows: by the places of their units, and within each unit by :func:`keys_of`.
 
     One number a row holds its place, as much of its key as there is room for, and its own number: sorting numbers takes
     a third of the time of finding in which order they would be sorted.
@@ -178,7 +178,7 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-    """In which order a rank takes what is left of a window: numbers of rows where its units are laid end to end.
+    """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated units.
 
     The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
     every rank knows how far another is in its units, and what is done changes nothing in the order of the others.

@@ -45,7 +45,7 @@ class TensorTable:
         self._known: dict[Hashable, int] = {}
 
     def flatten(self, value: Any) -> Any:
-        """The value with references in place of its tensors.
+        """Return the value with references in place of its tensors.
 
         Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
         is the value's own, not a copy.
@@ -80,7 +80,7 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
+    """Return the tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
     found: list[torch.Tensor] = []
 
     def look(leaf: Any) -> Any:
@@ -93,7 +93,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
-    """The value with tensors in place of references.
+    """Return the value with tensors in place of references.
 
     ``tensor_of`` is called for each of them, also if several have one number.
     """
@@ -157,7 +157,7 @@ class Receivers:
         return fitting
 
     def in_order(self) -> list[torch.Tensor]:
-        """The tensors, in the order of the sender's."""
+        """Return the tensors, in the order of the sender's."""
         return [self.tensors[number] for number in range(len(self.tensors))]
 
 

@@ -56,7 +56,7 @@ def is_version_greater_equal_than(version: str, target: str) -> bool:
     """Return whether a version is at least ``target``, which has three parts.
 
     Raises:
-        ValueError: an argument is not text, or ``target`` does not have three parts.
+        ValueError: An argument is not text, or ``target`` does not have three parts.
     """
     from packaging.version import parse
 
@@ -88,7 +88,7 @@ def check_extension(name: str, *_: Any) -> None:
     """Import the framework of ``name``, such as "horovod.torch"; nothing is compiled here.
 
     Raises:
-        ImportError: the framework is not installed.
+        ImportError: The framework is not installed.
     """
     importlib.import_module(name.rpartition(".")[2])
 

@@ -116,7 +116,7 @@ def _check_not_compiled() -> None:
     """Detect that XLA is compiling a step of a model: XLA would refuse the exchange with an obscure error.
 
     Raises:
-        ValueError: a step is being compiled.
+        ValueError: A step is being compiled.
     """
     import keras
     import tensorflow as tf

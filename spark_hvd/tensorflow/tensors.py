@@ -61,7 +61,7 @@ def through(
     """Return the result of a function of torch tensors, computed now or, in a graph, whenever that runs.
 
     Raises:
-        TypeError: a tensor holds text or other values that are not numbers.
+        TypeError: A tensor holds text or other values that are not numbers.
     """
     for tensor in tensors:
         if tensor.dtype not in _NUMBERS:

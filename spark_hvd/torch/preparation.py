@@ -39,7 +39,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
         objects: Modules, optimizers and DataLoaders.
         root_rank: The rank whose weights and optimizer state all ranks get.
         seed: Seed of the order of samples if a loader shuffles; the same on all ranks.
-        options: For DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
+        options: Options of DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
 
     Returns:
         The objects in the same order, or the object itself if there is one. Models and optimizers are those passed; a

@@ -41,7 +41,7 @@ class ProcessManager(Protocol):
         The proxies connect to ``address``, that of rank 0's host. The manager listens on ``ports``; None means any.
 
         Raises:
-            MpiMissingError: it is not installed here.
+            MpiMissingError: It is not installed here.
         """
 
     def read_launch(self, lines: Sequence[str], hosts: int) -> list[list[str]] | None:
@@ -51,7 +51,7 @@ class ProcessManager(Protocol):
         """Return the command of this host's proxy, with the path of its program on this host.
 
         Raises:
-            MpiMissingError: it is not installed here.
+            MpiMissingError: It is not installed here.
         """
 
     def rank_variables(self, interface: str | None, ports: PortRange | None) -> dict[str, str]:
@@ -83,7 +83,7 @@ def find(program: str, remedy: str) -> str:
     """Find a program next to this Python, where wheels put theirs, or else on the PATH.
 
     Raises:
-        MpiMissingError: it is in neither place.
+        MpiMissingError: It is in neither place.
     """
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     path = shutil.which(program, path=os.pathsep.join(folders))

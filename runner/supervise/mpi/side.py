@@ -117,8 +117,8 @@ class MpiSide:
     ``on_failed`` is called if MPI cannot start or continue, with the reason, and how likely that is the cause.
 
     Raises:
-        MpiMissingError: the programs of MPI are not installed here.
-        OSError: there is no place to listen for the shims.
+        MpiMissingError: The programs of MPI are not installed here.
+        OSError: There is no place to listen for the shims.
     """
 
     def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, Blame], None]) -> None:

@@ -134,7 +134,7 @@ class Page:
     results go to :meth:`examined` and :meth:`profiled`.
 
     Raises:
-        OSError: it cannot listen on the address.
+        OSError: It cannot listen on the address.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
         metric: A name that was given to `hvd.progress`.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     if metric not in history.metrics:
@@ -69,7 +69,7 @@ def plot_throughput(history: RunHistory) -> Figure:
     Up to eight ranks have a line each. For more ranks, it draws their mean, their range, and the slowest.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     speeds = {rank: _speeds(history.points(rank)) for rank in history.ranks}
@@ -110,7 +110,7 @@ def plot_timeline(history: RunHistory) -> Figure:
     """Draw a lane for each rank over time, with the shares of its time; epochs and generations are marked.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     ranks = history.ranks

@@ -68,7 +68,7 @@ class PageRequest:
         """Read a request line and its headers.
 
         Raises:
-            ValueError: it is not HTTP.
+            ValueError: It is not HTTP.
         """
         line, *lines = head.decode("latin-1").split("\r\n")
         method, target, version = line.split(" ")
@@ -120,7 +120,7 @@ class PageServer:
     called in the server's thread, and so are functions passed to :meth:`call`.
 
     Raises:
-        OSError: it cannot listen on the address.
+        OSError: It cannot listen on the address.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Wait:
 
     rank: int
     name: str
-    """Of the collective."""
+    """The name of the collective."""
     ranks: tuple[int, ...] | None
     """The ranks that take part in it; None: all."""
     seconds: float

@@ -24,8 +24,8 @@ class Directory(SocketThread):
 
     Args:
         bind_host: Where it listens.
-        public_host: By which tasks reach it.
-        ports: To choose from; None: any.
+        public_host: The address at which tasks reach it.
+        ports: The ports that it may listen on; None for any.
         feeders: How many there are to be.
         start_timeout: Seconds that ranks wait for one that takes their rows.
 
@@ -34,7 +34,7 @@ class Directory(SocketThread):
         come: How many feeders have been heard of.
 
     Raises:
-        OSError, zmq.ZMQError: it cannot listen there.
+        OSError, zmq.ZMQError: It cannot listen there.
     """
 
     def __init__(

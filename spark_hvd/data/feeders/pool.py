@@ -79,7 +79,7 @@ class FeederPool(SocketThread):
         """Have a feeder apply the function of a data set to some rows; see :func:`.mapping.apply`.
 
         Raises:
-            DataError: they are too many bytes for one message.
+            DataError: They are too many bytes for one message.
         """
         body, number = to_bytes(rows), str(next(self._numbers)).encode()
         if body.size > MAX_REQUEST - 4096:
@@ -217,7 +217,7 @@ _lock = threading.Lock()
 
 
 def pool_of(feed: FeedAddress) -> FeederPool:
-    """The pool of this process: its thread does not survive a fork."""
+    """Return the pool of this process: its thread does not survive a fork."""
     with _lock:
         process, pool = _pools.get(feed, (0, None))
         if pool is None or process != os.getpid():

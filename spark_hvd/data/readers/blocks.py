@@ -25,7 +25,7 @@ class TensorForm(Form[Blocks, Batch]):
     """What ``spec`` asks for, through its functions where it has some.
 
     Raises:
-        DataError: a column is not in the data set.
+        DataError: A column is not in the data set.
     """
 
     def __init__(self, spec: ReaderSpec) -> None:

@@ -50,10 +50,10 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
                 self._drop()
 
     def __next__(self) -> BatchT:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            DataError: as :meth:`Reader.batches`.
+            DataError: As :meth:`Reader.batches`.
         """
         if self._batches is None:
             self._begin(self.position)

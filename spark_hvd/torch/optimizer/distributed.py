@@ -64,9 +64,9 @@ class ReducedOptimizer(TakenOver):
         when backward ends, and this returns at once. A later `step` does not reduce again.
 
         Raises:
-            CollectiveError: a peer or the network failed.
-            NotInitializedError: this is an elastic rank outside its worlds.
-            RuntimeError: a DistributedOptimizer that was made later trains a parameter of this one.
+            CollectiveError: A peer or the network failed.
+            NotInitializedError: This is an elastic rank outside its worlds.
+            RuntimeError: A DistributedOptimizer that was made later trains a parameter of this one.
         """
         require_bound(self)
         if self._reducer is not None:
@@ -116,8 +116,8 @@ class ReducedOptimizer(TakenOver):
         """See torch.optim.Optimizer.add_param_group. Call it on every rank, between steps.
 
         Raises:
-            PlanMismatchError: ranks add different parameters.
-            MismatchError: a rank has called join().
+            PlanMismatchError: Ranks add different parameters.
+            MismatchError: A rank has called join().
         """
         if self._reducer is not None:
             require_everyone("add_param_group", self._recipe.process_set)
@@ -140,7 +140,7 @@ class ReducedOptimizer(TakenOver):
         Raises:
             ValueError: `param` is not a parameter of the optimizer.
             RuntimeError: gradients have been or are being reduced.
-            PlanMismatchError: ranks register different parameters.
+            PlanMismatchError: Ranks register different parameters.
         """
         mark_chosen(_params_of(self), [param])
         if self._reducer is not None:
@@ -214,7 +214,7 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: `init()` was not called.
-        ValueError: an argument is invalid; the message says why.
+        ValueError: An argument is invalid; the message says why.
         TypeError: `optimizer` is not an optimizer.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """

@@ -294,7 +294,7 @@ class FlatBucket:
         """Do this rank's part of the reduction, so that no other rank waits for it.
 
         Raises:
-            RuntimeError: a peer or the network failed; the backend raises this.
+            RuntimeError: A peer or the network failed; the backend raises this.
         """
         if self._memory is not None and self._work is self._memory:
             self._memory.advance()
@@ -303,7 +303,7 @@ class FlatBucket:
         """Wait for the all-reduce (on CUDA: let the current stream wait).
 
         Raises:
-            RuntimeError: a peer or the network failed; the backend raises this.
+            RuntimeError: A peer or the network failed; the backend raises this.
         """
         assert self._work is not None
         work, self._work = self._work, None

@@ -63,7 +63,7 @@ class GradientReducer:
     memory.
 
     Raises:
-        PlanMismatchError: ranks have different parameters or settings; raised on every rank.
+        PlanMismatchError: Ranks have different parameters or settings; raised on every rank.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class GradientReducer:
         """Launch the remaining buckets, with zeros for parameters without a gradient here, and wait for all of them.
 
         Raises:
-            CollectiveError: a peer or the network failed.
+            CollectiveError: A peer or the network failed.
             ValueError: gradients were changed after backward and before they were reduced.
         """
         if self._finished:
