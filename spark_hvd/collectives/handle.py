@@ -18,7 +18,7 @@ from spark_hvd.world.errors import CollectiveError
 
 T = TypeVar("T")
 
-_making = threading.Lock()
+_making = threading.RLock()
 """Held to make a baton: most handles need none, and to make one takes as long as all else of a handle."""
 
 
