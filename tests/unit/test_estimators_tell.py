@@ -79,5 +79,5 @@ def test_a_monitor_that_no_epoch_has_is_told(
     spec, history = SimpleNamespace(monitor=monitor), History([{"epoch": 1, "loss": 0.5}])
     job: Any = SimpleNamespace(spec=spec, history=history, awaits_validation=True)
     with caplog.at_level(logging.WARNING):
-        epoch.tell_unknown(job)
+        epoch.warn_unknown_monitor(job)
     assert ("monitor='val_acu': no epoch has it" in caplog.text) == told
