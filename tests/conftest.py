@@ -41,7 +41,9 @@ def not_activated() -> dict[str, str]:
     """The environment of somebody who calls this interpreter by its full path and has not activated its environment."""
     here = os.path.dirname(sys.executable)
     path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != here]
-    return {k: v for k, v in os.environ.items() if k != "PYSPARK_PYTHON"} | {"PATH": os.pathsep.join(path)}
+    return {k: v for k, v in os.environ.items() if k not in {"PYSPARK_PYTHON", "SPARK_HVD_PRELOAD"}} | {
+        "PATH": os.pathsep.join(path)
+    }
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         night = "SPARK_HVD_NIGHT" in os.environ
         settings.register_profile("spark_hvd", settings(), deadline=None, max_examples=500 if night else 30)
         settings.load_profile("spark_hvd")
-    gc.disable()  # until all tests are imported: what imports make stays
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])

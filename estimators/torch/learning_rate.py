@@ -15,6 +15,7 @@ from spark_hvd.torch.sync import load_optimizer_state
 Scheduler = LRScheduler | ReduceLROnPlateau
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 """Keys of parameter groups under which torch's schedulers keep rates."""
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _OWN_RATES = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "eta_min")
 """Attributes of schedulers with a rate, or one for each group."""
 
@@ -77,15 +78,15 @@ def described(
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each group of parameters."""
-    return [
+    """Return the options of each group of parameters that are plain values."""
+    groups = [
         {
-            name: each.item() if isinstance(each, torch.Tensor) else each
+            name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
             for name, each in group.items()
-            if name != "params"
         }
         for group in optimizer.param_groups
     ]
+    return [{name: each for name, each in group.items() if isinstance(each, _PLAIN)} for group in groups]
 
 
 def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> list[str]:

@@ -54,21 +54,36 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
     # Without a schema, Spark takes timestamps without a zone for local times of the session.
     if not old:
         return session.createDataFrame(table, spark_schema(schema))
-    # By pandas, nulls of whole numbers would become NaN, and structs maps.
-    return session.createDataFrame([*zip(*map(_objects, table.columns), strict=True)], spark_schema(schema))
+    # Through pandas, nulls of integers would become NaN, and structs maps.
+    columns = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        try:
+            columns.append(_objects(column))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DataError(
+                f"data[{name!r}]: column {field.name!r} of {field.type} has a value that cannot be passed to Spark "
+                f"{pyspark.__version__}: {error}. Next: convert it in the table, or write Parquet and give the path"
+            ) from error
+    return session.createDataFrame([*zip(*columns, strict=True)], spark_schema(schema))
 
 
 def _objects(column: pa.ChunkedArray) -> list[Any]:
     values: list[Any] = column.to_pylist()
     if not pa.types.is_map(column.type):
         return values
-    return [None if value is None else dict(value) for value in values]
+    maps = [None if value is None else dict(value) for value in values]
+    for value, made in zip(values, maps, strict=True):
+        if made is not None and len(made) < len(value):
+            raise ValueError(f"the map {value} has a key twice")
+    return maps
 
 
 def _type_before_4(kind: pa.DataType) -> pa.DataType:
     """What Spark 3.5 calls a type whose values as Python's objects are the same."""
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_type_before_4(kind.value_type))
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
     return pa.date32() if pa.types.is_date64(kind) else type_of_types(kind, _type_before_4)
 
 

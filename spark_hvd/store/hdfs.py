@@ -55,6 +55,13 @@ class _Read(io.RawIOBase):
     def tell(self) -> int:
         return int(self._file.tell())
 
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self._file.close()
+            finally:
+                super().close()
+
 
 class _Written(io.RawIOBase):
     """A file that tells its position."""

@@ -101,6 +101,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     of ``state`` may become the optimizer's own.
     """
     optimizer.load_state_dict(state)
+    if not {"state", "param_groups"} <= state.keys():
+        return  # an optimizer with a layout of its own
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):

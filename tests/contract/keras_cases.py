@@ -62,7 +62,7 @@ def _optimizers(keras: Any) -> dict[str, Any]:
         "averaged weights": lambda: make.SGD(0.1, use_ema=True, ema_momentum=0.5),
     }
     few = keras.config.backend() != "torch" and not os.environ.get("SPARK_HVD_NIGHT")  # TensorFlow compiles each fit
-    return {name: every[name] for name in ("momentum", "accumulating")} if few else every
+    return {name: every[name] for name in ("momentum", "accumulating", "scaled")} if few else every
 
 
 def _mine(rank: int, size: int, each: int) -> list[int]:

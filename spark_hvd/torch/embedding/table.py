@@ -199,7 +199,8 @@ class ShardedEmbedding(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See nn.Module; a weight that is assigned comes here, too, such as by ``load_state_dict(assign=True)``."""
         super().register_parameter(name, param)
-        self._note()
+        if self._parameters.get("weight") is not None:
+            self._note()
 
     def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -95,6 +95,8 @@ def _gathered(states: Mapping[int, Mapping[str, Any]], cuts: Mapping[int, Cut]) 
     Raises:
         MismatchError: Ranks have state of other tables.
     """
+    if not cuts:
+        return {}
     mine = {
         number: {key for key, value in states[number].items() if _of_rows(value, cut.here)}
         for number, cut in cuts.items()
