@@ -97,7 +97,7 @@ class Fragment:
                 torch.sub(anchor.to(param.dtype).to(delta.dtype), param, out=delta).add_(lost)
                 if scale != 1.0:
                     delta.mul_(scale)
-                deltas[number].add(delta)
+                deltas[number].written(delta.numel())
         buffer_start = self._buffers.read()
         buffers = [
             Averaging(flat * scale, f"{self._name}.buffers.{number}", process_set=process_set)
