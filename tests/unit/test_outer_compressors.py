@@ -1,4 +1,4 @@
-"""What LocalSGD's compressors send, and what they say that they have not sent."""
+"""What LocalSGD's compressors send and keep, and what LocalSGD does without other ranks: its states and fragments."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import spark_hvd.torch as hvd
+from spark_hvd.torch.outer.compressors import Averaging
 
 KINDS = [
     hvd.Int8Compressor(7),
@@ -75,3 +77,63 @@ def test_zeros_are_sent_as_zeros(kind: Any) -> None:
     kind.mean(kind.encode(values)[None], mean)
     assert not mean.any()
     assert not values.any()
+
+
+@pytest.mark.parametrize("kind", [hvd.LocalSGD, hvd.DiLoCo])
+def test_a_state_is_loaded_by_name_whatever_the_fragments(kind: Any) -> None:
+    """Of parameters of the same shapes, too; a state from before there were fragments has one."""
+
+    def made(*divided: int) -> tuple[list[nn.Parameter], Any]:
+        params = [nn.Parameter(torch.full((3,), float(number))) for number in range(3)]
+        groups = [[params[place]] for place in divided] if divided else 1
+        return params, kind(params, torch.optim.SGD(params, lr=1.0), 8, fragments=groups)
+
+    for source in ((), (2, 0)):
+        _, optimizer = made(*source)
+        order = [*source, *(place for place in range(3) if place not in source)]
+        state = optimizer.state_dict()
+        outer = state["outer"]
+        for flat, value in zip(outer["anchors"], ([order] if not source else [[each] for each in order]), strict=True):
+            flat.copy_(torch.tensor(value).repeat_interleave(3))
+        outer["steps"] = [3] * len(outer["steps"])
+        if not source:
+            outer["steps"] = 3
+            del outer["waits"], outer["fragments"]
+        for target in ((), (1, 2), (0, 2)):
+            _, other = made(*target)
+            other.load_state_dict(state)
+            assert [float(anchor.detach()[0]) for anchor in other._loop.anchors] == [0, 1, 2]
+            assert other.local_steps == 3
+    for change in ({"fragments": [[0, 1]]}, {"steps": [1, 2, 3, 4]}, {"anchors": [torch.ones(4)]}):
+        _, other = made()
+        with pytest.raises(ValueError, match="load it into an optimizer of the same kind"):
+            other.load_state_dict({**state, "outer": {**outer, **change}})
+    del outer["lost"]
+    with pytest.raises(ValueError, match="lacks 'lost'"):
+        other.load_state_dict(state)
+
+
+def test_small_parameters_are_encoded_together() -> None:
+    """In pieces of whole blocks."""
+
+    class Noting(hvd.Int8Compressor):
+        def encode(self, values: torch.Tensor) -> torch.Tensor:
+            seen.append(len(values))
+            return super().encode(values)
+
+    seen: list[int] = []
+    values = torch.ones(600_000)
+    averaging = Averaging(values, "", Noting(1000), process_set=hvd.global_process_set)
+    for _ in range(600):
+        averaging.written(1000)
+    assert seen == [262_000, 262_000]
+
+
+def test_fragments_ignore_parameters_that_are_not_trained() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer: Any = hvd.LocalSGD(
+        model, torch.optim.SGD(trained), 4, fragments=[list(layer.parameters()) for layer in model]
+    )
+    assert optimizer.state_dict()["outer"]["fragments"] == [[0], [1, 2]]

@@ -1,7 +1,7 @@
 """The mean of a flat tensor over the ranks, and compressors whose results cannot be summed in transit.
 
-With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression has
-lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression
+has lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
 (Interspeech 2014).
 """
 
@@ -61,8 +61,8 @@ class RowCompressor(Protocol):
 class _BlockCompressor:
     """Sends an integer of a few bits for each number, and a float32 scale for each block of numbers.
 
-    The scale is the largest absolute value of the block, divided by the largest integer. The blocks of a piece are equally
-    long, so that little is padded.
+    The scale is the largest absolute value of the block, divided by the largest integer. All blocks of a piece
+    have the same length, so that little is padded.
     """
 
     _levels: ClassVar[int]
