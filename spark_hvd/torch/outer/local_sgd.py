@@ -60,9 +60,10 @@ class OuterOptimizer(TakenOver):
         """Make the parameters equal on all ranks. Collective: call it before parameters are evaluated or saved.
 
         It finishes an exchange in flight, then exchanges what ranks have trained since and what compression has lost;
-        int8, int4 and top-k are not used for that. It does nothing if all are equal and nothing is left to send. Ranks may have made different numbers of steps in their last round; each counts the same. If some made
-        more rounds than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters
-        and buffers of those with the most.
+        int8, int4 and top-k are not used for that. It does nothing if all are equal and nothing is left to send. Ranks
+        may have made different numbers of steps in their last round; each counts the same. If some made more rounds
+        than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters and buffers
+        of those with the most.
 
         Raises:
             NotInitializedError: Outside a world.
