@@ -265,19 +265,43 @@ def what_was_in_flight_is_sent_again(rank: int, size: int) -> None:
         torch.testing.assert_close(param.detach(), torch.full_like(param, 6 * (size + 1) / 2))
 
 
+def what_is_lost_is_sent_once(rank: int, size: int) -> None:
+    """By an optimizer without compression, and by synchronize(), after which the state of one rank serves all."""
+
+    def made(compression: Any) -> tuple[nn.Parameter, hvd.OuterOptimizer]:
+        param = nn.Parameter(torch.zeros(6))
+        return param, hvd.LocalSGD([param], torch.optim.SGD([param], lr=1.0), 1, compression=compression)
+
+    def go(param: nn.Parameter, optimizer: hvd.OuterOptimizer, slope: float) -> float:
+        param.grad = -slope * torch.arange(1.0, 7.0)
+        optimizer.step()
+        return float(param.detach().sum())
+
+    first, second = made(hvd.TopKCompressor(0.3)), made(hvd.Compression.none)
+    assert go(*first, 1.0) == 11
+    state = first[1].state_dict()
+    lost = state["outer"]["lost"][0].clone()
+    second[1].load_state_dict(copy.deepcopy(state))
+    put(first[0].detach(), [second[0]])
+    assert [go(*second, 0.0) for _ in range(3)] == [21, 21, 21]
+    first[1].synchronize()
+    assert float(first[0].detach().sum()) == 21
+    assert torch.equal(lost, state["outer"]["lost"][0])
+    assert not first[1].state_dict()["outer"]["lost"][0].any()
+
+
 def ranks_that_have_less(rank: int, size: int) -> None:
     """They join; the others go on among themselves, and synchronize() gives their parameters to all."""
-    for fragments, rounds in ((1, 4), (2, 8)):
+    for fragments, steps, rounds in ((1, STEPS, 4), (2, STEPS, 8), (1, STEPS - 1, 3)):
         model = net()
-        optimizer = hvd.DiLoCo(model, inner(model), EVERY, average_buffers=False, fragments=fragments)
-        train(model, optimizer, rank, STEPS if rank == size - 1 else EVERY + 1)
+        optimizer = hvd.DiLoCo(model, inner(model), EVERY, fragments=fragments)
+        train(model, optimizer, rank, steps if rank == size - 1 else EVERY + 1)
         assert hvd.join() == size - 1
         mine = weights(model)
         optimizer.synchronize()
         assert (optimizer.local_steps, optimizer.rounds) == (0, rounds)
-        everywhere = hvd.allgather(weights(model)[None])
-        assert all(torch.equal(row, everywhere[0]) for row in everywhere)
-        assert not torch.equal(mine, weights(model))
+        same_everywhere(model)
+        assert torch.equal(mine, weights(model)) is (rank == size - 1 and steps < STEPS)
 
 
 def a_process_set_of_one(rank: int, size: int) -> None:
@@ -308,7 +332,11 @@ def what_is_wrong_is_said(rank: int, size: int) -> None:
         ),
         (ValueError, "alpha=0.5 with overlap=0: expected", lambda: hvd.DiLoCo(model, plain, 4, alpha=0.5)),
         (ValueError, "alpha=1 with overlap=1: expected", lambda: hvd.DiLoCo(model, plain, 4, overlap=1, alpha=1)),
-        (ValueError, "fragments=0: expected how many", lambda: hvd.LocalSGD(model, plain, 4, fragments=0)),
+        (ValueError, "alpha=False with", lambda: hvd.DiLoCo(model, plain, 4, overlap=1, alpha=False)),
+        *(
+            (ValueError, "expected how many", lambda parts=parts: hvd.LocalSGD(model, plain, 4, fragments=parts))
+            for parts in (0, None, 2.0, [], [[], []])
+        ),
         (ValueError, "fragments: 5 of them with sync_every=2", lambda: hvd.LocalSGD(model, plain, 2, fragments=9)),
         (
             ValueError,

@@ -1,8 +1,7 @@
 """The mean of a flat tensor over the ranks, and compressors whose results cannot be summed in transit.
 
 With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression
-has
-lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+has lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
 (Interspeech 2014).
 """
 
@@ -21,11 +20,11 @@ from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.collectives.start import Reducing, start_allgather, start_allreduce
 from spark_hvd.transport.communicator import ReduceOp
 
-_MOST = 2**31
-"""Number of elements that an int32 can index."""
 _TINY = torch.finfo(torch.float32).tiny
 _PIECE = 2**18
 """Number of elements of a CPU tensor that are processed at a time, so that they and the results stay in the cache."""
+_PIECE_ELSEWHERE = 2**30
+"""The same for other devices, where a kernel is worth its launch only if it is large. An int32 can index as many."""
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -41,6 +40,9 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 @runtime_checkable
 class RowCompressor(Protocol):
     """Turns numbers into a row of bytes, of equal length on every rank, and back; a piece of a tensor at a time."""
+
+    def unit(self) -> int:
+        """Return a number of values that divides the length of each piece, except of a tensor's last one."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the bytes of some values, which are replaced with what the bytes have lost of them.
@@ -59,7 +61,8 @@ class RowCompressor(Protocol):
 class _BlockCompressor:
     """Sends an integer of a few bits for each number, and a float32 scale for each block of numbers.
 
-    The scale is the largest absolute value of the block, divided by the largest integer.
+    The scale is the largest absolute value of the block, divided by the largest integer. All blocks of a piece
+    have the same length, so that little is padded.
     """
 
     _levels: ClassVar[int]
@@ -74,15 +77,20 @@ class _BlockCompressor:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(block_size={self.block_size})"
 
+    def unit(self) -> int:
+        """See RowCompressor."""
+        return self.block_size * self._per_byte
+
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """See RowCompressor."""
         blocks = self._blocks(values)
         # A block of zeros can have any scale. A non-finite number makes its scale non-finite, and so all decoded
-        # numbers.
-        scales = torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(self._levels).clamp_(min=_TINY)
-        whole = (blocks * scales.reciprocal()[:, None]).round_()
+        # numbers of its block. The integers are 0 there, as another block may share their bytes.
+        scales = torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(self._levels).clamp_(min=_TINY).float()
+        exact = scales.to(blocks.dtype)[:, None]
+        whole = (blocks * exact.reciprocal()).round_().nan_to_num_(0.0, 0.0, 0.0)
         numbers = self._pack(whole).flatten().view(torch.uint8)
-        blocks.addcmul_(whole, scales[:, None], value=-1)
+        blocks.addcmul_(whole, exact, value=-1)
         self._write(blocks, values)
         # Rows are stored one after another, and the scales of each must begin at a multiple of four bytes.
         rest = -len(numbers) % 4
@@ -93,8 +101,8 @@ class _BlockCompressor:
         mean = self._blocks(out)
         length = mean.numel() // self._per_byte
         for number, row in enumerate(rows):
-            scales = row[: 4 * len(mean)].view(torch.float32)[:, None] / len(rows)
-            numbers = row[4 * len(mean) :][:length].view(torch.int8).float().view(-1, self.block_size)
+            scales = row[: 4 * len(mean)].view(torch.float32).to(mean.dtype)[:, None] / len(rows)
+            numbers = row[4 * len(mean) :][:length].view(torch.int8).to(mean.dtype).view(-1, mean.shape[1])
             parts = (each.chunk(self._per_byte) for each in (mean, scales))
             for part, scale, whole in zip(*parts, self._unpack(numbers), strict=True):
                 if number:
@@ -104,9 +112,10 @@ class _BlockCompressor:
         self._write(mean, out)
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values as (blocks, numbers), float32; each part of a byte has as many blocks. A view or a copy."""
-        missing = -len(values) % (self.block_size * self._per_byte)
-        return (pad(values.float(), (0, missing)) if missing else values.float()).view(-1, self.block_size)
+        """Return values as (blocks, numbers); each part of a byte has as many blocks. A view or a copy."""
+        count = -(-len(values) // self.unit()) * self._per_byte
+        missing = -len(values) % count
+        return (pad(values, (0, missing)) if missing else values).view(count, -1)
 
     def _write(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
         if blocks.data_ptr() != values.data_ptr():
@@ -117,7 +126,7 @@ class _BlockCompressor:
         raise NotImplementedError
 
     def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the integers in some bytes (float32), as many tensors as a byte has numbers."""
+        """Return the integers in some bytes (floats), as many tensors as a byte has numbers."""
         raise NotImplementedError
 
 
@@ -128,7 +137,7 @@ class Int8Compressor(_BlockCompressor):
     of float32 carries 8 (n - 1) / n, which is more below 8 ranks.
 
     Args:
-        block_size: How many numbers share a scale. The scale is the largest absolute value divided by 127.
+        block_size: How many numbers share a scale, at most. The scale is the largest absolute value divided by 127.
 
     Raises:
         ValueError: `block_size` is not a positive whole number.
@@ -151,7 +160,7 @@ class Int4Compressor(_BlockCompressor):
     bytes per number, less than an all-reduce of float32 below 16 ranks.
 
     Args:
-        block_size: How many numbers share a scale. The scale is the largest absolute value divided by 7.
+        block_size: How many numbers share a scale, at most. The scale is the largest absolute value divided by 7.
 
     Raises:
         ValueError: `block_size` is not a positive whole number.
@@ -172,7 +181,7 @@ class Int4Compressor(_BlockCompressor):
 class TopKCompressor:
     """Sends only the numbers with the largest absolute values, as a float32 and an int32 each.
 
-    They are chosen in each parameter; on a CPU, in each 262,144 numbers of a larger one.
+    They are chosen among all parameters of a fragment; on a CPU, among each 262,144 consecutive numbers of it.
 
     With n ranks a link carries 8 (n - 1) ratio bytes for each number of the tensor.
 
@@ -193,14 +202,12 @@ class TopKCompressor:
     def __repr__(self) -> str:
         return f"TopKCompressor(ratio={self.ratio})"
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """See RowCompressor.
+    def unit(self) -> int:
+        """See RowCompressor."""
+        return 1
 
-        Raises:
-            ValueError: There are more numbers than an int32 can count.
-        """
-        if len(values) > _MOST:
-            raise ValueError(f"TopKCompressor: {len(values)} parameters are more than {_MOST}; use Int8Compressor")
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """See RowCompressor."""
         count = math.ceil(self.ratio * len(values))
         places = values.abs().topk(count, sorted=False).indices
         sent = values[places].float()
@@ -228,24 +235,35 @@ class Averaging:
     def __init__(
         self, values: torch.Tensor, name: str, compression: Any = Compression.none, *, process_set: ProcessSet
     ) -> None:
-        """`values` are one-dimensional and overwritten."""
+        """`values` are one-dimensional. They may be written later, up to where :meth:`written` says."""
         self._compression, self._name, self._process_set = compression, name, process_set
         self._values = values
-        self._rows: list[torch.Tensor] = []
-        self._counts: list[int] = []
         self._by_row = isinstance(compression, RowCompressor)
+        if self._by_row:
+            most, unit = _PIECE if values.device.type == "cpu" else _PIECE_ELSEWHERE, compression.unit()
+            self._piece = max(most // unit, 1) * unit
+        self._ready = 0
+        self._rows: list[torch.Tensor] = []
 
-    def add(self, piece: torch.Tensor) -> None:
-        """Take the next values, of any shape, and compress them while they are in the cache."""
-        if self._by_row and piece.numel():
-            self._rows.append(self._compression.encode(piece.view(-1)))
-            self._counts.append(piece.numel())
+    def written(self, count: int) -> None:
+        """Compress what has been written, while it is in the cache; another `count` values have been."""
+        self._ready += count
+        while self._by_row and self._ready - len(self._rows) * self._piece >= self._piece:
+            self._encode()
+
+    def _encode(self) -> None:
+        start = len(self._rows) * self._piece
+        self._rows.append(self._compression.encode(self._values[start : start + self._piece]))
 
     def start(self) -> None:
-        """Start the exchange; all values have been added."""
+        """Start the exchange; all values have been written, and the exchange overwrites them."""
         if self._by_row:
+            if len(self._rows) * self._piece < len(self._values):
+                self._encode()
             self.lost = self._values
+            self._lengths = [len(row) for row in self._rows]
             row = torch.cat([*self._rows, self._values.new_empty(0, dtype=torch.uint8)])[None]
+            self._rows = []
             self._handle = start_allgather([row], self._name, self._process_set, single_result)
         else:
             wire, self._context = self._compression.compress(self._values)
@@ -270,7 +288,7 @@ class Averaging:
         """
         if not self._by_row:
             return cast(torch.Tensor, self._compression.decompress(self._result, self._context))
-        rows = torch.split(self._result, [len(row) for row in self._rows], dim=1)
-        for each, out in zip(rows, torch.split(memory, self._counts), strict=True):
+        rows = torch.split(self._result, self._lengths, dim=1)
+        for each, out in zip(rows, torch.split(memory, self._piece), strict=False):  # of nothing, split makes one piece
             self._compression.mean(each, out)
         return memory

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.collectives.start import start_broadcast
-from spark_hvd.torch.outer.compressors import Averaging, pieces
+from spark_hvd.torch.outer.compressors import Averaging, RowCompressor, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,21 @@ class Fragment:
         self.steps = 0
         self.exchange: _OuterExchange | None = None
 
-    def begin(self, scale: float = 1.0) -> None:
-        """Send the change of the parameters and what was lost before, both times `scale`."""
-        process_set = self._settings.process_set
+    @property
+    def owes(self) -> bool:
+        """Whether this rank has something to send: steps, or what compression has lost of earlier ones."""
+        return self.steps > 0 or any(bool(lost.any()) for lost in self.lost)
+
+    def begin(self, scale: float = 1.0, *, whole: bool = False) -> None:
+        """Send the change of the parameters and what was lost before, both times `scale`; `whole`: lose nothing now."""
+        process_set, compression = self._settings.process_set, self._settings.compression
+        if whole and isinstance(compression, RowCompressor):
+            compression = Compression.none
         keeps = self._settings.overlap > 0 and self._settings.alpha is None
-        flats, start = ([torch.empty_like(flat) for flat in self.flats] for _ in range(2))
+        flats = [torch.empty_like(flat) for flat in self.flats]
+        start = [torch.empty_like(flat) for flat in self.flats] if keeps else flats
         deltas = [
-            Averaging(flat, f"{self._name}.delta.{number}", self._settings.compression, process_set=process_set)
+            Averaging(flat, f"{self._name}.delta.{number}", compression, process_set=process_set)
             for number, flat in enumerate(flats)
         ]
         views = (self._params.views(each) for each in (self.lost, flats, start))
@@ -97,7 +106,7 @@ class Fragment:
                 torch.sub(anchor.to(param.dtype).to(delta.dtype), param, out=delta).add_(lost)
                 if scale != 1.0:
                     delta.mul_(scale)
-                deltas[number].add(delta)
+                deltas[number].written(delta.numel())
         buffer_start = self._buffers.read()
         buffers = [
             Averaging(flat * scale, f"{self._name}.buffers.{number}", process_set=process_set)
@@ -112,11 +121,12 @@ class Fragment:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         exchange.wait()
-        # Compression has replaced what was lost, so the memory of the previous loss is free.
+        # What was lost before has been sent, so its memory is free.
         means = [each.mean(lost) for each, lost in zip(exchange.deltas, self.lost, strict=True)]
         buffers = [each.mean(start) for each, start in zip(exchange.buffers, exchange.buffer_start, strict=True)]
         self.lost = [
-            lost if each.lost is None else each.lost for each, lost in zip(exchange.deltas, self.lost, strict=True)
+            lost.zero_() if each.lost is None else each.lost
+            for each, lost in zip(exchange.deltas, self.lost, strict=True)
         ]
         if outer is not None:
             for anchor, gradient in zip(self.anchors, self._params.views(means), strict=True):
@@ -139,48 +149,52 @@ class Fragment:
             for param, anchor, mean, begun in pieces(*(each.detach() for each in alike)):
                 if means:
                     anchor.sub_(mean)
-                if not self.steps:
+                if not self.steps or alpha == 0:
                     param.copy_(anchor)
                 elif alpha is None:
                     param.add_(anchor - begun)
                 else:
                     param.copy_(torch.lerp(anchor, param.to(anchor.dtype), alpha))
 
-    def take_over(self, root_rank: int) -> None:
-        """Copy the anchors of a rank."""
-        process_set = self._settings.process_set
-        for number, flat in enumerate(self.flats):
+    def take_over(self, root_rank: int, *, behind: bool) -> None:
+        """Copy the anchors of a rank. If this one is `behind`, also copy its buffers and drop local steps."""
+        process_set, buffers = self._settings.process_set, self._buffers.read()
+        for number, flat in enumerate((*self.flats, *buffers)):
             name = f"{self._name}.leader.{number}"
             start_broadcast([flat], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
-
-    def restart(self) -> None:
-        """Reset the parameters to the anchors, as if nothing had been trained since."""
-        self._params.write(self.flats)
-        for lost in self.lost:
-            lost.zero_()
-        self.steps = 0
+        if behind:
+            self._params.write(self.flats)
+            self._buffers.write(buffers)
+            for lost in self.lost:
+                lost.zero_()
+            self.steps = 0
 
 
 class FlatTensors:
-    """Many tensors as a few flat ones for an exchange: one for each device and precision (float32 or float64)."""
+    """Many tensors as a few flat ones for an exchange: one for each device and precision (float32 or float64).
+
+    Attributes:
+        sizes: Number of elements of each flat tensor.
+        places: Of each tensor, the number of its flat tensor and its first element there.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         double = torch.float64
         kinds = [(each.device, double if each.dtype == double else torch.float32) for each in self.tensors]
         self._kinds = list(dict.fromkeys(kinds))
-        self._sizes = [0] * len(self._kinds)
+        self.sizes = [0] * len(self._kinds)
         self.places: list[tuple[int, int]] = []
         for tensor, kind in zip(self.tensors, kinds, strict=True):
             number = self._kinds.index(kind)
-            self.places.append((number, self._sizes[number]))
-            self._sizes[number] += tensor.numel()
+            self.places.append((number, self.sizes[number]))
+            self.sizes[number] += tensor.numel()
 
     def read(self) -> list[torch.Tensor]:
         """Return new flat tensors with the current values of the tensors."""
         flats = [
             torch.empty(size, dtype=dtype, device=device)
-            for size, (device, dtype) in zip(self._sizes, self._kinds, strict=True)
+            for size, (device, dtype) in zip(self.sizes, self._kinds, strict=True)
         ]
         for view, tensor in zip(self.views(flats), self.tensors, strict=True):
             view.copy_(tensor.detach())

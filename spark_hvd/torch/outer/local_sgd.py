@@ -40,7 +40,10 @@ class OuterOptimizer(TakenOver):
 
     @property
     def local_steps(self) -> int:
-        """This rank's steps since the last exchange that was applied; 0 if all ranks have the same parameters."""
+        """This rank's steps since the last exchange of each parameter; 0 if all ranks have the same parameters.
+
+        With fragments it is that of the fragment whose last exchange is the longest ago.
+        """
         return self._loop.steps
 
     @property
@@ -56,9 +59,10 @@ class OuterOptimizer(TakenOver):
     def synchronize(self) -> None:
         """Make the parameters equal on all ranks. Collective: call it before parameters are evaluated or saved.
 
-        It finishes an exchange in flight, then exchanges what ranks have trained since. It does nothing if all are
-        equal. Ranks may have made different numbers of steps in their last round; each counts the same. If some made
-        more rounds than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters
+        It finishes an exchange in flight, then exchanges what ranks have trained since and what compression has lost;
+        int8, int4 and top-k are not used for that. It does nothing if all are equal and nothing is left to send. Ranks
+        may have made different numbers of steps in their last round; each counts the same. If some made more rounds
+        than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters and buffers
         of those with the most.
 
         Raises:
@@ -94,13 +98,14 @@ class OuterOptimizer(TakenOver):
         """See torch.optim.Optimizer.load_state_dict. Call it on every rank, and load the model's state too.
 
         Raises:
-            ValueError: The state is not of LocalSGD or DiLoCo, or belongs to other parameters.
+            ValueError: The state is of another kind of optimizer, or belongs to other parameters.
         """
         if _KEY not in state_dict:
             raise ValueError(
                 f"the state dict has {', '.join(map(repr, state_dict))}, but lacks {_KEY!r}: it was saved by an "
                 "optimizer without hvd.LocalSGD or hvd.DiLoCo. Load it before you wrap the optimizer."
             )
+        self._loop.check_state(state_dict[_KEY])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         self._loop.load_state_dict(state_dict[_KEY])
 
@@ -137,9 +142,11 @@ def LocalSGD(
         alpha: With `overlap`, what a rank goes on from when an exchange ends: this share of its own parameters, from 0
             to below 1, and 1 - alpha of the common ones. None: from the common parameters plus all that the rank has
             changed since the exchange began.
-        fragments: Into how many parts of about equal size, each of whole parameters, the parameters are divided; or a
-            list of the parameters of each, of which those that are left out form another. Each is exchanged every
-            `sync_every` steps, one after the other in equal intervals. 1: all at once. At most `sync_every`.
+        fragments: Into how many parts of about equal size, each of whole parameters, the parameters are divided; fewer
+            are made if one parameter is larger than such a part. Or a list of the parameters of each; parameters in no
+            list form another, and parameters of the model that the optimizer does not have are ignored. Each is
+            exchanged every `sync_every` steps, one after the other in equal intervals. 1: all at once. At most
+            `sync_every`.
         average_buffers: Also average the floating-point buffers of a module, such as those of batch norm.
         process_set: The ranks to average over; on other ranks the optimizer stays local. Elastic ranks outside their
             worlds must pass the global process set.
@@ -226,10 +233,9 @@ def _take_over(
     buffers: list[torch.Tensor] = []
     if average_buffers and isinstance(model, torch.nn.Module):
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    parts = _divided(fragments, params, settings.sync_every)
-    params = [param for part in parts for param in part]
+    parts = _divided(fragments, params, names, settings.sync_every)
     settings = replace(settings, compression=compression, name=f"{kind}.{ordinal('outer')}")
-    loop = OuterLoop(settings, [names[id(param)] for param in params], parts, buffers, outer)
+    loop = OuterLoop(settings, [names[id(param)] for param in params], params, parts, buffers, outer)
     if outer is not None:
         _retarget(outer, {id(param): anchor for param, anchor in zip(params, loop.anchors, strict=True)})
     _live.add(loop)
@@ -249,7 +255,9 @@ def _check_options(settings: OuterSettings) -> None:
             f"overlap={overlap!r}: expected a number of steps from 0 to {every - 1}, as sync_every={every}: an "
             "exchange ends before the next begins"
         )
-    if alpha is not None and (not isinstance(alpha, (int, float)) or not 0 <= alpha < 1 or not overlap):
+    if alpha is not None and (
+        isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha < 1 or not overlap
+    ):
         raise ValueError(
             f"alpha={alpha!r} with overlap={overlap}: expected the share of the rank's own parameters, 0 to below 1, "
             "such as 0.5, and an overlap of 1 or more"
@@ -264,28 +272,41 @@ def _check_options(settings: OuterSettings) -> None:
 
 
 def _divided(
-    fragments: Fragments, params: Sequence[torch.nn.Parameter], sync_every: int
-) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters of each fragment."""
-    if not isinstance(fragments, int):
-        groups = group_indices(fragments, params, "fragments")
+    fragments: Fragments, params: Sequence[torch.nn.Parameter], names: dict[int, str], sync_every: int
+) -> list[list[int]]:
+    """Return the places of each fragment's parameters in `params`. The model's others, in `names`, are left out."""
+    if isinstance(fragments, (list, tuple)):
+        others = names.keys() - {id(param) for param in params}
+        groups = group_indices(
+            [
+                [param for param in group if id(param) not in others] if isinstance(group, (list, tuple)) else group
+                for group in fragments
+            ],
+            params,
+            "fragments",
+        )
         left = sorted(set(range(len(params))).difference(*groups))
-        groups = [group for group in (*groups, left) if group]
-    elif isinstance(fragments, bool) or fragments < 1:
-        raise ValueError(f"fragments={fragments!r}: expected how many, 1 or more, or a list of the parameters of each")
-    else:
+        groups = [group for group in (*groups, left) if group] if any(groups) else []
+    elif isinstance(fragments, int) and not isinstance(fragments, bool) and fragments > 0:
         total, before = 1 + sum(param.numel() for param in params), 0.0
         places: dict[int, list[int]] = {}
         for index, param in enumerate(params):
             places.setdefault(int((before + param.numel() / 2) * fragments / total), []).append(index)
             before += param.numel()
         groups = list(places.values())
+    else:
+        groups = []
+    if not groups:
+        raise ValueError(
+            f"fragments={fragments!r}: expected how many, 1 or more, or a list of the parameters of each that the "
+            "optimizer trains"
+        )
     if len(groups) > sync_every:
         raise ValueError(
             f"fragments: {len(groups)} of them with sync_every={sync_every}; expected {sync_every} at most, as one is "
             "exchanged after the other"
         )
-    return [[params[index] for index in group] for group in groups]
+    return groups
 
 
 def _check_params(kind: str, params: list[torch.nn.Parameter], names: dict[int, str]) -> None:
