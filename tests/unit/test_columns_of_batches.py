@@ -190,7 +190,7 @@ def test_what_is_made_of_columns_takes_the_place_of_none() -> None:
             convert(batch, ["a"])
         assert convert(batch, {"features": ["a", "features"]})["features"].tolist() == [[1.0, 2.0]]
     for collate, other in ((padded(), "x_lengths"), (ragged(), "x_offsets")):
-        with pytest.raises(DataError, match=f"column 'x' of arrays comes with '{other}'"):
+        with pytest.raises(DataError, match=f"column 'x' of arrays adds '{other}'"):
             collate(batch)
 
 
