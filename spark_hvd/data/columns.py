@@ -126,7 +126,7 @@ def ragged(features: Features | None = None) -> Collate:
 
 
 def _collate(convert: Callable[[str, Values, Offsets], dict[str, Any]], features: Features | None) -> Collate:
-    """Return a ``collate_fn`` that uses ``convert`` for arrays of numbers, and :func:`torch_batch` for other columns."""
+    """Return a ``collate_fn`` that uses ``convert`` for arrays of numbers, and :func:`torch_batch` for the rest."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def collate(batch: pa.RecordBatch) -> dict[str, Any]:
@@ -257,7 +257,7 @@ _ONE_SHAPE = (
 
 
 def _arrays(array: pa.Array, name: str, expected: str = ONE_LENGTH) -> Values:
-    """Return arrays of numbers, also nested, as one array. If their lengths differ, the error ends with ``expected``."""
+    """Return arrays of numbers, also nested, as one array. If lengths differ, the error ends with ``expected``."""
     if not _is_number(_leaf_of(array.type)):
         return _listed(array, name)
     shape = [len(array)]

@@ -110,7 +110,7 @@ class UnitSharding(Sharding):
     _known: dict[tuple[Position, int], list[list[Interval]]] = field(default_factory=dict, repr=False)
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
-        """See base class. Once a rank has no row left, there are no batches; the rows that others have left are omitted.
+        """See base class. Once a rank has no row left, there are no batches, and rows left on others are omitted.
 
         No batch is empty: if a rank has fewer rows than others have batches, the others make larger batches. Ranks
         differ by more than one row only after their number has changed within an epoch.
@@ -289,7 +289,7 @@ class _Pieces:
         piece = np.searchsorted(self.begins, begins, side="right") - 1
         ends = np.minimum(ends[piece], np.append(begins[1:], np.iinfo(np.int64).max))
         below = np.cumsum(edges[:, 1] - edges[:, 0])
-        # The number of shared rows before a place rises by one per row inside an interval, and is constant between them.
+        # The number of shared rows before a place rises by one per row inside an interval, and is constant outside.
         before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
         left = np.interp(ends, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
         firsts = self.firsts[piece] + begins - self.begins[piece]

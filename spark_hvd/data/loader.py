@@ -33,8 +33,8 @@ class ShardLoader(Generic[T_co]):
     """This rank's batches. Each ``iter()`` begins the next epoch; all ranks get the same number of batches.
 
     You may leave an epoch early; the next ``iter()`` then begins the next epoch. An iterator begins its epoch with the
-    first batch, so unused iterators, such as Lightning makes, skip no epoch. Several threads may share an iterator: each
-    batch goes to one of them.
+    first batch, so unused iterators, such as Lightning makes, skip no epoch. Several threads may share an iterator:
+    each batch goes to one of them.
 
     If the loader is part of an elastic state, the next ``iter()`` after a change of ranks yields the rest of the epoch.
     The rest is empty if the last batch was taken but the loop had not ended, so that the loop can end the epoch.
@@ -210,8 +210,8 @@ def too_few(name: str, rows: int, size: int) -> str:
     """Return the text of the error for a data set with fewer rows than ranks."""
     if not rows:
         return (
-            f"data set {name!r} has no rows: expected at least one for each rank. Next: check the filters and joins that "
-            "make it"
+            f"data set {name!r} has no rows: expected at least one for each rank. Next: check the filters and joins "
+            "that make it"
         )
     return (
         f"data set {name!r} has {count(rows, 'row')} for {count(size, 'rank')}: expected at least one for each. "
