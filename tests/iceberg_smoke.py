@@ -193,7 +193,7 @@ def test_what_ranks_cannot_read_is_read_by_spark(
 ) -> None:
     table, folder = made(spark, warehouse, name)
     data: dict[str, Any] = {"train": folder}
-    with pytest.raises(spark_hvd.DataError, match=r"Next: .*give the DataFrame that Spark reads from the table"):
+    with pytest.raises(spark_hvd.DataError, match=r"Next: .*pass the DataFrame that Spark reads from the table"):
         spark_hvd.run_local(rows, data=data, num_proc=2, verbose=0)
     with caplog.at_level(logging.WARNING, "spark_hvd"):
         ranks = spark_hvd.run(rows, data=data, num_proc=2, spark=spark, verbose=0)

@@ -1,4 +1,4 @@
-"""Parquet that is already there becomes a data set: footers are read, not data, by many threads at once."""
+"""Make a data set from existing Parquet files. Many threads read the footers; no rows are read."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ class _Footer:
     file: str
     schema: pa.Schema
     rows: tuple[int, ...]
-    """Of each row group, without those that are deleted."""
+    """Number of rows of each row group, without deleted ones."""
     deleted: Mapping[int, Deleted]
-    """Of the row groups with rows that are."""
+    """The deleted rows of the row groups that have some."""
     extremes: Mapping[str, tuple[float, float] | None]
-    """Of the columns asked for the lowest and the highest number; None where the file does not tell."""
+    """The lowest and the highest number of the requested columns; None if the file does not hold them."""
 
 
 def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, uses: Uses | None = None) -> DatasetMeta:
-    """Return what the footers tell about Parquet files that somebody else wrote.
+    """Describe Parquet files that another program wrote, by their footers.
 
     Args:
         store: Opens the files; ``path`` may lie anywhere in its file system.
         path: A file, a directory, or a Delta or Iceberg table, complete. Directories below a directory are searched
             too, and columns in their names ("day=2") are columns of the data set. Files and directories whose names
-            start with "_" or "." are left out.
-        columns: Names of the columns wanted; None for all.
-        uses: What columns are for, as they lie in the files. Of labels the lowest number is told if the files tell it.
+            start with "_" or "." are omitted.
+        columns: Names of the requested columns; None for all.
+        uses: The purpose of columns, as they are in the files. For labels, the result has the lowest number if all
+            footers hold it.
 
     Returns:
-        The data set. Shapes of lists are None unless their type fixes them; double counts as float32; what no tensor
-        is made of (text, bytes, times) has the dtype "object".
+        The data set. Shapes of lists are None unless their type fixes them; double counts as float32; what cannot
+        become a tensor (text, bytes, times) has the dtype "object".
 
     Raises:
-        DataError: No Parquet files, a file that is none, files of different schemas, no rows, a column that is
-            missing, a table whose files are not what it means, weights of rows that are all 0.
+        DataError: There are no Parquet files, no rows, or not all requested columns; a file is not Parquet; files have
+            different schemas, or contradict their table; or all weights of rows are 0.
         StoreError: The store cannot be read.
     """
     return dataset_in(store, files_of(store, path.rstrip("/")), columns, uses)
@@ -64,7 +65,7 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
 def dataset_in(
     store: Store, table: TableFiles, columns: Sequence[str] | None = None, uses: Uses | None = None
 ) -> DatasetMeta:
-    """Do the same for files that are listed already.
+    """Do what :func:`dataset_of` does, for files that are listed already.
 
     Raises:
         DataError, StoreError: As :func:`dataset_of`.
@@ -151,7 +152,7 @@ def _extremes_in(metadata: pq.FileMetaData, name: str) -> tuple[float, float] | 
     found = [group.statistics for group in groups]
     ends = [end for each in found if each is not None and each.has_min_max for end in (each.min, each.max)]
     if not ends or len(ends) < 2 * len(found) or not all(isinstance(end, int | float | Decimal) for end in ends):
-        return None  # also of text, of which float() would make numbers
+        return None  # excludes text, which float() would turn into numbers
     return float(min(ends)), float(max(ends))
 
 

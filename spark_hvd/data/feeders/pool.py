@@ -1,7 +1,7 @@
-"""A rank's side of the feeders: hands them rows, a few requests each, and takes what they make of these.
+"""A rank's side of the feeders: sends each a few requests with rows, and receives the results.
 
-A feeder may end at any moment. What it was asked for and has not answered goes to another, so each request is answered
-once, whatever is computed twice.
+A feeder may end at any moment. Its unanswered requests then go to another feeder, so each request gets one answer, even
+if its rows are computed twice.
 """
 
 from __future__ import annotations

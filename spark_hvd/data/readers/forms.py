@@ -1,7 +1,7 @@
-"""What rows are in memory between the file that they are read from and the batch that they are given in.
+"""The form of rows in memory, between the file and the batch.
 
-As tensors where a model is to take them as they are (``TensorForm``), as Arrow where they may hold anything
-(:class:`TableForm`). A reader knows of this contract alone.
+Rows are tensors if a model takes them unchanged (``TensorForm``), and Arrow tables if they may hold any type
+(:class:`TableForm`). Readers depend on this contract only.
 """
 
 from __future__ import annotations

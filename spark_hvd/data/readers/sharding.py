@@ -3,8 +3,8 @@
 The rows of an epoch stand in a line, whose order seed and epoch decide and the number of ranks does not. What was
 trained on is some intervals of it. The rest is laid end to end and cut into lanes. A global batch takes as many rows
 from the front of each lane, so the same rows whatever the number of ranks, and a rank reads the lanes that are its own.
-Where there are more ranks than lanes serve, each rank has a lane to itself. So each row comes once in an epoch,
-whatever becomes of the number of ranks.
+If there are too many ranks for the lanes, each rank has a lane of its own. So each row comes once in an epoch, even if
+the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Interval = tuple[int, int]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 RANKS_TOGETHER = 4
-"""Up to so many ranks take the same global batches, however few lanes there are; beyond, as many as there are lanes."""
+"""Up to this many ranks take the same global batches, even if there are fewer lanes."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Position:
     """A place in the data.
 
     Attributes:
-        epoch: Its number, from 0.
-        done: What was taken of it, in the order of the line; none touches the next.
+        epoch: Number of the epoch, from 0.
+        done: The intervals of the line that were taken, in ascending order, with gaps between them.
     """
 
     epoch: int = 0
@@ -53,10 +53,10 @@ class Sharding:
     """How the rows of an epoch are shared.
 
     Attributes:
-        rows: How many there are.
-        batch_size: Rows in a batch.
-        drop_last: Leave out the batch at the end that is not full.
-        lanes: Into how many lanes the rest of the line is cut; 0 for one a rank, whatever the number of ranks.
+        rows: Number of rows.
+        batch_size: Rows in a batch of one rank.
+        drop_last: Whether to omit the last batch if it is not full.
+        lanes: Number of lanes into which the rest of the line is cut; 0 for one lane per rank.
     """
 
     rows: int

@@ -61,7 +61,7 @@ NAMES = b"spark_hvd.names"
 REQUIRED = b"spark_hvd.required"
 """That no default is known for files without a field that is in a struct."""
 
-_FRAME = "Next: give the DataFrame that Spark reads from the table"
+_FRAME = "Next: pass the DataFrame that Spark reads from the table"
 
 
 @dataclass(frozen=True, slots=True)
