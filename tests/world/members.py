@@ -214,7 +214,7 @@ class Members(Kept):
         notes = [each.text for each in self._told if isinstance(each, ev.Note) and each.text.startswith(text)]
         assert len(notes) == 1, f"{text}: {self._told}"
         if self.limits.cooldown is None:
-            assert "for ever" in notes[0]
+            assert "for the rest of the run" in notes[0]
             past.append((now, float("inf")))
         else:
             found = re.search(r"for (\d+) s:", notes[0])

@@ -189,7 +189,7 @@ class Unvalidated(L.LightningModule):
         ({"model": Net}, TypeError, "expected a LightningModule"),
         ({"profiler": "simpel"}, ValueError, "Did you mean 'simple'"),
         ({"task": "multi"}, ValueError, "'multiclass', 'binary' or 'regression'"),
-        ({"callbacks": [object()]}, TypeError, r"is no lightning.pytorch.Callback"),
+        ({"callbacks": [object()]}, TypeError, r"is not a lightning.pytorch.Callback"),
         ({"logger": "csv"}, TypeError, "expected a logger of Lightning"),
         ({"trainer_args": {"devices": 2}}, ValueError, "num_proc is the number of ranks"),
         ({"trainer_args": {"max_epochs": 2}}, ValueError, "pass epochs= to the estimator"),
@@ -198,7 +198,7 @@ class Unvalidated(L.LightningModule):
         ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
         ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
         ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
-        ({"model": Unused()}, ModelError, "2 parameters .* 'forgotten.weight', .*find_unused_parameters=True"),
+        ({"model": Unused()}, ModelError, "2 trainable parameters.* 'forgotten.weight', .*find_unused_parameters=True"),
     ],
 )
 def test_errors(
