@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 CLASSES := build/spark.jsa
 
 # Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
-# Some of the slow ones run alone: they make hosts out of network namespaces.
+# Some of the slow ones run alone: they make hosts out of network namespaces, two clusters of which fit on a machine.
 PARALLEL := -n $(WORKERS)
 ALONE := tests/multihost
 SLOW := slow and not gpu and not night
@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without compiled files each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test night gpu test-slow slow-alone slow-together matrix lint docs format bench setup java clean
+.PHONY: demo test night gpu test-slow slow-alone slow-together all-together matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
@@ -41,7 +41,7 @@ test: setup java $(CLASSES)
 test-slow: slow-alone slow-together
 
 slow-alone: setup java $(CLASSES)
-	$(BIN)/python -m pytest -m "$(SLOW)" $(ALONE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" -n 2 $(ALONE) $(PYTEST_ARGS)
 
 # Long searches, and what CI covers at a smaller size.
 night: setup java $(CLASSES)
@@ -53,6 +53,10 @@ gpu: setup
 
 slow-together: setup java $(CLASSES)
 	$(BIN)/python -m pytest -m "$(SLOW)" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
+
+# What CI runs, of both sets at once: a process starts Spark and ranks once for the tests of both.
+all-together: setup java $(CLASSES)
+	$(BIN)/python -m pytest -m "not gpu and not night" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java

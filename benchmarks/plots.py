@@ -250,7 +250,8 @@ def local_sgd() -> Figure:
     speeds = table(DOCS / "benchmarks.md", "LocalSGD and DiLoCo", "samples/s")
     points = table(DOCS / "benchmarks.md", "LocalSGD and DiLoCo", "points from DDP")
     speed_of = {row[0]: speed for row, speed in zip(speeds.rows, speeds.numbers("of DDP's"), strict=True)}
-    for number, (row, point) in enumerate(zip(points.rows, points.numbers("points from DDP"), strict=True)):
+    both = zip(points.rows, points.numbers("points from DDP"), strict=True)
+    for number, (row, point) in enumerate((row, point) for row, point in both if row[0] in speed_of):
         mark = "osD^vP*X"[number % 8]
         axes.plot([speed_of[row[0]]], [point], mark, color=COLOURS[number % len(COLOURS)], label=row[0])
     axes.axhline(-0.5, color="grey", linewidth=0.9, linestyle=(0, (6, 4)))

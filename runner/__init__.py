@@ -1,4 +1,4 @@
-"""The runner: Spark tasks become ranks, ranks meet, values and errors come back. Knows nothing of models.
+"""The runner: Spark tasks become ranks, the ranks connect, and values and errors come back. It knows nothing of models.
 
 Names are loaded on first use, so that a rank's process never imports pyspark.
 """

@@ -64,7 +64,7 @@ class PageAddress:
         """Parse the value of an option; None for no page.
 
         Raises:
-            ValueError: it is neither a truth value nor HOST:PORT. ``source`` names the option.
+            ValueError: It is neither a truth value nor HOST:PORT. ``source`` names the option.
         """
         text = str(asked).strip().lower()
         if text in ("none", "false", "0", "off", "no", ""):
@@ -127,7 +127,7 @@ class CommonConfig(Network, Reporting):
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
-        TypeError: an argument of a wrong type.
+        TypeError: An argument of a wrong type.
     """
 
     num_proc: int | None = option(

@@ -1,4 +1,4 @@
-"""The options of a run are declared once, as fields of a class: checks, docs and the command line come from there."""
+"""Declares the options of a run once, as fields of a class, from which checks, docs and the command line follow."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the field of a config says of itself besides its name, type and default.
+    """The declaration of a config's field, besides its name, type and default.
 
     Attributes:
-        text: What it means.
-        least: The least whole number; None where the value is no whole number.
+        text: The meaning.
+        least: The minimum of a whole number; None if the value is not a whole number.
         unit: What a whole number counts.
         choices: The texts allowed.
-        seconds: Whether it is a number of seconds, above 0.
+        seconds: Whether it is a number of seconds above 0.
         above_0: Whether it is another number above 0.
-        none: What None is for, as in "None for every slot".
+        none: The meaning of None, as in "None for every slot".
     """
 
     text: str
@@ -35,11 +35,11 @@ class Option:
     none: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Hold a value to the type and range that the option has by itself.
+        """Check the type and the range of a value.
 
         Raises:
-            ValueError: naming the option, its value and what is allowed.
-            TypeError: a value of a wrong type, likewise.
+            ValueError: The value is out of range. The message names the option, its value and what is allowed.
+            TypeError: The value has a wrong type.
         """
         if value is None:
             return
@@ -61,30 +61,30 @@ class Option:
 
 
 def option(default: T, text: str, **more: Any) -> T:
-    """A field of a config; the arguments are those of :class:`Option`."""
+    """Declare a field of a config; the arguments are those of :class:`Option`."""
     made: T = field(default=default, metadata={"option": Option(text, **more)})
     return made
 
 
 def reworded(config: type[Any], name: str, text: str) -> Any:
-    """The field of a config for a subclass in which it means something else, with its default and checks."""
+    """Declare a config's field again, for a subclass in which it has another meaning."""
     (known,) = (each for each in fields(config) if each.name == name)
     return field(default=known.default, metadata={"option": replace(known.metadata["option"], text=text)})
 
 
 def options_of(config: type[Any]) -> dict[str, Option]:
-    """The options that a config declares, by name."""
+    """Return the options that a config declares, by name."""
     return {each.name: each.metadata["option"] for each in fields(config)}
 
 
 def described(kind: type[T]) -> type[T]:
-    """Complete the docstring of a class with what its options mean."""
+    """Add the meanings of a class's options to its docstring."""
     if kind.__doc__ is not None:  # there is none under python -OO
         kind.__doc__ = f"{inspect.cleandoc(kind.__doc__)}\n\nArgs:\n{meanings(options_of(kind))}"
     return kind
 
 
 def meanings(options: Mapping[str, Option | str]) -> str:
-    """Options as the lines of a docstring's "Args:"."""
+    """Format options as the lines of a docstring's "Args:"."""
     texts = ((name, each if isinstance(each, str) else each.text) for name, each in options.items())
     return "\n".join(fill(f"    {name}: {text}", 110, subsequent_indent=" " * 8) for name, text in texts)

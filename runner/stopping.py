@@ -1,4 +1,4 @@
-"""How one thread ends the runs of others: these look whether they are to stop, wherever they wait."""
+"""Lets one thread end the runs of others, which check for that wherever they wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _signal: ContextVar[threading.Event | None] = ContextVar("spark_hvd_stop", defau
 
 @contextmanager
 def stopped_by(signal: threading.Event) -> Iterator[None]:
-    """Have the runs that this thread makes meanwhile end as by Ctrl-C once ``signal`` is set."""
+    """End the runs that this thread starts in this context, as by Ctrl-C, once ``signal`` is set."""
     token = _signal.set(signal)
     try:
         yield
@@ -21,10 +21,10 @@ def stopped_by(signal: threading.Event) -> Iterator[None]:
 
 
 def check_stop() -> None:
-    """To be called many times a second by whoever waits in a run.
+    """Check whether this thread's runs should end. Code that waits in a run calls this many times a second.
 
     Raises:
-        KeyboardInterrupt: this thread's runs are to end.
+        KeyboardInterrupt: this thread's runs should end.
     """
     signal = _signal.get()
     if signal is not None and signal.is_set():

@@ -1,7 +1,7 @@
-"""Stacks and tracebacks as a person wants to read them: the user's frames whole, the others folded to a word.
+"""Shortens stacks and tracebacks for people: keeps the user's frames, and folds those of libraries into a line.
 
-Pure functions of text: of what Python's fault handler writes (``File "train.py", line 3 in step``, innermost first),
-and of ordinary tracebacks (innermost last).
+All functions take text: that of Python's fault handler (``File "train.py", line 3 in step``, innermost frame first), or
+that of ordinary tracebacks (innermost frame last).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _PACKAGES = re.compile(r"/(?:site|dist)-packages/(?P<name>\w+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+/|^<frozen ")
 _HOME = os.path.dirname(os.path.abspath(spark_hvd.__file__))
 _OURS = re.compile(
-    # In a checkout the runner and the estimators lie beside the core.
+    # In a checkout, the runner and the estimators are next to the core.
     rf"/spark_hvd/(?:\w+/)*\w+\.py$|^(?:{re.escape(_HOME)}|{re.escape(os.path.dirname(_HOME))}/(?:runner|estimators))/"
 )
 _CHAIN = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 _PLUMBING = ("_wrapped_call_impl", "_call_impl", "_engine_run_backward")
-"""Functions of torch's on the way from one of the user's to the next."""
+"""Functions of torch between two of the user's."""
 _INNERMOST = 6
-"""Frames shown of a thread that has none of the user's."""
+"""Number of frames shown of a thread that has none of the user's."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call under way."""
+    """One call on a stack."""
 
     file: str
     line: int
@@ -48,12 +48,12 @@ class Frame:
 
     @property
     def library(self) -> str:
-        """What it is a part of: "spark_hvd", "torch", "Python", another package; empty for the user's own code."""
+        """The library it belongs to: "spark_hvd", "torch", "Python" or another package; empty for the user's code."""
         return library_of(self.file)
 
 
 def library_of(file: str) -> str:
-    """Name what a source file is a part of, see :attr:`Frame.library`."""
+    """Name the library that a source file belongs to; see :attr:`Frame.library`."""
     if _OURS.search(file):
         return "spark_hvd"
     if (package := _PACKAGES.search(file)) is not None:
@@ -62,7 +62,7 @@ def library_of(file: str) -> str:
 
 
 def threads(stacks: str) -> list[list[Frame]]:
-    """The threads of a fault handler's text, each with its innermost frame first; the main thread last."""
+    """Parse the threads of a fault handler's text, each with its innermost frame first, the main thread last."""
     found: list[list[Frame]] = []
     for line in stacks.splitlines():
         if _THREAD.match(line):
@@ -74,25 +74,24 @@ def threads(stacks: str) -> list[list[Frame]]:
 
 
 def place(stacks: str) -> str:
-    """Where the user's code stands: ``train.py, line 31, in load: time.sleep(9)``; empty if that cannot be told."""
-    there = threads(stacks)
-    own = [frame for frames in reversed(there) for frame in frames if not frame.library]
-    if not own and not there:
+    """Say where the user's code is: ``train.py, line 31, in load: time.sleep(9)``; empty if unknown."""
+    found = threads(stacks)
+    own = [frame for frames in reversed(found) for frame in frames if not frame.library]
+    if not own and not found:
         return ""
-    frame = own[0] if own else there[-1][0]
+    frame = own[0] if own else found[-1][0]
     source = _source(frame)
     return f"{os.path.basename(frame.file)}, line {frame.line}, in {frame.function}{f': {source}' if source else ''}"
 
 
 def folded(stacks: str) -> list[str]:
-    """The main thread and those with code of the user's, as lines, outermost call first.
+    """Format the main thread and the threads with the user's code as lines, outermost call first.
 
-    What lies between and below the user's frames is one line a library. A main thread without any such frame is shown
-    with its innermost ones.
+    Consecutive frames of a library, between and below the user's, become one line. If the main thread has no frames of
+    the user's, its innermost frames are shown.
     """
-    there = threads(stacks)
     lines: list[str] = []
-    for number, frames in enumerate(reversed(there)):
+    for number, frames in enumerate(reversed(threads(stacks))):
         if number and not any(not frame.library for frame in frames):
             continue
         if number:
@@ -125,12 +124,12 @@ def _where(frame: Frame) -> str:
 
 
 def _source(frame: Frame) -> str:
-    """The line itself where this process can see it: a notebook's cell, or a file that driver and ranks share."""
+    """Return the line of source if this process can see it: in a notebook's cell, or in a file that ranks share."""
     return "" if frame.library else linecache.getline(frame.file, frame.line).strip()
 
 
 def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
-    """Fold the stacks of many ranks, and put together the ranks whose folded stacks are the same.
+    """Fold the stacks of many ranks, and group the ranks whose folded stacks are the same.
 
     Returns:
         Ranks and lines, in the order of the first rank of each group.
@@ -144,11 +143,11 @@ def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
 
 
 def trim_traceback(text: str) -> str:
-    """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
+    """Fold our own frames and torch's plumbing in a traceback into single lines, and keep all others.
 
-    Lines of source that only this process has are put in. A last exception without a frame of anybody else's stays
-    whole: then ours are all there is. Exceptions of a chain that have none of the user's frames and say what the last
-    one says are left out.
+    Lines of source that only this process can see are added. If the last exception has only our frames, it stays
+    unchanged. Earlier exceptions of a chain are dropped if they have none of the user's frames and the last one repeats
+    their text.
     """
     *causes, last = text.split(_CHAIN)
     causes = [cause for cause in causes if not _is_repeated(cause, last.splitlines()[-1])]
@@ -156,14 +155,14 @@ def trim_traceback(text: str) -> str:
 
 
 def _is_repeated(cause: str, last: str) -> bool:
-    """Whether an exception of a chain tells nothing of the user's code, and the last one's line tells what it says."""
+    """Tell whether an exception of a chain has no frames of the user's, and the last line repeats its text."""
     libraries = [library_of(frame["file"]) for frame in map(_TRACEBACK_FRAME.match, cause.splitlines()) if frame]
     words = cause.splitlines()[-1].partition(": ")[2]
     return cause == last or (bool(libraries and words) and all(libraries) and words in last)
 
 
 def _trimmed(text: str, *, whole: bool) -> str:
-    """One exception of a chain; with `whole`, frames that are all ours stay."""
+    """Trim one exception of a chain; with `whole`, frames stay if all of them are ours."""
     lines: list[str] = []
     for is_frames, part in groupby(
         map(_with_source, _blocks(text.splitlines())), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
@@ -184,7 +183,7 @@ def _trimmed(text: str, *, whole: bool) -> str:
 
 
 def _blocks(lines: Iterable[str]) -> list[list[str]]:
-    """Each frame with the lines of source that belong to it; every other line for itself."""
+    """Group each frame with its lines of source; every other line is a block of its own."""
     blocks: list[list[str]] = []
     for line in lines:
         if blocks and line.startswith("    ") and _TRACEBACK_FRAME.match(blocks[-1][0]):
@@ -195,7 +194,7 @@ def _blocks(lines: Iterable[str]) -> list[list[str]]:
 
 
 def _with_source(block: list[str]) -> list[str]:
-    """A frame of the user's without its line, which a rank cannot see, as of a notebook's cell; this process may."""
+    """Add the line of source to a frame that lacks it: this process may see a notebook's cell, while a rank cannot."""
     frame = _TRACEBACK_FRAME.match(block[0])
     if frame is None or len(block) > 1:
         return block
@@ -204,10 +203,10 @@ def _with_source(block: list[str]) -> list[str]:
 
 
 def _hidden_names(lines: Iterable[str]) -> list[str]:
-    """For each frame what it is a part of, if it is not shown, else nothing."""
+    """Return, for each frame, the library that it belongs to if the frame is hidden, otherwise an empty text."""
     names: list[str] = []
     for line in lines:
-        between = "/contextlib.py" in line and names[-1:] == ["spark_hvd"]  # a context manager of ours
+        between = "/contextlib.py" in line and names[-1:] == ["spark_hvd"]  # called by a context manager of ours
         names.append("spark_hvd" if between else _hidden(line))
     return names
 
@@ -220,10 +219,10 @@ def _hidden(line: str) -> str:
 
 
 class Brief(BaseException):
-    """Base of errors whose message says it all. Python's own traceback stays whole: ``traceback.print_exception``."""
+    """Base of errors whose message is enough in a notebook. ``traceback.print_exception`` still prints all frames."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback, as lines."""
+        """Return the lines that IPython shows instead of a traceback."""
         lines = []
         for frame in traceback.extract_tb(self.__traceback__):
             library = library_of(frame.filename)
@@ -237,7 +236,7 @@ class Brief(BaseException):
 
 
 def briefly(function: Callable[P, R]) -> Callable[P, R]:
-    """Have errors that say it all leave a function without the frames in it, so that the caller's come last."""
+    """Remove a function's inner frames from Brief errors, so that the caller's frame comes last."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -28,7 +28,7 @@ class Scratch:
     ``purpose`` is a word for its name. ``parent`` is the folder to make it in; None: this process' temporary directory.
 
     Attributes:
-        path: Of the folder. It goes with :meth:`close`, with this object, and with the process.
+        path: The folder. It is deleted by :meth:`close`, with this object, and with the process.
 
     Raises:
         OSError: There is no room for it.
@@ -63,19 +63,19 @@ def sweep(parent: str) -> None:
 
 
 def temporary_directory(env: Mapping[str, str]) -> str:
-    """Where a process with the environment ``env`` puts its temporary files, as :mod:`tempfile` chooses."""
+    """Return the folder for temporary files that :mod:`tempfile` chooses, given the environment ``env``."""
     found = (env.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     return next((path for path in found if path and os.path.isdir(path)), tempfile.gettempdir())
 
 
 def local_directory(env: Mapping[str, str]) -> str:
-    """Where a Spark task with the environment ``env`` has room for data: Spark's own folder, which goes with it."""
+    """Return a Spark task's folder for data, given its environment ``env``: Spark's own, which Spark deletes."""
     given = env.get("SPARK_LOCAL_DIRS", "").split(",")
     return next((path for path in given if path and os.path.isdir(path)), temporary_directory(env))
 
 
 def _make(parent: str, purpose: str) -> tuple[str, int | None]:
-    """A new folder, and its lock; None where the file system or a sandbox gives no locks, so that nobody sweeps."""
+    """Return a new folder and its lock; None if a file system or a sandbox has no locks, so that nobody sweeps."""
     for _ in range(_MOST_SWEEPS):
         path = tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent)
         try:
@@ -105,7 +105,7 @@ def _make(parent: str, purpose: str) -> tuple[str, int | None]:
 
 
 def _lock(path: str) -> int | None:
-    """A lock on a folder that is there; None where another has it, it is not ours, or there are no locks."""
+    """Return a lock on an existing folder; None if another process has it, it is not ours, or there are no locks."""
     try:
         fd = _opened(path)
     except OSError:
@@ -125,7 +125,7 @@ def _opened(path: str) -> int:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether the open folder still has this path."""
+    """Return whether the open folder still has this path."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:

@@ -1,15 +1,17 @@
 """Everything once over Spark Connect with pyspark-client alone, which has no Java and half of PySpark's modules.
 
-tests/matrix.py runs it in an environment with that client; the server and its executors use SPARK_HVD_SERVER_PYTHON,
-an interpreter that has all of PySpark.
+tests/matrix.py runs it in an environment with that client. Servers and their executors use the interpreters of
+SPARK_HVD_SERVERS, each of which has all of PySpark in a version of its own.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +21,23 @@ import torch
 
 import spark_hvd
 from spark_hvd.estimators import TorchEstimator, TorchModel
-from spark_hvd.runner import Level, RankFailedError
+from spark_hvd.runner import Level, RankFailedError, Reporting
 from tests.daemons import connect_server
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 MINE: dict[str, Any] = {"num_proc": 2, "verbose": 0}
+SERVERS = {Path(each).parents[1].name: each for each in os.environ["SPARK_HVD_SERVERS"].split(os.pathsep)}
 
 
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+@pytest.fixture(scope="module", params=SERVERS.values(), ids=SERVERS)
+def spark(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     from pyspark.sql import SparkSession
 
-    python = os.environ["SPARK_HVD_SERVER_PYTHON"]
+    python: str = request.param
     where = "import os, pyspark; print(os.path.dirname(pyspark.__file__))"
     home = Path(subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip())
     assert not (Path(sys.modules["pyspark"].__file__ or "").parent / "jars").exists(), "this is the whole of PySpark"
@@ -80,6 +83,44 @@ def test_an_error_of_a_rank(spark: SparkSession) -> None:
 
     with pytest.raises(RankFailedError, match="bad batch"):
         spark_hvd.run(fails, spark=spark, **MINE)
+
+
+class Stream(io.StringIO):
+    """Calls a function with all that has been written, at every write."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self._seen(self.getvalue())
+        return count
+
+
+def test_output_comes_while_ranks_run_and_an_interrupt_stops_them(spark: SparkSession, tmp_path: Path) -> None:
+    def wait() -> str:
+        print("waiting", flush=True)
+        while not (tmp_path / "seen").exists():
+            time.sleep(0.05)
+        return "seen"
+
+    def touch(text: str) -> None:
+        if "[0] waiting" in text and "[1] waiting" in text:
+            (tmp_path / "seen").touch()
+
+    def interrupt(text: str) -> None:
+        if "waiting" in text:
+            raise KeyboardInterrupt
+
+    def told(seen: Callable[[str], None]) -> Reporting:
+        return Reporting(stdout=Stream(seen))
+
+    assert spark_hvd.run(wait, num_proc=2, spark=spark, reporting=told(touch)) == ["seen", "seen"]
+    (tmp_path / "seen").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        spark_hvd.run(wait, num_proc=2, spark=spark, reporting=told(interrupt))
+    assert spark_hvd.run(int, spark=spark, **MINE) == [0, 0], "the slots are free again"
 
 
 def estimator() -> TorchEstimator:

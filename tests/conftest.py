@@ -32,6 +32,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+# Or each rank would import it: whatever asserts something pytest, and whatever is given rows the modules of data.
+os.environ.setdefault("SPARK_HVD_PRELOAD", "pytest,spark_hvd.data.shard,spark_hvd.data.source,spark_hvd.data.spool")
 os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark program that a test starts
 
 
@@ -39,16 +41,24 @@ def not_activated() -> dict[str, str]:
     """The environment of somebody who calls this interpreter by its full path and has not activated its environment."""
     here = os.path.dirname(sys.executable)
     path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != here]
-    return {k: v for k, v in os.environ.items() if k != "PYSPARK_PYTHON"} | {"PATH": os.pathsep.join(path)}
+    return {k: v for k, v in os.environ.items() if k not in {"PYSPARK_PYTHON", "SPARK_HVD_PRELOAD"}} | {
+        "PATH": os.pathsep.join(path)
+    }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis has no deadlines. A process has a temporary folder of its own: tests look for what is left there."""
+    """Hypothesis has no deadlines, and few examples except at night. Processes have temporary folders of their own.
+
+    Tests look there for what is left.
+    """
     with contextlib.suppress(ImportError):  # some rows of the matrix have none
         from hypothesis import settings
 
-        settings.register_profile("spark_hvd", settings(), deadline=None)
+        night = "SPARK_HVD_NIGHT" in os.environ
+        settings.register_profile("spark_hvd", settings(), deadline=None, max_examples=500 if night else 30)
         settings.load_profile("spark_hvd")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
@@ -57,11 +67,28 @@ def pytest_configure(config: pytest.Config) -> None:
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
 
 
+_LONG = {
+    "contract/test_keras.py",
+    "contract/test_tensorflow.py",
+    "gpu_sim/test_gpu_sim.py",
+    "oracle/test_taping.py",
+    "walk/test_mistakes.py",
+    "walk/test_pages.py",
+}
+"""Places that take minutes."""
+_TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
+"""Files that share a cluster on hosts, and wait most of the time."""
+
+
 def place_of(test: str) -> str:
-    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, or multihost."""
+    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, hosts, a test."""
     folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
-    if folder == "multihost" or not below:
+    if not below:
         return folder
+    if "::test_pages_run[" in test:
+        return test.removeprefix("tests/")  # a program of its own
+    if folder == "multihost":
+        return f"multihost/{'two slots' if below[0] in _TWO_SLOTS else 'the others'}"
     return "cluster" if folder == "spark" and "cluster" in below[0] else f"{folder}/{below[0]}"
 
 
@@ -70,7 +97,13 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
-_WITH_SESSIONS = {"contract/test_petastorm_spark.py", "oracle/test_fitting.py", "oracle/test_loading.py"}
+_WITH_SESSIONS = {
+    "contract/test_hub_faults.py",
+    "contract/test_petastorm_spark.py",
+    "contract/test_run_contract.py",
+    "oracle/test_fitting.py",
+    "oracle/test_loading.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,11 +146,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, so that several processes end at about the same time."""
-    order = ["cluster", "multihost", "spark", "contract", "horovod"]
+    order = ["cluster", "multihost", "long", "spark", "contract", "horovod"]
 
     def rank(item: pytest.Item) -> int:
         place = place_of(item.nodeid)
         folder = "spark" if needs_jvm(place) and place != "cluster" else place.split("/")[0]
+        folder = "long" if place.partition("::")[0] in _LONG else folder
         return order.index(folder) if folder in order else len(order)
 
     items.sort(key=rank)
@@ -127,6 +161,7 @@ def pytest_collection_finish() -> None:
     """A process that has imported spark_hvd.horovod has Horovod's dialect, and so have the ranks of its runs."""
     if "spark_hvd.horovod" in sys.modules:
         raise pytest.UsageError("A test module imports spark_hvd.horovod when it is collected: import it in the tests.")
+    gc.enable()
     gc.freeze()  # the collector has 300,000 objects of torch less to go through, again and again
 
 
@@ -172,6 +207,9 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": "2",
+        # Each query of a test would be compiled, by Janino and by the JVM, for a few rows.
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.extraJavaOptions": SHORT_LIVED,
         "spark.executor.extraJavaOptions": SHORT_LIVED,
@@ -219,6 +257,15 @@ def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
     conf.set("spark.python.daemon.module", module)
     yield
     conf.set("spark.python.daemon.module", before)
+
+
+@contextlib.contextmanager
+def workers_with(spark: SparkSession, *modules: str) -> Iterator[None]:
+    """New Python workers are forked from a daemon that has imported these modules, which takes seconds."""
+    environment: Any = spark.sparkContext.environment
+    environment["SPARK_HVD_TESTS_LOADED"] = " ".join(modules)
+    yield
+    del environment["SPARK_HVD_TESTS_LOADED"]
 
 
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:

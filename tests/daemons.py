@@ -90,7 +90,7 @@ def connect_server(home: Path, folder: Path, settings: Mapping[str, Any], **envi
         return listens("127.0.0.1", port)
 
     try:
-        wait_until(ready, 90)
+        wait_until(ready, 300)
         yield f"sc://127.0.0.1:{port}"
     finally:
         end(process)

@@ -83,7 +83,7 @@ class Model:
         self.agents[agent] = (host or f"host{agent}", task)
         self.tell(AgentUp(agent, host or f"host{agent}", task))
 
-    def lose(self, agent: int, why: str = "is not heard of any more") -> None:
+    def lose(self, agent: int, why: str = "has not been heard from") -> None:
         """An executor goes, with its process; the driver hears of it."""
         self.kill_agent(agent)
         self.tell(AgentLost(agent, why))

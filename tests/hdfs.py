@@ -55,7 +55,7 @@ def hdfs(folder: Path) -> Iterator[str]:
 
             wait_until(ready, 90)
 
-        # In a process of its own: one that has used hdfs-native must not be forked, as PySpark does to start its JVM.
+        # In a process of its own: fsspec's own file system hangs the child in which PySpark starts Java.
         put = f"import fsspec; fsspec.filesystem('hdfs', host='127.0.0.1', port={name}).pipe_file('/ready', b'yes')"
 
         def takes_files() -> bool:  # once the DataNode has told the NameNode of itself

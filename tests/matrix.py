@@ -70,6 +70,14 @@ MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/t
 JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
 PANDAS_SMOKE = ("tests/smoke.py", "tests/contract/test_reader_values.py", "-k", "not petastorm and not connect")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
+CLIENTS = ("4.0", "4.1", "4.2")
+"""Versions of pyspark-client and of PySpark's Connect server, each of which is tried with each."""
+DATABRICKS_SMOKE = ("tests/databricks_smoke.py",)
+DATABRICKS = ("databricks-connect", "pyarrow<26", "pandas<3")
+"""As runner/spark/needed.py has it. Up to Python 3.11 it wants numpy below 2, with which pyarrow 26 does not work."""
+ICEBERG_SMOKE = ("tests/iceberg_smoke.py",)
+ICEBERG = "snowpark-connect-deps-iceberg"
+"""Iceberg's jars for Spark 3.5: the only ones in a package of Python's. Of Delta's there is none."""
 STORES = ("moto[server]>=5", "gcp-storage-emulator")
 STORES_SMOKE = ("tests/stores_smoke.py", "tests/contract/test_stores.py")
 HADOOP = "pyspark-3.0.1"
@@ -84,6 +92,7 @@ LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
 
 
+_building_servers = threading.Lock()  # rows have them in common
 _installing = threading.Lock()  # setuptools writes the metadata of an editable install beside pyproject.toml
 
 
@@ -99,6 +108,7 @@ class Row:
         extras: Ours; None for spark_hvd without what it says that it depends on.
         smoke: The tests that every run of the row has. A row with others than the usual ones has no suites.
         beside: Commands that install what pip does not, in the row's folder.
+        servers: Versions of Spark whose Connect servers the tests use, besides that of the Python that runs us.
     """
 
     name: str
@@ -108,6 +118,7 @@ class Row:
     extras: str | None = EXTRAS
     smoke: tuple[str, ...] = SMOKE
     beside: tuple[tuple[str, ...], ...] = ()
+    servers: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -128,6 +139,20 @@ def rows() -> dict[str, Row]:
         Row("newest", HERE, (TORCH, "pyspark[connect]")),
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
         Row("client", HERE, (TORCH, "pyspark-client"), extras="connect,torch", smoke=CLIENT_SMOKE),
+        *(
+            Row(
+                f"client{version}",
+                HERE,
+                (TORCH, f"pyspark-client=={version}.*"),
+                extras="connect,torch",
+                smoke=(*CLIENT_SMOKE, "-k", "not cross_validator"),
+                servers=CLIENTS,
+            )
+            for version in CLIENTS
+        ),
+        Row("databricks", HERE, (TORCH, *DATABRICKS), extras="torch", smoke=DATABRICKS_SMOKE),
+        Row("databricks3.12", "3.12", DATABRICKS, extras="", smoke=DATABRICKS_SMOKE),
+        Row("iceberg", HERE, (TORCH, "pyspark==3.5.*", ICEBERG), extras="spark,torch,iceberg", smoke=ICEBERG_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),
         Row("pandas3", HERE, (TORCH, "pyspark", "pandas>=3"), extras="lightning,mpi", smoke=PANDAS_SMOKE),
@@ -144,6 +169,11 @@ def rows() -> dict[str, Row]:
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]
     return {row.name: row for row in found}
+
+
+def server(version: str) -> Row:
+    """What runs a Spark Connect server and its ranks; it has no tests of its own."""
+    return Row(f"server{version}", HERE, (TORCH, f"pyspark=={version}.*"), extras="spark,torch")
 
 
 def interpreter(version: str) -> str:
@@ -180,12 +210,20 @@ def build(row: Row, extras: str | None) -> None:
         subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)
         ours = ["--no-deps", "-e", "."]
     else:
-        ours = [*row.pins, *TOOLS, "-e", f".[{extras}]"]
+        ours = [*row.pins, *TOOLS, "-e", f".[{extras}]" if extras else "."]
     with _installing:
         subprocess.run([*install, *ours, *constraints], cwd=ROOT, check=True)
     for command in row.beside:
         subprocess.run(command, cwd=row.folder, check=True)
     done.write_text(mark)
+
+
+def build_all(row: Row, extras: str | None) -> None:
+    """Make the environment of a row, and those of its servers."""
+    build(row, extras)
+    for version in row.servers:
+        with _building_servers:
+            build(server(version), server(version).extras)
 
 
 def _link_torch(row: Row) -> None:
@@ -225,7 +263,7 @@ def run(row: Row, smoke_only: bool) -> list[str]:
     log = FOLDER / f"{row.name}.log"
     log.unlink(missing_ok=True)
     try:
-        build(row, row.extras if smoke_only or row.smoke != SMOKE else f"dev,{EXTRAS}")
+        build_all(row, row.extras if smoke_only or row.smoke != SMOKE else f"dev,{EXTRAS}")
     except subprocess.CalledProcessError as error:
         return [row.name, row.python, *["?"] * len(SHOWN), f"not installed: exit {error.returncode}"]
     print(f"{row.name}: installed after {time.monotonic() - started:.0f} s", flush=True)
@@ -247,7 +285,7 @@ def _tests(row: Row, arguments: tuple[str, ...], log: Path) -> str:
     command = [row.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
     environment = {
         **os.environ,
-        "SPARK_HVD_SERVER_PYTHON": sys.executable,
+        "SPARK_HVD_SERVERS": os.pathsep.join([sys.executable, *(str(server(each).executable) for each in row.servers)]),
         "PATH": f"{row.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     with log.open("a") as output:
@@ -289,7 +327,7 @@ def main() -> int:
     chosen = [known[name] for name in options.rows or DEFAULT]
     with ThreadPoolExecutor(options.jobs) as pool:
         if options.build:
-            list(pool.map(lambda row: build(row, row.extras), chosen))
+            list(pool.map(lambda row: build_all(row, row.extras), chosen))
             return 0
         cells = list(pool.map(lambda row: run(row, options.smoke), chosen))
     print(table(cells, options.smoke))

@@ -157,7 +157,7 @@ def test_two_ranks_train_as_one_on_the_whole_batch(world: Ranks) -> None:
         inside = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.01, momentum=0.9))
 
         def unwrapping(params: Any) -> Any:
-            with pytest.warns(UserWarning, match="takes the optimizer inside"):
+            with pytest.warns(UserWarning, match="uses the optimizer inside"):
                 return hvd.DistributedTrainer(params, inside)
 
         found["unwrapped"] = trained(unwrapping, half, 4)
@@ -202,7 +202,7 @@ def test_what_cannot_be_done_is_said(world: Ranks) -> None:
     def body() -> None:
         with pytest.raises(TypeError, match="expected an MXNet array, got ndarray"):
             hvd.allreduce(np.ones(2))
-        with pytest.raises(TypeError, match='stype "row_sparse": collectives move dense arrays'):
+        with pytest.raises(TypeError, match='stype "row_sparse": collectives need dense ones'):
             hvd.allreduce(nd.ones((2, 3)).tostype("row_sparse"))
         with pytest.raises(TypeError, match="expected a list of MXNet arrays"):
             hvd.grouped_allreduce_(nd.ones(2))
@@ -219,7 +219,7 @@ def test_what_cannot_be_done_is_said(world: Ranks) -> None:
         both = network("contexts")
         both.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
         both(nd.ones((1, 2, 8, 8)))
-        with pytest.raises(ValueError, match="on 2 contexts; a rank trains on one"):
+        with pytest.raises(ValueError, match="on 2 contexts; a rank can use only one"):
             hvd.DistributedTrainer(both.collect_params(), "sgd").allreduce_grads()
 
     world.run(body)

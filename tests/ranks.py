@@ -50,6 +50,19 @@ def left_in(folder: str, before: set[str]) -> set[str]:
     return left
 
 
+# What many ranks would import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
+# Functions of tests import pytest, a fifth of a second, if they assert anything.
+_LOADED = [
+    "spark_hvd.torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "pytest",
+    "tests.stores",
+    "tests.ranks",
+    "tests.frozen",  # last
+]
+
+
 class RankError(AssertionError):
     """Ranks raised; the text has the traceback of each."""
 
@@ -203,8 +216,7 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
 def fork_context() -> ForkServerContext:
     """Processes forked from one server for all tests, which has loaded what takes time."""
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what the first optimizer of a process imports: two seconds of CPU in every rank otherwise.
-    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks", "tests.frozen"])
+    context.set_forkserver_preload(_LOADED)
     return context
 
 

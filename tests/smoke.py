@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -142,6 +144,38 @@ def test_data_without_rows(spark: SparkSession) -> None:
     nothing = spark.range(10).where("id < 0").repartition(2)
     with pytest.raises((spark_hvd.DataError, RankFailedError), match="data set 'train' has no rows: expected at least"):
         spark_hvd.run(count_rows, data={"train": nothing}, spark=spark, **MINE)
+
+
+def rows() -> list[dict[str, Any]]:
+    import spark_hvd.torch as hvd
+
+    return [row for batch in hvd.get_dataset_shard("train").arrow_batches() for row in batch.to_pylist()]
+
+
+def test_tables_in_memory(spark: SparkSession) -> None:
+    """Their values, also where PySpark takes them by pandas: a null of whole numbers, times, lists, structs."""
+    table = pa.table(
+        {
+            "id": pa.array(range(8), pa.uint8()),
+            "whole": pa.array([None, 2**53 + 1, *range(6)], pa.int64()),
+            "yes": pa.array([None, True] * 4),
+            "half": pa.array([None, float("inf"), *[0.5] * 6], pa.float32()),
+            "name": [None, "", "x", "é", *"abcd"],
+            "raw": pa.array([None, b"", b"\0\xff", *[b"x"] * 5], pa.binary()),
+            "day": pa.array([None, 0, *range(6)], pa.date32()),
+            "price": pa.array([None, *map(Decimal, range(7))], pa.decimal128(9, 2)),
+            "instant": pa.array([None, 10**15 + 1, *range(6)], pa.timestamp("us", "UTC")),
+            "at": pa.array([None, 10**15 + 1, *range(6)], pa.timestamp("us")),
+            "date": pa.array([None, 0, *[86_400_000] * 6], pa.date64()),
+            "fixed": pa.array([None, *[[0.5, 1.5]] * 7], pa.list_(pa.float32(), 2)),
+            "map": pa.array([None, [], *[[("a", 1), ("b", None)]] * 6], pa.map_(pa.string(), pa.int32())),
+            "kind": pa.array([None, *"abababa"]).dictionary_encode(),
+            "many": pa.array([None, [], [1, None], *[[7]] * 5], pa.list_(pa.int64())),
+            "pair": pa.array([None, {"a": 1, "b": None}, *[{"a": 2, "b": "y"}] * 6]),
+        }
+    )
+    shares = spark_hvd.run(rows, data={"train": table}, spark=spark, **MINE)
+    assert sorted((row for share in shares for row in share), key=lambda row: row["id"]) == table.to_pylist()
 
 
 def test_run_local() -> None:

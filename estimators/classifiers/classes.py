@@ -21,7 +21,7 @@ _INTEGERS = {"tinyint", "smallint", "int", "bigint", "boolean"}
 
 
 def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
-    """The classes of ``column``, from all rows; one job. ``features``, the column beside it, may have no nulls either.
+    """Return the classes of ``column``, from all rows, in one job; ``features`` must not have nulls either.
 
     ``column`` has text, numbers or booleans, or arrays of 0 and 1. The Spark UI shows ``who``, which asks for it.
 
@@ -81,5 +81,5 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
 
 
 def _plain(value: Any, text: str) -> Any:
-    """A class as JSON has it; decimals are floating point then."""
+    """Return a class as JSON has it; decimals become floating-point."""
     return value if text in _INTEGERS or text == "string" else float(value)

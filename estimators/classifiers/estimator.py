@@ -1,4 +1,7 @@
-"""``NeuralClassifier``: the fit of a classifier of a raw column, whatever the column holds."""
+"""``NeuralClassifier``: the base of the classifiers of a raw column, such as text or images.
+
+Its fit prepares a model and its labels, and trains them with a `CollatedEstimator`, whose ranks make the tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from spark_hvd.estimators.data.columns import check_columns
 from spark_hvd.estimators.fit.estimator import session_to_fit
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import ROWS
-from spark_hvd.estimators.params import checks as c
+from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import Parameter
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import TORCH
@@ -37,23 +40,21 @@ if TYPE_CHECKING:
 
 
 class CollatedEstimator(TorchEstimator):
-    """A TorchEstimator whose batches are what ``collate`` makes of rows of any types, in ranks.
+    """A TorchEstimator for columns of any type: on each rank, ``collate`` makes a batch of tensors from rows.
 
-    The model gets the tensors of a batch in their order, but for those called as one of ``label_cols``.
+    The model gets the tensors of a batch in their order, except those with the name of one of ``label_cols``.
     """
 
     _table: ClassVar = (
         *TORCH,
-        Parameter("collate", None, c.function, "Makes a batch of a RecordBatch and `training`."),
+        Parameter("collate", None, checks.function, "Makes a batch of a RecordBatch and `training`."),
     )
 
     def _imports(self, settings: Settings) -> list[str]:
-        # Those of the model's code as well, which take seconds for Transformers.
+        # Also the modules with the model's code: those of Transformers take seconds to import.
         code = {type(module).__module__ for module in settings["model"].modules()}
-        return [
-            *super()._imports(settings),
-            *sorted(n for n in code if n.partition(".")[0] in ("transformers", "peft")),
-        ]
+        slow = sorted(name for name in code if name.partition(".")[0] in ("transformers", "peft"))
+        return [*super()._imports(settings), *slow]
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         if not len(batch[spec.labels[0].column.name]):
@@ -68,13 +69,13 @@ M = TypeVar("M", bound=NeuralClassificationModel)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a classifier trains.
+    """A model to train, and what its training needs.
 
     Attributes:
-        model: Of the tensors that ``inputs`` makes, in order; returns scores (rows, classes), before softmax.
-        inputs: Makes its tensors of the column.
-        learning_rate: Where none is asked for.
-        fields: Parameters of the trained model besides those that all have.
+        model: Takes the tensors that ``inputs`` makes, in their order, and returns logits (rows, classes).
+        inputs: Makes the model's tensors from the values of the column.
+        learning_rate: The learning rate if the user sets none.
+        fields: Parameters of the trained model, besides those that all classifiers have.
     """
 
     model: torch.nn.Module
@@ -84,15 +85,15 @@ class Prepared:
 
 
 class NeuralClassifier(SavedParams, Estimator[M]):
-    """Base of the classifiers. A subclass gives its table, the name of its column, and what it trains.
+    """Base of the classifiers. A subclass has a table of parameters, the name of its column, and a model to train.
 
-    A fit looks at all rows once for the classes, which may be text, and for nulls; then it tries a batch on the driver
-    and gives the rows as they are to the ranks, which make tensors of them and train together.
+    A fit first reads all rows once, to find the classes, which may be text, and to check for nulls. Then it tries a
+    batch on the driver. Finally it hands the unchanged rows to the ranks, which make tensors from them and train.
     """
 
     _not_saved: ClassVar = ("backend", "tracker")
     _column: ClassVar[str]
-    """The parameter that names the column of the features."""
+    """Name of the parameter that holds the name of the feature column."""
     _model_class: ClassVar[type[NeuralClassificationModel]]
 
     def _fit(self, dataset: DataFrame) -> M:
@@ -115,7 +116,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             return self._trained(dataset, settings, labels, prepared)
 
     def _trained(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, prepared: Prepared) -> M:
-        same = {row.name for row in CollatedEstimator._table} & settings.keys() - {"model"}
+        shared = {row.name for row in CollatedEstimator._table} & settings.keys() - {"model"}
         inner = CollatedEstimator(
             model=prepared.model,
             feature_cols=[settings[self._column]],
@@ -129,8 +130,9 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             lr_scheduler=partial(warmup_and_decay, warmup=settings["warmup"]),
             lr_scheduler_interval="step",
             scale_lr=False,
-            **{name: settings[name] for name in same},
+            **{name: settings[name] for name in shared},
         )
+        # Messages and the tracker shall show this estimator, not the inner one.
         inner.shown_as = type(self).__name__
         rename(inner, self.uid)
         trained = inner._fit_on(dataset)
@@ -144,19 +146,19 @@ class NeuralClassifier(SavedParams, Estimator[M]):
         )
         return model  # type: ignore[return-value] # _model_class is M
 
-    # -- what a subclass adds
+    # ---- methods that a subclass overrides --------------------------------------------------------------------------
 
     def _check(self, dataset: DataFrame, settings: Mapping[str, Any]) -> None:
-        """Raise a DataError for a column of a wrong type, a ValueError for parameters that do not go together."""
+        """Raise a DataError if a column has the wrong type, a ValueError if parameters contradict each other."""
 
     def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
-        """What is trained; torch's seed is set."""
+        """Return the model to train; called with torch's seed set."""
         raise NotImplementedError
 
     def _collate(self, settings: Mapping[str, Any], prepared: Prepared, labels: Labels) -> Collate:
-        """What makes batches of the rows."""
+        """Return the function that makes batches from rows."""
         return Collate(settings[self._column], prepared.inputs, labels)
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The user's model, in the one that :meth:`_prepared` gave."""
+        """Return the user's model, if :meth:`_prepared` has wrapped it."""
         return model

@@ -84,7 +84,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
     leaves such images out, and the history counts them as "undecodable".
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -145,7 +145,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
 
 
 def _check_scores(model: torch.nn.Module, decoder: ImageDecoder, labels: Labels) -> None:
-    """A model for 1,000 classes would learn ten, and nobody would notice."""
+    """Refuse a model with another number of classes: one for 1,000 would learn ten, and nobody would notice."""
     shape = 2, decoder.channels, *decoder.size
     training = model.training
     try:

@@ -33,12 +33,12 @@ class Labels:
     classes: tuple[Any, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Labels:
-        """The inverse of :meth:`to_json`."""
+        """Undo :meth:`to_json`."""
         return cls(**{**data, "classes": tuple(data["classes"])})
 
     @property
@@ -55,7 +55,7 @@ class Labels:
         """Numbers of the classes (rows,) int64; of arrays their values (rows, size) float32.
 
         Raises:
-            DataError: a value is none of the classes.
+            DataError: A value is none of the classes.
         """
         if not self.classes:
             numbers = values.flatten().cast(pa.float32()).to_numpy()

@@ -41,7 +41,7 @@ class NeuralClassificationModel(SavedParams, Model):
             metric: A key of the history, or several, which are drawn side by side.
 
         Raises:
-            ValueError: the key does not exist.
+            ValueError: The key does not exist.
             ImportError: matplotlib is not installed.
         """
         return History(self.value_of("history") or []).plot((metric,) if isinstance(metric, str) else metric)
@@ -69,11 +69,11 @@ class NeuralClassificationModel(SavedParams, Model):
     # -- what a subclass adds
 
     def _inputs(self, settings: Mapping[str, Any]) -> Inputs:
-        """What makes the model's tensors."""
+        """Return the function that makes the model's tensors."""
         raise NotImplementedError
 
     def _wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model of these tensors, in order, that returns scores."""
+        """Return the model that maps these tensors, in order, to logits."""
         return model
 
 

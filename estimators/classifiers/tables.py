@@ -39,7 +39,7 @@ def _as_in_torch(group: str, *names: str) -> tuple[Parameter, ...]:
 
 
 def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
-    """The table of a classifier that has parameters of its own."""
+    """Return the table of a classifier that has parameters of its own."""
     where = "num_proc backend store run_id max_restarts min_num_proc tracker use_gpu verbose progress"
     rest = "random_seed precision backward_passes_per_step gradient_compression checkpoint_every callbacks monitor"
     return (
@@ -71,7 +71,7 @@ def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
 
 
 def model_table(*own: Parameter) -> tuple[Parameter, ...]:
-    """The table of the model of a classifier that has parameters of its own."""
+    """Return the table of the model of a classifier that has parameters of its own."""
     return (
         *own,
         *rows(

@@ -84,7 +84,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
     in the model's folder is used; for a config, one is trained on the texts. Nothing is downloaded.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -151,7 +151,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
 
 
 def tokens_of(model: Any, tokenizer: PreTrainedTokenizerFast, max_length: int | None) -> Tokens:
-    """The function that turns texts into the model's tensors."""
+    """Return the function that turns texts into the model's tensors."""
     most = getattr(model.config, "max_position_embeddings", None) or LONGEST
     return Tokens.of(tokenizer, names_of(model), max_length or min(LONGEST, most, tokenizer.model_max_length))
 
@@ -165,7 +165,7 @@ def _texts(dataset: DataFrame, column: str) -> list[str]:
 
 
 def _head(labels: Labels) -> dict[str, Any]:
-    """The entries of a config that describe the classes."""
+    """Return the entries of a config that describe the classes."""
     names = [str(each) for each in labels.classes] or [f"LABEL_{number}" for number in range(labels.size)]
     kind = "single_label_classification" if labels.classes else "multi_label_classification"
     return {

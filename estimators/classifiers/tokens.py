@@ -72,7 +72,7 @@ class Logits(torch.nn.Module):
 
 
 def names_of(model: Any) -> tuple[str, ...]:
-    """The names of those tokenizer outputs that a model takes."""
+    """Return the names of those tokenizer outputs that a model takes."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # models of peft take **kwargs
     known = inspect.signature(inner.forward).parameters
     return tuple(name for name in ("input_ids", "token_type_ids", "attention_mask") if name in known)
@@ -96,10 +96,10 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
 
 
 def as_tokenizer(given: Any) -> PreTrainedTokenizerFast:
-    """The tokenizer of Transformers for one of Transformers, one of the tokenizers library, or the path of either.
+    """Return the tokenizer of Transformers, given one, one of the tokenizers library, or the path of either.
 
     Raises:
-        ValueError: it is something else, not a fast tokenizer, or has no padding token.
+        ValueError: It is something else, not a fast tokenizer, or has no padding token.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer

@@ -18,7 +18,7 @@ class Inputs(Protocol):
     """Makes a model's tensors of the values of a column; in ranks and in Spark's Python workers."""
 
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
-        """The tensors (rows, ...) by name, always the same names; in the order of the model's arguments.
+        """Return the tensors (rows, ...) by name, always the same names, in the order of the model's arguments.
 
         ``values`` are those of the column, without nulls. Where ``training``, they may be changed at random.
         """
@@ -43,7 +43,7 @@ def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim
     """AdamW of what is trained of a model; biases and scales of norms do not decay.
 
     Raises:
-        ValueError: all parameters are frozen.
+        ValueError: All parameters are frozen.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained:
@@ -56,7 +56,7 @@ def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim
 
 
 def warmup_and_decay(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float) -> LambdaLR:
-    """A learning rate that rises for the share ``warmup`` of all steps, and then falls in a straight line to zero."""
+    """Return a schedule whose rate rises for the share ``warmup`` of all steps, then falls linearly to zero."""
     rising = max(1, round(warmup * total_steps))
 
     def factor(step: int) -> float:

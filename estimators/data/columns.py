@@ -54,11 +54,11 @@ _REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "time
 
 
 def session_of(frame: Any, what: str) -> SparkSession:
-    """The session of a DataFrame.
+    """Return the session of a DataFrame.
 
     Raises:
-        TypeError: it is no DataFrame of Spark.
-        ClusterError: its session has been stopped.
+        TypeError: It is no DataFrame of Spark.
+        ClusterError: Its session has been stopped.
     """
     if not hasattr(frame, "sparkSession"):
         kind = type(frame)
@@ -79,7 +79,7 @@ def check_columns(schema: T.StructType, names: Sequence[str], what: str, *, exac
     parameter that names them; ``exact`` tells whether upper and lower case differ in the session.
 
     Raises:
-        DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has
+        DataError: A column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has
             another that Spark does not tell from it.
     """
     there = schema.fieldNames()
@@ -109,11 +109,11 @@ def columns_of(
     text: Collection[str] = frozenset(),
     compress_sparse: bool = False,
 ) -> tuple[Column, ...]:
-    """The columns called ``names`` as they will lie in the files.
+    """Return the columns called ``names`` as they will lie in the files.
 
     Args:
-        schema: Of the DataFrame.
-        names: Of the columns, in the order wanted; a name that repeats counts once.
+        schema: Schema of the DataFrame.
+        names: Names of the columns, in the wanted order; repeated names count once.
         decoders: Names of the binary columns that a function will turn into tensors.
         collated: A function makes tensors of whole rows, so that there may be text and bytes.
         text: Names of the columns that may be text, which the model takes unchanged.
@@ -123,7 +123,7 @@ def columns_of(
         One column for each name. The shape of vectors and arrays is None, because only their values show it.
 
     Raises:
-        DataError: a column is missing, or its type cannot become a tensor.
+        DataError: A column is missing, or its type cannot become a tensor.
     """
     check_columns(schema, names, "columns")
     return tuple(
@@ -141,12 +141,12 @@ def widened(columns: Sequence[Column], asked: Iterable[tuple[str, str | None]]) 
 
 
 def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
-    """What to select from the DataFrame for ``column``, named as it: Arrow receives numbers, lists and structs only.
+    """Return the expression to select for ``column``, with its name: Arrow receives numbers, lists and structs only.
 
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
 
     Args:
-        column: Of the DataFrame.
+        column: A column of the DataFrame.
         rounds: Let float32 round whole numbers up to 2**53, as ids and times are, in a column of doubles or decimals;
             else they end the job that computes them. Lists and vectors are rounded in either case.
     """

@@ -59,7 +59,7 @@ def materialize(
         num_proc: Ranks that will read.
         validation: Share of the rows for validation, above 0 and below 1, drawn row by row. Or the name of a
             boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
-        seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
+        seed: Seed of that draw. The same partitions with the same rows and seed are split in the same way.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
         uses: What some of ``columns`` are for.
         who: Asks for it; the Spark UI shows the name.
@@ -72,7 +72,7 @@ def materialize(
         ValueError: ``validation`` is not between 0 and 1.
         DataError: nulls, lists of different lengths, no rows, a validation column that does not fit, or weights that
             cannot be used.
-        StoreError: the store cannot be written.
+        StoreError: The store cannot be written.
     """
     if not store.is_shared:
         raise StoreError(
@@ -97,8 +97,8 @@ def check_validation(df: DataFrame, validation: float | str | None) -> None:
     """Make sure that ``validation`` is a share of the rows or a column that marks them, see :func:`materialize`.
 
     Raises:
-        ValueError: it is not between 0 and 1.
-        DataError: it is no such column.
+        ValueError: It is not between 0 and 1.
+        DataError: It is no such column.
     """
     if isinstance(validation, str):
         check_columns(df.schema, [validation], "validation", exact=tells_case_apart(df.sparkSession))
@@ -169,7 +169,7 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
-    """What the tasks measured, taken together; raise what they found wrong, or the error of a task."""
+    """Return what the tasks measured as one; raise what they found wrong, or the error of a task."""
     for report in reports:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)

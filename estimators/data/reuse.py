@@ -53,7 +53,7 @@ def renew(store: Store, key: str) -> None:
     """Say that the data under ``key`` are in use now.
 
     Raises:
-        StoreError: the store cannot be written.
+        StoreError: The store cannot be written.
     """
     store.write_bytes(f"{store.data_path(key)}/{USED}", repr(clock()).encode())
 
@@ -63,7 +63,7 @@ def leased(store: Store, key: str) -> Iterator[None]:
     """Renew the lease now, and again and again until the end of the block.
 
     Raises:
-        StoreError: the store cannot be written now. Later that is a warning.
+        StoreError: The store cannot be written now. Later that is a warning.
     """
     renew(store, key)
     ended = threading.Event()
@@ -88,7 +88,7 @@ def in_use(store: Store, data: DatasetMeta) -> contextlib.AbstractContextManager
     """Keep what :func:`materialize` wrote from being cleaned up during the block.
 
     Raises:
-        StoreError: the store cannot be written now.
+        StoreError: The store cannot be written now.
     """
     key = posixpath.basename(posixpath.dirname(posixpath.dirname(data.url)))  # <key>/<name>/<split>
     return leased(store, key)
@@ -109,7 +109,7 @@ def delete_unused(store: Store, days: float = DAYS) -> None:
 
 
 def roots_of(store: Store, key: str) -> list[str]:
-    """The directories that have something of ``key``: the first with manifest and lease."""
+    """Return the directories that hold something of ``key``: the first with manifest and lease."""
     return [store.data_path(key), *(f"{root}/{key}" for root in (store.train_path, store.val_path) if root)]
 
 
@@ -146,7 +146,7 @@ _guard = threading.Lock()
 
 
 def fingerprint(df: DataFrame) -> str | None:
-    """What ``df`` computes and from which data; None where that is not known for certain.
+    """Return what ``df`` computes and from which data; None if that is not certain.
 
     Two DataFrames with one fingerprint have the same rows. The other way round nothing follows: what was made by
     ``createDataFrame`` or is cached has the same fingerprint only as long as it is the same object. Nothing is computed
@@ -179,7 +179,7 @@ def _digest(parts: Any) -> str:
 
 
 def directories_of(store: Store, key: str) -> dict[str, str]:
-    """Where the files of a new writing of ``key`` go, by split; another place at each call."""
+    """Return new directories for the files of ``key``, by split; other ones at each call."""
     roots = {"train": store.train_path, "validation": store.val_path}
     name = uuid.uuid4().hex[:8]
     return {
@@ -192,7 +192,7 @@ def using(store: Store, key: str) -> Iterator[None]:
     """Hold the data of ``key`` for looking or writing: one thread at a time, and with a lease.
 
     Raises:
-        StoreError: the store cannot be written.
+        StoreError: The store cannot be written.
     """
     path = store.data_path(key)
     with _guard:
@@ -206,7 +206,7 @@ def using(store: Store, key: str) -> Iterator[None]:
 
 
 def read_manifest(store: Store, key: str) -> dict[str, Any] | None:
-    """The manifest of the data under ``key`` if it is there and all its files are, with the sizes they had.
+    """Return the manifest of the data under ``key`` if it exists and all its files do, with their sizes.
 
     Its keys: format, sizes (path -> bytes), train, validation (``DatasetMeta`` as JSON, or None).
     """
@@ -223,7 +223,7 @@ def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
     """Write the manifest; from here on the data exist.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: It cannot be written.
     """
     content = json.dumps({"format": FORMAT, **manifest}).encode()
     store.write_bytes(f"{store.data_path(key)}/{MANIFEST}", content)
@@ -235,7 +235,7 @@ def clear_materialized_data(store: Store) -> None:
     No fit that reads them may be running. Checkpoints, logs and your own data stay.
 
     Raises:
-        StoreError: a file cannot be deleted.
+        StoreError: A file cannot be deleted.
     """
     for path in store.list(store.join("intermediate_data")):
         if store.exists(f"{path}/{USED}"):

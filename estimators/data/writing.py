@@ -1,7 +1,8 @@
-"""Writing one partition of a DataFrame: Arrow batches in, at most two Parquet files and one report out.
+"""Writes one partition of a DataFrame: Arrow batches in, at most two Parquet files and one report out.
 
-Runs in Spark's Python workers, so it imports neither pyspark nor torch. Rows are measured here, where they pass by
-once. An error that is the user's goes into the report and not up through Spark, which would retry it and bury its text.
+This runs in Spark's Python workers, so it imports neither pyspark nor torch. Rows are measured while they are written,
+to read them only once. Errors that the user must correct go into the report. Spark would retry the task if they were
+raised, and bury their text.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from spark_hvd.store.row_groups import RowGroupWriter
 
 TRAIN, VALIDATION = "train", "validation"
 PURPOSES = {TRAIN: "training", VALIDATION: "validation"}
-"""What the rows of a split are for, in messages."""
+"""The purpose of each split, as messages call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """What every task is told.
+    """What to write and how, the same for every task.
 
     Attributes:
-        store: Takes the files.
-        directories: By split ("train", "validation"), where its files go.
-        columns: To write, as the DataFrame hands them out.
-        validation: Share of the rows that go to "validation"; None where a column tells or none do.
-        marked_by: Name of the column that tells, "" where none does. It comes as a boolean after ``columns``.
-        seed: Of the split.
-        groups: Row groups that a file shall have at least, where it has rows enough.
-        uses: What columns are for.
+        store: The store that holds the files.
+        directories: The directory of each split ("train", "validation").
+        columns: The columns to write, in the order in which the DataFrame has them.
+        validation: Share of the rows to draw for "validation"; None if a column marks these rows, or if there are none.
+        marked_by: Name of the column that marks the rows for validation, a boolean after ``columns``; "" if none does.
+        seed: Seed of the draw.
+        groups: Minimum number of row groups in a file that has enough rows.
+        uses: What the columns are used for.
     """
 
     store: Store
@@ -56,37 +57,37 @@ class WriteTask:
 
 @dataclass(slots=True)
 class WriteReport:
-    """What a task did. Turns into JSON and back.
-
-    A file is a dict: split, name, bytes, and groups, the rows of each row group. ``error`` and ``kind`` are of the
-    error that ended it.
-    """
+    """A task's report, which travels as JSON."""
 
     measured: ColumnFindings = field(default_factory=ColumnFindings)
     files: list[dict[str, Any]] = field(default_factory=list)
+    """For each file a dict: split, name, bytes, and groups (the number of rows of each row group)."""
     error: str = ""
+    """The text of the error that ended the task."""
     kind: str = ""
+    """The name of its class."""
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WriteReport:
-        """The inverse of :meth:`to_bytes`."""
-        told = json.loads(data)
-        measured = told["measured"]
+        """Undo :meth:`to_bytes`."""
+        fields = json.loads(data)
+        measured = fields["measured"]  # JSON has turned its tuples into lists
         shapes = {name: tuple(shape) for name, shape in measured["shapes"].items()}
         measured |= {"shapes": shapes, "odd_weights": tuple(measured["odd_weights"])}
-        return cls(**{**told, "measured": ColumnFindings(**measured)})
+        return cls(**{**fields, "measured": ColumnFindings(**measured)})
 
 
 def write_partition(
     task: WriteTask, batches: Iterable[pa.RecordBatch], partition: int, attempt: int
 ) -> Iterator[pa.RecordBatch]:
-    """Write the rows of one partition, then yield one report; nothing for a partition without rows.
+    """Write the rows of one partition, then yield a batch with the report; yield nothing if there are no rows.
 
-    The split is drawn from the partition's number; ``attempt`` is unique among all task attempts and names the files.
+    The draw depends on the seed and the partition's number, so a repeated task draws the same rows. ``attempt``, which
+    is unique among all task attempts, keeps a repeated task from overwriting files.
     """
     report = WriteReport()
     try:
@@ -133,7 +134,7 @@ def _write_batch(
     for number, column in enumerate(task.columns):
         measured.add(column, batch.column(number), task.uses)
     if measured.has_nulls:
-        return  # nothing more is written, but the count shall be complete
+        return  # the fit will fail, so write nothing more, but count all nulls for the message
     arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
     table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns, task.uses.nullable))
     parts = (
@@ -147,7 +148,7 @@ def _write_batch(
 
 
 def schema_of(columns: Sequence[Column], nullable: Sequence[str] = ()) -> pa.Schema:
-    """Types in the files: numbers, lists of numbers for whatever shape, and structs for sparse vectors."""
+    """Return the types in the files: numbers, flat lists of numbers for any shape, and structs for sparse vectors."""
     return pa.schema([pa.field(each.name, _type_of(each), nullable=each.name in nullable) for each in columns])
 
 
@@ -157,38 +158,39 @@ def _type_of(column: Column) -> pa.DataType:
     number = pa.bool_() if column.dtype == "bool" else getattr(pa, column.dtype)()
     if column.encoding == "sparse":
         members = [("size", pa.int32()), ("indices", _list(pa.int32())), ("values", _list(number))]
-        return pa.struct([pa.field(name, kind, nullable=False) for name, kind in members])
+        return pa.struct([pa.field(name, type_, nullable=False) for name, type_ in members])
     return number if column.shape == () else _list(number)
 
 
-def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
+def _list(element: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", element, nullable=False))
 
 
 def convert(array: pa.Array, column: Column) -> pa.Array:
-    """One column of a batch, which was measured and is not empty, as it goes into the file."""
+    """Return a column of a batch, which must be measured and not empty, with its type in the file."""
+    type_ = _type_of(column)
     if column.dtype == "object":
-        return array.cast(_type_of(column))
-    kind = _type_of(column)
+        return array.cast(type_)
     if column.encoding == "sparse":
-        return _convert_sparse(array, kind)
+        return _convert_sparse(array, type_)
     if column.shape == ():
-        return array if array.type == kind else array.cast(kind)
+        return array if array.type == type_ else array.cast(type_)
+    # Nested lists become one flat list per row. Rows that are not null are equally long, which was measured.
     rows, values = len(array), array
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         values = values.flatten()
     nulls = array.is_null()
     lengths = np.where(nulls.to_numpy(zero_copy_only=False), 0, len(values) // max(1, rows - array.null_count))
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind, mask=nulls)
+    return pa.ListArray.from_arrays(offsets, values.cast(type_.value_type), type=type_, mask=nulls)
 
 
-def _convert_sparse(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def _convert_sparse(array: pa.Array, struct: pa.DataType) -> pa.Array:
     sizes, indices, values = (array.field(array.type.get_field_index(name)) for name in ("size", "indices", "values"))
     lists = [
         pa.ListArray.from_arrays(
-            part.offsets, part.values.cast(kind.field(name).type.value_type), kind.field(name).type
+            part.offsets, part.values.cast(struct.field(name).type.value_type), struct.field(name).type
         )
         for part, name in ((indices, "indices"), (values, "values"))
     ]
-    return pa.StructArray.from_arrays([sizes.cast(pa.int32()), *lists], fields=list(kind))
+    return pa.StructArray.from_arrays([sizes.cast(pa.int32()), *lists], fields=list(struct))

@@ -1,4 +1,4 @@
-"""From a DataFrame and parameters to a trained model, whatever the framework; on the driver.
+"""From a DataFrame and parameters to a trained model, for any framework; on the driver.
 
 May import every room below and runner.launch. Doors: estimator, backend.
 """

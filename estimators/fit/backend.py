@@ -1,4 +1,4 @@
-"""Where ranks run: a Spark cluster or this machine; the seam between estimators and the runner."""
+"""Where ranks run, on a Spark cluster or on this machine: the interface between estimators and the runner."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_turn = threading.Lock()
-"""One training at a time where nobody counts slots: on this machine, with Spark Connect, and of ranks that come and go,
+_one_training = threading.Lock()
+"""Held by one training at a time if nobody counts slots: on this machine, with Spark Connect, and for elastic runs,
 which take every slot they find. A CrossValidator with parallelism above 1 fits from several threads."""
 
 
@@ -33,20 +33,20 @@ class Backend(Protocol):
     """Runs a function on ranks that form one world."""
 
     def num_processes(self) -> int:
-        """Number of ranks that :meth:`run` starts."""
+        """Return the number of ranks that :meth:`run` starts."""
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
-        """Run ``fn`` on every rank and return its values in rank order; raises as :func:`spark_hvd.run`."""
+        """Run ``fn`` on every rank and return its values in rank order; raises the errors of :func:`spark_hvd.run`."""
 
 
 def max_num_proc_of(backend: Backend) -> int | None:
-    """Maximum number of ranks of an elastic backend; None for a backend with a fixed number."""
+    """Return the maximum number of ranks of an elastic backend; None for a backend with a fixed number."""
     most: int | None = getattr(backend, "max_num_proc", None)
     return most
 
 
 def tracker_of(backend: Backend) -> Any:
-    """Records the runs of a backend elsewhere; None if nothing does."""
+    """Return the tracker that records a backend's runs; None if there is none."""
     options = getattr(backend, "_options", {})
     return options.get("tracker") or getattr(options.get("reporting"), "tracker", None)
 
@@ -80,7 +80,7 @@ class SparkBackend(Backend):
         """See base class; for an elastic run, the number of ranks at the start.
 
         Raises:
-            ValueError: the numbers contradict each other.
+            ValueError: The numbers contradict each other.
             NotEnoughSlotsError: fewer tasks can run at the same time than requested.
         """
         session, config = active_session(self._spark), self._config()
@@ -91,15 +91,15 @@ class SparkBackend(Backend):
         assert isinstance(config, ElasticConfig)
         assert self.max_num_proc is not None
         resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, 1))
-        there = wait_for_slots(session, None, config.start_timeout, resources)
-        return max(min(there, self.max_num_proc), config.min_num_proc or 1)
+        slots = wait_for_slots(session, None, config.start_timeout, resources)
+        return max(min(slots, self.max_num_proc), config.min_num_proc or 1)
 
     def of(self, num_proc: int) -> SparkBackend:
-        """The same with another number of ranks."""
+        """Return the same backend with another number of ranks."""
         return SparkBackend(num_proc, max_num_proc=self.max_num_proc, spark=self._spark, **self._options)
 
     def torch_loading(self) -> AbstractContextManager[None]:
-        """A context in which processes for the ranks of the next run start, if possible."""
+        """Return a context in which processes for the next run's ranks start, if possible."""
         return torch_loading(active_session(self._spark), adapted(self._config()).env)
 
     def _config(self) -> RunConfig | ElasticConfig:
@@ -126,22 +126,22 @@ class SparkBackend(Backend):
         options = {"spark": self._spark, "data": data, **self._options}
         if self.max_num_proc is None and not is_connect(active_session(self._spark)):  # runs share the slots
             return run(fn, args, kwargs, self._num_proc, **options)
-        with _turn:
+        with _one_training:
             if self.max_num_proc is None:
                 return run(fn, args, kwargs, self._num_proc, **options)
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
     def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
-        """Run ``fn`` on other ranks, beside :meth:`run`, from another thread; waits for slots."""
+        """Run ``fn`` on other ranks, at the same time as :meth:`run`, from another thread; wait for slots."""
         return run(fn, args, None, num_proc, spark=self._spark, **_beside(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
-        """``fn`` for another thread, with this thread's local properties of Spark."""
+        """Wrap ``fn`` for another thread, with this thread's local properties of Spark."""
         return inheriting(active_session(self._spark), fn)
 
 
 class LocalBackend(Backend):
-    """Ranks as processes of this machine, by :func:`spark_hvd.run_local`; for tests, and one large machine.
+    """Ranks as processes of this machine, by :func:`spark_hvd.run_local`; for tests, and for one large machine.
 
     Args:
         num_proc: Number of ranks.
@@ -162,24 +162,24 @@ class LocalBackend(Backend):
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings of this process."""
-        with _turn:
+        with _one_training:
             if self.max_num_proc is None:
                 return run_local(fn, args, kwargs, self._num_proc, **self._options)
             return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)
 
     def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
-        """Run ``fn`` on other ranks, beside :meth:`run`, from another thread."""
+        """Run ``fn`` on other ranks, at the same time as :meth:`run`, from another thread."""
         return run_local(fn, args, None, num_proc, **_beside(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
-        """``fn`` for another thread."""
+        """Return ``fn`` for another thread, unchanged."""
         return fn
 
 
-_ALIKE = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_per_proc")
-"""Options in which a run beside another is as that one."""
+_INHERITED = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_per_proc")
+"""Options that a validation in the background takes over from the training."""
 
 
 def _beside(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
-    alike = {name: options[name] for name in _ALIKE if name in options}
-    return {**alike, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}
+    inherited = {name: options[name] for name in _INHERITED if name in options}
+    return {**inherited, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}

@@ -1,4 +1,4 @@
-"""Validation beside the training: the driver starts a run for the newest checkpoint, one such run at a time."""
+"""Validation in the background: the driver starts a run for the newest checkpoint, one such run at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Validated = tuple[Ticket, dict[str, float]]
 _EVERY_HERE, _EVERY = 0.1, 1.0
-"""Seconds between two looks into the folder of the run: on this machine's disks, and on others."""
+"""Seconds between two checks of the run's folder: on this machine's disks, and elsewhere."""
 
 
 class Begun(Tracker):
@@ -40,15 +40,15 @@ class Begun(Tracker):
         self._runs()
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
-        """See base class."""
+        """Do nothing."""
 
 
 @dataclass
 class Turn:
-    """A validation under way.
+    """A running validation.
 
     Attributes:
-        ticket: The newest checkpoint when it began; it validates this one, or a newer one that has just arrived.
+        ticket: The newest checkpoint at its start; it validates this one, or a newer one that has just arrived.
         begun: Whether its ranks run; until then it may be cancelled.
         stop: Ends its run.
     """
@@ -73,7 +73,7 @@ class Order:
         self._done: Ticket | None = None
 
     def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
-        """The validation that begins now, if any. Ranks that want no more wait for one that has begun.
+        """Return the validation to start now, if any. Ranks that want no more wait for one that has begun.
 
         ``waiting`` has the waiting checkpoints, the oldest first.
         """
@@ -89,17 +89,17 @@ class Order:
         return None
 
     def starts(self, newest: Ticket | None) -> None:
-        """Note that the validation has its slots, and will take the newest checkpoint."""
+        """Record that the validation has its slots, and will take the newest checkpoint."""
         assert self.turn is not None
         self.turn.ticket = newest or self.turn.ticket
 
     def runs(self) -> None:
-        """Note that its ranks have reported. Slots alone are not enough: others may hold them without our knowing."""
+        """Record that its ranks have reported. Slots alone are not enough: others may hold them without our knowing."""
         assert self.turn is not None
         self.turn.begun = True
 
     def end(self) -> str | None:
-        """Note the result of the validation, which is over.
+        """Record the result of the validation, which is over.
 
         Returns:
             The reason if it failed, otherwise None.
@@ -113,7 +113,7 @@ class Order:
             return None
         if turn.outcome is None or turn.stop.is_set():
             return None
-        if isinstance(turn.outcome, StartTimeoutError) and not turn.begun:  # for slots that nobody counts
+        if isinstance(turn.outcome, StartTimeoutError) and not turn.begun:  # while waiting for slots that nobody counts
             return None
         self._done = turn.ticket
         self.results.add(turn.ticket, {})
@@ -128,7 +128,7 @@ class Beside:
         validate: Runs a validation, given the results so far and its tracker; raises KeyboardInterrupt if it is
             stopped.
         history: The history that the training continues from.
-        inherit: Wraps a function for another thread, to which it carries this thread's local properties.
+        inherit: Wraps a function for another thread, with this thread's local properties.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Beside:
 
     def __enter__(self) -> None:
         before = self._place.results()
-        # What the rows of the history have by now counts for the best epoch too.
+        # Validations that the rows of the history have already count for the best epoch too.
         known: Mapping[int, Any] = {
             epoch: (generation_of(row), _of_validation(row)) for epoch, row in self._kept.items()
         }
@@ -177,7 +177,7 @@ class Beside:
         while not self._over.wait(every):
             try:
                 self._look()
-            except Exception as error:  # of the store or of Spark; ranks wait for what this thread tells
+            except Exception as error:  # errors of the store or of Spark; ranks wait for the reports of this thread
                 if not self._failed:
                     self._failed = True
                     _log.warning("validation in the background: %s: %s; it is tried again", type(error).__name__, error)
@@ -191,8 +191,8 @@ class Beside:
             self._unpublished = True
             if (failure := order.end()) is not None:
                 _log.warning(
-                    "validating epoch %d in the background failed; its row of the history has no val_ values, and the "
-                    "training goes on: %s",
+                    "validating epoch %d in the background failed; its row of the history has no val_ values, but the "
+                    "training continues: %s",
                     turn.ticket.epoch,
                     failure,
                 )
@@ -217,7 +217,7 @@ class Beside:
         try:
             with stopped_by(turn.stop):
                 turn.outcome = self._validate(self._order.results, Begun(starts, self._order.runs))
-        except BaseException as error:  # of the user's code in the ranks, too
+        except BaseException as error:  # including errors of the user's code in the ranks
             turn.outcome = error
 
 

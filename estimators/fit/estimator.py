@@ -1,6 +1,6 @@
 """What all estimators share: from a DataFrame and parameters to a trained Spark ML model.
 
-A fit has four stages, each called once: the plan, a trial of one batch, the data, the training on ranks.
+A fit has four stages, each called once: the plan, the trial of one batch, the data, and the training on ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spark_hvd.estimators.fit.backend import SparkBackend, tracker_of
 from spark_hvd.estimators.fit.logged import log_checkpoints
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
-from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
+from spark_hvd.estimators.fit.rows import passes_rows_directly, rows_for_ranks
 from spark_hvd.estimators.fit.trial import (
     ROWS,
+    batch_norm_layers,
     batch_of_rows,
     dtypes_asked,
     first_batch,
     losses_known,
-    normalised_rows,
     spec_for,
 )
 from spark_hvd.estimators.params.persistence import SavedParams
@@ -67,16 +67,16 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     _not_saved = ("backend", "tracker")
     shown_as = ""
-    """Its name in messages and displays, where another estimator fits by this one."""
+    """Name in messages and displays, if another estimator uses this one to fit."""
     _required: ClassVar[Mapping[str, str]] = {
         "model": "the model to train",
-        "feature_cols": "the columns that the model gets",
-        "label_cols": "the columns that outputs are compared with",
+        "feature_cols": "the columns that the model takes",
+        "label_cols": "the columns with which outputs are compared",
     }
 
     @property
     def transform(self) -> NoReturn:
-        """Not available; only the trained model has it."""
+        """Refuse: only the trained model has it."""
         raise AttributeError(
             f"{type(self).__name__}.transform: an estimator is not trained. Use the model that its fit returns: "
             "estimator.fit(df).transform(df)"
@@ -85,7 +85,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def fit_on_parquet(
         self, train_path: str | None = None, val_path: str | None = None, params: Mapping[Any, Any] | None = None
     ) -> M:
-        """Train on existing Parquet: a file or a directory of files, also one that Petastorm wrote.
+        """Train on existing Parquet: a file or a directory of files, possibly written by Petastorm.
 
         Args:
             train_path: Path of the training data; by default the store's ``train_path``.
@@ -97,10 +97,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
             The trained model.
 
         Raises:
-            ValueError, TypeError: a parameter is wrong.
-            DataError: the data do not exist, or do not match the parameters.
-            ModelError: the model does not work on the data.
-            RunError: ranks failed.
+            ValueError, TypeError: A parameter is wrong.
+            DataError: The data do not exist, or do not match the parameters.
+            ModelError: The model does not work on the data.
+            RunError: Ranks failed.
         """
         if params:
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
@@ -109,23 +109,23 @@ class SparkEstimator(SavedParams, Estimator[M]):
         if plan.spec.keeps_epochs:
             raise ValueError(
                 "MlflowTracker(checkpoints=True) with fit_on_parquet: the signature of models comes from rows of a "
-                "DataFrame. Call fit(spark.read.parquet(...)), or leave checkpoints out"
+                "DataFrame. Call fit(spark.read.parquet(...)), or omit checkpoints"
             )
         prepared = (settings["store"] or store).prepared
         train_path, val_path = train_path or prepared[0], val_path or prepared[1]
         if settings["validation"] is not None and val_path is None:
             raise ValueError(
                 f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
-                "leave validation out"
+                "omit validation"
             )
         _check_validated(settings, val_path)
         if train_path is None:
-            raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
-        # A store reads below its own file system only; the data may lie elsewhere.
+            raise ValueError("train_path is missing: pass it, or use Store.create(..., train_path=...)")
+        # A store reads only within its own file system; the data may lie elsewhere.
         data = Store.create(train_path, storage_options=store.storage_options)
         edited = {field[0] for field in settings["transformation_edit_fields"] or ()}
         wanted = None if settings["transformation_fn"] else [name for name in plan.spec.columns if name not in edited]
-        # What transformation_fn and decoders make of columns is known of no file.
+        # No file tells what transformation_fn and decoders return for columns.
         uses = Uses(settings["sample_weight_col"], tuple(settings["label_cols"])) if wanted else None
         train_data = dataset_of(data, train_path, wanted, uses)
         val_data = dataset_of(data, val_path, wanted, uses) if val_path else None
@@ -150,12 +150,12 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self._fit_planned(dataset, plan, columns)
 
     def _fit_planned(self, dataset: DataFrame, plan: FitPlan, columns: tuple[Column, ...]) -> M:
-        with importing("torch._dynamo"):  # as the trial's optimizer would: it takes as long as torch itself
+        with importing("torch._dynamo"):  # the trial's optimizer imports it, which takes as long as torch itself
             rows = _some_rows(dataset, columns, plan.name)
         spec = self._tried(plan, batch_of_rows(plan, rows, columns), columns)
         num_proc = plan.backend.num_processes()
         validation, seed = plan.settings["validation"] or None, plan.settings["random_seed"] or 0
-        if feeds(plan):
+        if passes_rows_directly(plan):
             rows = rows_for_ranks(dataset, columns, validation, seed)
             spec = replace(spec, train=rows.train, validation=rows.validation)
             return self._trained(plan, spec, num_proc, rows.data, dataset)
@@ -188,7 +188,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns, self._takes_other_columns)
-        with normalised_rows(plan.objects.model) as layers:
+        with batch_norm_layers(plan.objects.model) as layers:
             spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
@@ -200,7 +200,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         data: Mapping[str, Any] | None = None,
         dataset: DataFrame | None = None,
     ) -> M:
-        # Only for a tracker, which a backend may have: an optimizer is made for it, of a copy of the model.
+        # Only for a tracker, which a backend may have: for it, an optimizer is created for a copy of the model.
         is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
         facts = self._optimizer_facts(plan) if is_tracked else {}
         state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
@@ -213,33 +213,33 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     _framework: ClassVar[Framework]
     _takes_other_columns: ClassVar[bool] = False
-    """Whether transformation_fn may remove features and labels: what is left goes to the model."""
+    """Whether transformation_fn may remove features and labels, so that the model gets the rest."""
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
-        """Train and predict one batch, on copies of the model; raise a ModelError where that fails.
+        """Train and predict one batch, on copies of the model; raise a ModelError if that fails.
 
         Returns:
-            The specification, with what was learnt.
+            The specification, with the facts learned.
         """
         raise NotImplementedError
 
     def _check(self, settings: Settings) -> None:
-        """Raise a ValueError for parameters that do not go together."""
+        """Raise a ValueError for parameters that contradict each other."""
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
-        """Fields of TrainSpec and Objects that follow from parameters of another name."""
+        """Return fields of TrainSpec and Objects that follow from parameters with other names."""
         return {}
 
     def _imports(self, settings: Settings) -> list[str]:
-        """The modules that each rank imports, which take a third of a second, and compute nothing then."""
+        """Return the modules to import early in each rank, which take a third of a second, and compute nothing."""
         return ["spark_hvd.estimators.training.train", "spark_hvd.estimators.training.packing"]
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
-        """What a tracker is told of the optimizer, by the names of MLflow's own logging."""
+        """Return facts about the optimizer for a tracker, under the names of MLflow's own logging."""
         return {}
 
     def _untrained(self, plan: FitPlan, spec: TrainSpec) -> M:
-        """The model that would come out, with the weights it begins with."""
+        """Return the model that the fit would return, with its initial weights."""
         return self._model(plan, spec, {"model": plan.objects.model.state_dict()}, History())
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> M:
@@ -247,16 +247,16 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
 
 def session_to_fit(dataset: DataFrame) -> SparkSession:
-    """The session of a DataFrame that ``fit`` got.
+    """Return the session of a DataFrame that ``fit`` got.
 
     Raises:
-        TypeError: it is no DataFrame of Spark, or a streaming one.
-        ClusterError: its session has been stopped.
+        TypeError: It is not a DataFrame of Spark, or is a streaming one.
+        ClusterError: Its session has been stopped.
     """
     session = session_of(dataset, "fit")
     if dataset.isStreaming:
         raise TypeError(
-            "fit got a streaming DataFrame, which has no end: expected one of spark.read, or call fit in the "
+            "fit got a streaming DataFrame, which has no end: use spark.read, or call fit in the "
             "function of writeStream.foreachBatch"
         )
     return session
@@ -265,7 +265,7 @@ def session_to_fit(dataset: DataFrame) -> SparkSession:
 def model_fields(
     plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, state: Mapping[str, Any], history: History
 ) -> dict[str, Any]:
-    """What every estimator gives to the model that comes out of it, as keywords; ``state`` is its checkpoint's."""
+    """Return the keywords that every estimator passes to its model; ``state`` is the checkpoint's."""
     labels, losses = tuple(label.column for label in spec.labels), losses_known(plan.objects)
     epoch, heads = len(state.get("history", ())), heads_of(losses, len(labels))
     return {
@@ -281,9 +281,7 @@ def model_fields(
 
 def _check_validated(settings: Settings, validation: Any) -> None:
     if (beside := settings.get("validation_in_background")) and not validation:
-        raise ValueError(
-            f"validation_in_background={beside} without rows to validate on: give validation=, or leave it out"
-        )
+        raise ValueError(f"validation_in_background={beside} without rows to validate on: pass validation=, or omit it")
 
 
 def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
@@ -315,14 +313,14 @@ def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table
 
 @contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Import a module in a thread, and have it when this ends; in between this thread is to import nothing of torch's.
+    """Import a module in a thread, and wait for it at the end; meanwhile this thread must not import torch modules.
 
-    One that cannot be imported is for its user to report.
+    If it cannot be imported, whoever uses it reports that.
     """
 
     def load() -> None:
         collects = gc.isenabled()
-        gc.disable()  # what imports make stays: to look through it again and again is a quarter of their time
+        gc.disable()  # imported objects stay, and searching them again and again takes a quarter of the time
         try:
             with suppress(Exception):
                 importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The checkpoint of each epoch of a fit as a model of MLflow, with that epoch's metrics; the best one registered."""
+"""Logs the checkpoint of each epoch of a fit as an MLflow model, with the epoch's metrics; registers the best one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _log = logging.getLogger(__name__)
 def log_checkpoints(
     tracker: Any, spec: TrainSpec, df: DataFrame, history: History, made: Callable[[Mapping[str, Any]], Any]
 ) -> None:
-    """Log the weights that ranks have kept of each epoch to the run of an ``MlflowTracker``; then delete them.
+    """Log the weights that ranks have kept of each epoch to the run of an ``MlflowTracker``, then delete them.
 
     A failure is only a warning: the training is over, and its model must not be lost.
 
     Args:
         tracker: The tracker of the fit.
         spec: The fit, which ``keeps_epochs``.
-        df: Its rows.
+        df: The rows of the fit.
         history: The history of the whole fit.
-        made: The Spark ML model of a checkpoint.
+        made: Returns the Spark ML model of a checkpoint.
     """
-    with _warned(), _active(tracker.run_id), _warned():  # within, as the run has ended well, whatever fails here
+    with _warned(), _active(tracker.run_id), _warned():  # within the run, which has ended well whatever fails here
         checkpoints, name = Checkpoints(spec.store, spec.run_id), tracker.registered_model_name
         kept = [epoch for epoch in range(1, len(history) + 1) if checkpoints.exists(of_epoch(epoch))]
         best = None if name is None else _best(history, spec, name)
@@ -48,7 +48,7 @@ def _best(history: History, spec: TrainSpec, name: str) -> int | None:
         return int(history.best(key, spec.monitor_mode)["epoch"])
     except (KeyError, ValueError) as error:  # a Lightning module may log no loss
         _log.warning(
-            "no checkpoint is registered as %r in MLflow, as it is not known which is the best: %s", name, error.args[0]
+            "no checkpoint is registered as %r in MLflow, because the best one is unknown: %s", name, error.args[0]
         )
         return None
 
@@ -57,7 +57,7 @@ def _best(history: History, spec: TrainSpec, name: str) -> int | None:
 def _warned() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of the server, of the store, of what cannot be pickled
+    except Exception as error:  # errors of the server, of the store, or of pickling
         _log.warning(
             "MLflow lacks the checkpoints of some epochs; the trained model is not affected: %s: %s. "
             "model.log_to_mlflow(df) logs it",
@@ -77,7 +77,7 @@ def _active(run_id: str) -> Iterator[None]:
         yield
         return
     its = mlflow.get_run(run_id).info.experiment_id
-    before: Any = getattr(fluent, "_active_experiment_id", None)  # which no public function of MLflow 3 tells
+    before: Any = getattr(fluent, "_active_experiment_id", None)  # no public function of MLflow 3 returns it
     differs = before is not None and before != its
     if differs:
         mlflow.set_experiment(experiment_id=its)

@@ -25,7 +25,7 @@ Settings = Mapping[str, Any]
 
 _temporary: list[Scratch] = []
 _fits: dict[str, tuple[int, dict[str, Any]]] = {}
-"""By estimator how many fits there were, and the plain parameters of the last; fits run in several threads."""
+"""By estimator: how many fits there were, and the plain parameters of the last; fits run in several threads."""
 _lock = threading.Lock()
 
 
@@ -42,9 +42,9 @@ class FitPlan:
 
 
 def label_of(uid: str, settings: Settings) -> str:
-    """The label of a fit among those of the same estimator and its copies: its number and the changed parameters.
+    """Return a fit's label among those of the same estimator and its copies: its number and the changed parameters.
 
-    CrossValidator makes such fits for each fold and each point of a grid. Empty for the first fit.
+    CrossValidator makes such fits for each fold and each point of a grid. The first fit's label is empty.
     """
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
     with _lock:
@@ -58,8 +58,8 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     """Make the plan from checked parameters. Fields of TrainSpec and Objects get the parameters of their names.
 
     Raises:
-        ValueError: a run to resume has no store, and executors may be on several hosts.
-        StoreError: ranks would not see the store.
+        ValueError: A run to resume has no store, and executors may be on several hosts.
+        StoreError: Ranks would not see the store.
     """
     weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
     backend: Backend = settings["backend"] or SparkBackend(
@@ -76,14 +76,14 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     seed = settings["random_seed"]
     alone = settings["store"] is None and not isinstance(backend, LocalBackend) and not is_local(active_session(None))
     if alone and settings["run_id"] is not None:
-        raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
+        raise ValueError(store_missing(f"run_id={settings['run_id']!r} resumes from checkpoints"))
     if alone and elastic:
         raise ValueError(store_missing("ranks that come and go (max_num_proc) read their rows from files"))
     keeps = bool(getattr(tracker_of(backend), "checkpoints", False))
     if keeps and settings.get("collate"):
         raise ValueError(
-            f"MlflowTracker(checkpoints=True) with {name}: its models take raw columns, but models in MLflow do not. "
-            "Leave checkpoints out"
+            f"MlflowTracker(checkpoints=True) with {name}: its models take raw columns, but models in MLflow cannot. "
+            "Omit checkpoints"
         )
     if keeps and alone:
         raise ValueError(store_missing("MlflowTracker(checkpoints=True) reads the checkpoint of each epoch"))
@@ -133,7 +133,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
 
 
 def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend:
-    """A backend that leaves some slots of the cluster free, if it would otherwise take all."""
+    """Return a backend that leaves some slots of the cluster free, if it would otherwise take all."""
     if not hasattr(backend, "run_beside"):
         raise ValueError(
             f"validation_in_background={beside} with backend={backend!r}: expected one that can run two things at "
@@ -149,16 +149,16 @@ def _commit_every(settings: Settings, elastic: bool) -> int | None:
     every: int | None = settings.get("commit_every")  # classifiers have none
     if every is not None and not elastic:
         raise ValueError(
-            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits. Give max_num_proc "
+            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits. Pass max_num_proc "
             "too, or checkpoint_every for checkpoints in the store"
         )
-    if every is not None or not elastic or "trainer_args" in settings:  # each of Lightning's makes a file in memory
+    if every is not None or not elastic or "trainer_args" in settings:  # Lightning's commits make files in memory
         return every
     return COMMIT_EVERY * int(settings["backward_passes_per_step"])
 
 
 def _passes(settings: Settings) -> tuple[str, int]:
-    """The parameter with the number of batches per optimizer step, and its value."""
+    """Return the parameter with the number of batches per optimizer step, and its value."""
     if "trainer_args" in settings:
         found = settings["trainer_args"].get("accumulate_grad_batches", 1)
         return "trainer_args' accumulate_grad_batches", found if isinstance(found, int) and found > 0 else 1
@@ -166,9 +166,9 @@ def _passes(settings: Settings) -> tuple[str, int]:
 
 
 def store_missing(reason: str) -> str:
-    """The text of the error that executors on several hosts have no storage that all of them can reach."""
+    """Return the text of the error that executors on several hosts have no storage that all of them can reach."""
     return (
-        f"store is missing: {reason}, and executors on several hosts need a place that all of them can reach, such as "
+        f"store is missing: {reason}, and executors on several hosts need storage that all of them can reach, such as "
         "store=Store.create('s3://bucket/folder') or a shared file system"
     )
 
@@ -178,10 +178,10 @@ def _fields_of(kind: type[Any], settings: Settings) -> dict[str, Any]:
 
 
 def check_together(name: str, settings: Settings, required: Mapping[str, str]) -> None:
-    """Check that all ``required`` parameters (name -> meaning) are given, and that parameters fit together.
+    """Check that all ``required`` parameters (name -> meaning) are given, and that parameters are consistent.
 
     Raises:
-        ValueError: they do not; the text names them.
+        ValueError: They are not; the text names them.
     """
     for parameter, meaning in required.items():
         if settings[parameter] is None:
@@ -191,35 +191,35 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
             if settings[parameter] is not None and len(settings[parameter]) != len(settings[columns]):
                 raise ValueError(
                     f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
-                    "expected one for each; None leaves one as it is"
+                    "expected one for each; None keeps the default"
                 )
     name_of_passes, passes = _passes(settings)
     for parameter in ("checkpoint_every", "commit_every"):
         if (every := settings.get(parameter)) is not None and every % passes:
             raise ValueError(
-                f"{parameter}={every} with {name_of_passes}={passes}: expected a multiple of it, for a "
-                "checkpoint has no gradients"
+                f"{parameter}={every} with {name_of_passes}={passes}: expected a multiple of it, because a "
+                "checkpoint contains no gradients"
             )
     if settings["backend"] is None:
         _check_numbers(settings)
         return
     if settings["num_proc"] is not None:
         raise ValueError(
-            f"num_proc={settings['num_proc']} and backend are both given: give the number to the backend, "
+            f"num_proc={settings['num_proc']} and backend are both given: pass the number to the backend, "
             "SparkBackend(num_proc=...)"
         )
     if settings["max_num_proc"] is not None:
         raise ValueError(
-            f"max_num_proc={settings['max_num_proc']} and backend are given: give it to the backend, "
+            f"max_num_proc={settings['max_num_proc']} and backend are both given: pass it to the backend, "
             "SparkBackend(max_num_proc=...)"
         )
     if settings["max_restarts"] or settings["min_num_proc"] is not None:
         raise ValueError(
             f"max_restarts={settings['max_restarts']}, min_num_proc={settings['min_num_proc']} and backend are "
-            "given: give them to the backend, SparkBackend(max_restarts=...)"
+            "given: pass them to the backend, SparkBackend(max_restarts=...)"
         )
     if settings["tracker"] is not None:
-        raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
+        raise ValueError("tracker and backend are both given: pass it to the backend, SparkBackend(tracker=...)")
 
 
 def _check_numbers(settings: Settings) -> None:
@@ -229,7 +229,7 @@ def _check_numbers(settings: Settings) -> None:
     if settings["max_restarts"]:
         raise ValueError(
             f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit continues with the "
-            "remaining ranks and lets others join, instead of restarting from a checkpoint. Give one of the two"
+            "remaining ranks and lets others join, instead of restarting from a checkpoint. Pass only one of the two"
         )
     if not (least or 1) <= (number or least or 1) <= most:
         raise ValueError(
@@ -239,12 +239,12 @@ def _check_numbers(settings: Settings) -> None:
 
 
 def _store(store: Store | None, alone: bool) -> Store:
-    if alone:  # nothing is written to it: ranks have their own
+    if alone:  # nothing is written to it, as ranks have their own
         return Store.create(tempfile.gettempdir())
     if store is None:
-        if not _temporary:  # one folder for all fits of this process that name no store; it goes with the process
+        if not _temporary:  # one folder for all fits of this process without a store; it goes with the process
             _temporary.append(Scratch("fits"))
         store = Store.create(_temporary[0].path)
     if not store.is_shared:
-        raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
+        raise StoreError(f"store={store.url}: ranks are other processes and cannot see it. Use a shared path")
     return store.plain

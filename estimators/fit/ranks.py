@@ -38,12 +38,12 @@ def train_on_ranks(
     rows: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], History]:
-    """The checkpoint of the trained model, and the history.
+    """Train, and return the checkpoint of the trained model and the history.
 
     Raises:
-        DataError: there are fewer rows than ranks.
-        CheckpointError: the run has a checkpoint that does not match.
-        RunError: ranks failed.
+        DataError: There are fewer rows than ranks.
+        CheckpointError: The run has a checkpoint that does not match.
+        RunError: Ranks failed.
     """
     most = max(num_proc, max_num_proc_of(plan.backend) or 0)
     for what, data in (("training", spec.train), ("validation", spec.validation)):
@@ -57,9 +57,9 @@ def train_on_ranks(
     if spec.resume:
         state = checkpoints.load()
         check_fits(state, plan.objects.model, spec.run_id)
-        if plan.settings["random_seed"] is None:  # else the order of rows would be another
+        if plan.settings["random_seed"] is None:  # otherwise the order of rows would differ
             spec = replace(spec, seed=state["seed"])
-        if rows is None:  # else ranks do it, once they know the rows
+        if rows is None:  # otherwise ranks check, once they know the rows
             check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)
         history = History(state["history"])
     if len(history) < spec.epochs:
@@ -96,10 +96,10 @@ def train_on_ranks(
 def _validating(
     plan: FitPlan, spec: TrainSpec, packed: PackedModule, framework: Any, history: History
 ) -> AbstractContextManager[None]:
-    """A context in which separate runs validate the training's checkpoints, if that is wanted."""
+    """Return a context in which separate runs validate the training's checkpoints, if that is requested."""
     if not spec.validation_in_background:
         return nullcontext()
-    backend: Any = plan.backend  # the plan has seen that it can
+    backend: Any = plan.backend  # the plan has checked that it can
 
     def run(results: Results, tracker: Tracker) -> tuple[Ticket, dict[str, float]] | None:
         fn = renamed(validate, f"{plan.name} (validation)")
@@ -114,14 +114,14 @@ _FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backwa
 
 
 def _facts(plan: FitPlan, more: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The parameters of a fit, and ``more``, as facts for a tracker."""
+    """Return the parameters of a fit, and ``more``, as facts for a tracker."""
     known = {name: plan.settings.get(name) for name in _FACTS.split()} | dict(more)
     plain = {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
     return {f"fit.{name}": value for name, value in plain.items() if known[name] is not None}
 
 
 def _through_losses(run: Callable[[TrainSpec], Any], spec: TrainSpec, checkpoints: Checkpoints) -> Any:
-    """The ranks' results. If all ranks of an elastic fit are lost at once, new ones resume from its last checkpoint.
+    """Return the ranks' results. If all ranks of an elastic fit are lost at once, new ones resume from its checkpoint.
 
     This repeats only while each attempt has a newer checkpoint, because the cause of the loss may recur.
     """
@@ -133,9 +133,9 @@ def _through_losses(run: Callable[[TrainSpec], Any], spec: TrainSpec, checkpoint
             former, version = version, checkpoints.version()
             if version in (None, former):
                 raise
-            _log.warning("%s. The fit goes on from its last checkpoint", str(error).splitlines()[0])
+            _log.warning("%s. The fit continues from its last checkpoint", str(error).splitlines()[0])
             spec = replace(spec, resume=True)
 
 
 def _kept(spec: TrainSpec) -> str:
-    return f"The last checkpoint, if there was one, is kept: fit again with run_id={spec.run_id!r} to go on from it."
+    return f"The last checkpoint, if there was one, is kept: fit again with run_id={spec.run_id!r} to resume from it."

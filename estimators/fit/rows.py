@@ -1,4 +1,4 @@
-"""Rows that go from a DataFrame's partitions to the ranks of a fit, and are written nowhere but on their disks."""
+"""Rows that go directly from a DataFrame's partitions to the ranks of a fit, which keep them on their disks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.estimators.data.columns import expression_of
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowsForRanks:
-    """What a fit gives its run.
+    """What a fit passes to its run.
 
-    ``train`` and ``validation`` are their columns; how many rows there are is known to ranks alone.
+    ``train`` and ``validation`` describe the columns; only ranks know the number of rows.
     """
 
     data: Mapping[str, Any]
@@ -32,8 +32,8 @@ class RowsForRanks:
     validation: DatasetMeta | None
 
 
-def feeds(plan: FitPlan) -> bool:
-    """Whether ranks are handed their rows: no store is asked for, and nothing that reads files again or elsewhere."""
+def passes_rows_directly(plan: FitPlan) -> bool:
+    """Return whether ranks get rows directly: the fit has no store, and nothing reads files again or elsewhere."""
     settings = plan.settings
     return (
         settings["store"] is None
@@ -46,10 +46,10 @@ def feeds(plan: FitPlan) -> bool:
 
 
 def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float | str | None, seed: int) -> RowsForRanks:
-    """The rows of a DataFrame, computed once for training and validation.
+    """Return the rows of a DataFrame, computed once for training and validation.
 
     Raises:
-        ValueError, DataError: ``validation`` is none.
+        ValueError, DataError: ``validation`` is invalid.
     """
     check_validation(df, validation)
     names = [column.name for column in columns]
@@ -58,14 +58,14 @@ def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float |
         return RowsForRanks({"training": df.select(sources)}, DatasetMeta("the DataFrame", tuple(columns), ()), None)
     if isinstance(validation, str):
         marked = F.col(quoted(validation)).cast("bigint") > 0
-        held = F.coalesce(marked, F.lit(False))
-        # Ranks count its nulls, as they do those of the columns that models see.
+        held_out = F.coalesce(marked, F.lit(False))
+        # Ranks count its nulls, as they count those of the model's columns.
         name = f"{validation} (validation)" if validation in names else validation
         columns, names = [*columns, Column(name, "bool")], [*names, name]
         sources.append(marked.alias(name))
     else:
-        held = F.rand(seed) < validation
+        held_out = F.rand(seed) < validation
     meta = DatasetMeta("the DataFrame", tuple(columns), ())
-    mark = "__held" + "_" * max(map(len, names))  # longer than any of theirs
-    split = Split(df.select([*sources, held.alias(mark)]), names, "validation", F.col(mark))
+    mark = "__held" + "_" * max(map(len, names))  # longer than all column names
+    split = Split(df.select([*sources, held_out.alias(mark)]), names, "validation", F.col(mark))
     return RowsForRanks({"training": split}, meta, meta)

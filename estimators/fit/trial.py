@@ -1,4 +1,4 @@
-"""One batch through the model on the driver, before any rank is started: what cannot work is found in seconds."""
+"""Tries one batch with the model on the driver, before any rank starts, to find errors within seconds."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from spark_hvd.store import Store
 
 _log = logging.getLogger(__name__)
 ROWS = 32
-"""At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
+"""Maximum number of rows to try: enough for batch normalisation, and few enough to take no time."""
 
 
 @contextmanager
-def normalised_rows(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Within this context, names of layers of batch normalisation that a batch of one row fails in are found.
+def batch_norm_layers(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Within this context, collect names of batch normalisation layers that would fail on a batch of one row.
 
-    They are found where the model, or a copy of it, trains on a batch of any size: torch refuses one value a channel.
+    The model, or a copy, must train on a batch of any size meanwhile: torch refuses one value per channel.
     """
     found: list[str] = []
 
@@ -57,10 +57,10 @@ def normalised_rows(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> Batch:
-    """The rows of a table as ranks would get them, through the same reader.
+    """Return the rows of a table as ranks would get them, through the same reader.
 
     Raises:
-        DataError: there are no rows, nulls among them, or the functions fail.
+        DataError: There are no rows, nulls among them, or the functions fail.
     """
     if not table.num_rows:
         raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
@@ -72,14 +72,14 @@ def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> 
         group = RowGroup(path, 0, table.num_rows)
         try:
             return first_batch(plan, DatasetMeta(store.url, tuple(columns), (group,)), store)
-        except DataError as error:  # of a file that the user has never heard of
+        except DataError as error:  # of a file that the user does not know
             raise DataError(str(error).replace(where(group), "the first rows")) from error
     finally:
         store.delete(store.url)
 
 
 def first_batch(plan: FitPlan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
-    """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
+    """Return the first batch of a data set in ``store``, by the reader called ``kind``."""
     spec = reader_spec(plan.spec, plan.objects, dataset=dataset, store=store, workers=1, kind=kind)
     rows = min(ROWS, dataset.rows)
     with closing(open_reader(spec)) as reader:
@@ -87,23 +87,23 @@ def first_batch(plan: FitPlan, dataset: DatasetMeta, store: Store, kind: str | N
 
 
 def dtypes_asked(settings: Settings) -> Iterator[tuple[str, str | None]]:
-    """Columns and the dtypes that inputs and labels are to have of them; None where none is given."""
+    """Yield columns and the dtypes requested for them as inputs and labels; None where none is given."""
     for columns, dtypes in (("feature_cols", "input_dtypes"), ("label_cols", "label_dtypes")):
         yield from zip(settings[columns], settings[dtypes] or [None] * len(settings[columns]), strict=True)
 
 
 def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column], others: bool = False) -> TrainSpec:
-    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes.
+    """Return the specification of a plan with its inputs and labels, whose dtypes and shapes come from a batch.
 
-    Where ``others``, the batch may have other columns than were asked for, and all of them are inputs then.
+    If ``others``, the batch may have other columns than requested, and all of them are inputs.
 
     Raises:
-        DataError: a feature or label is not in the batch.
+        DataError: A feature or label is not in the batch.
     """
     settings, known = plan.settings, {column.name: column for column in columns}
 
     def own(name: str) -> str | None:
-        # Its digits are for another use of the column.
+        # The scale of a decimal serves another use of the column.
         return "float32" if name in known and known[name].dtype == "float64" else None
 
     def tensors(names: Sequence[str], what: str) -> tuple[TensorSpec, ...]:
@@ -111,7 +111,7 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column], others: boo
         dtypes = settings[f"{what}_dtypes"] or [None] * len(names)
         stacks = what == "input" and settings["stack_features"]
         return tuple(
-            # What a decoder or transformation_fn makes of a column is known from the batch.
+            # The batch shows what a decoder or transformation_fn returns for a column.
             TensorSpec(
                 _as_in(batch[name], known.get(name) or Column(name, "object")), dtype or own(name), shape, stacks
             )
@@ -140,13 +140,13 @@ def _check_there(settings: Settings, batch: Batch) -> None:
             if name not in batch:
                 raise DataError(
                     f"{parameter}={settings[parameter]!r}: {name!r} is not in the batch, which has {listed(batch)}. "
-                    f"transformation_removed_fields={settings['transformation_removed_fields']!r} says what "
-                    f"transformation_fn removes: leave {name!r} out there and return it, or out of {parameter}"
+                    f"transformation_removed_fields={settings['transformation_removed_fields']!r} lists what "
+                    f"transformation_fn removes: remove {name!r} there and return it, or remove it from {parameter}"
                 )
 
 
 def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers."""
+    """Return a label's default dtype: int64 for losses of class numbers, otherwise float32 for numbers."""
     loss = losses[number if len(losses) > 1 else 0] if losses else None
     if known_as(loss) in INTEGER_LABELS:
         return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
@@ -155,19 +155,19 @@ def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> st
 
 
 def losses_known(objects: Objects) -> list[Any]:
-    """The losses; none where their constructors work in ranks only."""
+    """Return the losses; none if their constructors work only in ranks."""
     try:
         return losses_of(replace(objects, model=copy.deepcopy(objects.model)) if objects.loss_constructors else objects)
-    except Exception as error:  # whatever the user's functions raise; a rank tells it if it is so there, too
+    except Exception as error:  # any error of the user's functions; a rank reports it if it occurs there, too
         _log.warning("loss_constructors cannot be tried on the driver: %s: %s", type(error).__name__, error)
         return []
 
 
 def check_loss(spec: TrainSpec, loss: float, batch: Batch) -> None:
-    """Make sure that the loss of the batch that is tried is not NaN or infinite for values of the batch that are.
+    """Check that the loss of the tried batch is not NaN or infinite because of such values in the batch.
 
     Raises:
-        DataError: it is, in a training that would end there.
+        DataError: It is, and training would end there.
     """
     if spec.terminate_on_nan and not math.isfinite(loss) and (found := spec.not_finite(batch)):
         raise DataError(f"the loss is {loss} for the first rows, tried before ranks were started: {found}")
@@ -179,7 +179,7 @@ def _as_in(tensor: torch.Tensor, column: Column) -> Column:
 
 
 def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
-    """The error of a step of a trial: what was ``given``, and which parameters change what ``error`` is about."""
+    """Return the error of a failed step of a trial: what was ``given``, and which parameters may help."""
     text, advice = str(error), ""
     if "multi-target" in text:
         advice = " label_shapes=[[-1]] makes one class number of each row."
@@ -195,7 +195,7 @@ def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
 
 
 def describe(value: Any) -> str:
-    """Dtype and shape of a tensor, or the type of what is none."""
+    """Describe a tensor by dtype and shape, and anything else by its type."""
     if not hasattr(value, "shape"):
         return type(value).__name__
     if not isinstance(value, torch.Tensor):

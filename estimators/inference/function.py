@@ -1,4 +1,8 @@
-"""``predict``: a DataFrame and a model, or a function that loads one, to a DataFrame with the model's outputs."""
+"""``spark_hvd.predict``: appends the outputs of any model to a DataFrame.
+
+On the driver, `predict` checks its arguments and makes a `Prediction` (estimators/transform), which executors run over
+batches of Arrow.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, StructType
 
-_OTHER = "a torch.nn.Module, a keras.Model, or a function without arguments that returns something to call"
+_MODELS = "a torch.nn.Module, a keras.Model"
 
 
 def predict(
@@ -94,12 +98,12 @@ def predict(
         ``df`` with the new columns. Nothing is computed before an action.
 
     Raises:
-        TypeError, ValueError: an argument is of another kind.
-        DataError: a column is missing or cannot become a tensor, or one of ``outputs`` already exists. In an action:
-            nulls, or arrays of different lengths.
-        ModelError: in an action, the model cannot be loaded, fails, returns other outputs, rows or shapes, or does not
+        TypeError, ValueError: An argument has the wrong type or value.
+        DataError: A column is missing or cannot become a tensor, or one of ``outputs`` already exists. In an action,
+            there are nulls, or arrays of different lengths.
+        ModelError: In an action, the model cannot be loaded, fails, returns other outputs, rows or shapes, or does not
             fit into memory.
-        UnpicklableError: the model, the loader or ``collate`` cannot be sent to executors.
+        UnpicklableError: The model, the loader or ``collate`` cannot be sent to executors.
     """
     session = session_of(df, "predict")
     for name, number in (("batch_size", batch_size), ("window", window)):
@@ -137,7 +141,7 @@ def predict(
 
 
 def _names(columns: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of columns, and of arguments if they have some."""
+    """Return the names of the columns, and those of the model's arguments, which are empty if there are no names."""
     named = isinstance(columns, Mapping)
     names = (columns,) if isinstance(columns, str) else tuple(columns.values() if named else columns)
     if not names or not all(isinstance(name, str) for name in names):
@@ -159,47 +163,53 @@ def _check_types(schema: StructType, names: Sequence[str]) -> None:
 
 
 def _value_of(schema: StructType, name: str) -> SparkColumn:
-    """What collate sees of a column: its values; a vector is a list of numbers."""
-    kind = schema[name].dataType
-    if kind.simpleString() == "vector":
+    """Return a column's values as ``collate`` gets them; a vector becomes a list of numbers."""
+    type_ = schema[name].dataType
+    if type_.simpleString() == "vector":
         return expression_of(columns_of(schema, [name])[0])
-    inner = kind
+    inner = type_
     while isinstance(inner, ArrayType):
         inner = inner.elementType
-    if hasattr(inner, "sqlType"):
+    if hasattr(inner, "sqlType"):  # a user-defined type
         raise DataError(
-            f"column {name!r} is of type {kind.simpleString()}, which Spark does not send to Python: cast it first"
+            f"column {name!r} is of type {type_.simpleString()}, which Spark does not send to Python: cast it first"
         )
     return F.col(quoted(name))
 
 
-def _source(given: Any, session: Any, connect: bool) -> ModelSource:
-    model = _module(given)
-    if model is not None:
-        return sent(pack(model), session, connect)
-    if not callable(given):
-        raise TypeError(f"predict got {given!r} as its model: expected {_OTHER}")
-    try:
-        needed = [each.name for each in inspect.signature(given).parameters.values() if each.default is each.empty]
-        needed = [] if all(each in ("args", "kwargs") for each in needed) else needed
-    except (TypeError, ValueError):
-        needed = []
-    if needed:
+def _source(model_or_loader: Any, session: Any, connect: bool) -> ModelSource:
+    module = _module(model_or_loader)
+    if module is not None:
+        return sent(pack(module), session, connect)
+    expected = f"expected {_MODELS}, or a function without arguments that returns something to call"
+    if not callable(model_or_loader):
+        raise TypeError(f"predict got {model_or_loader!r} as its model: {expected}")
+    if required := _required_arguments(model_or_loader):
         raise TypeError(
-            f"predict got {given!r}, which takes {', '.join(needed)}, as its model: expected {_OTHER}. For a function "
-            "that is the model itself give `lambda: function`"
+            f"predict got {model_or_loader!r}, which takes {', '.join(required)}, as its model: {expected}. For a "
+            "function that is the model itself give `lambda: function`"
         )
-    _check_pickles("model_or_loader", given)
-    loader = _ModelLoader(Shipped(_name(given), given))
-    return ModelSource(uuid.uuid4().hex, loader=loader)  # what it loads may be another thing the next time
+    _check_pickles("model_or_loader", model_or_loader)
+    loader = _ModelLoader(Shipped(_name(model_or_loader), model_or_loader))
+    return ModelSource(uuid.uuid4().hex, loader=loader)  # a new id each time: the function may load another model
 
 
-def _module(given: Any) -> Any:
-    """A module that stands for a model of torch or Keras; None if it is none."""
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called; none if Python does not know."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+
+
+def _module(model: Any) -> Any:
+    """Return a model of torch or Keras as a ``torch.nn.Module``; None for anything else."""
     keras = sys.modules.get("keras")
-    if keras and isinstance(given, keras.Model):  # first: on the torch backend it is a module, too
-        return KerasModule(given)
-    return given if isinstance(given, torch.nn.Module) else None
+    if keras and isinstance(model, keras.Model):  # checked first: on Keras' torch backend it is also a torch.nn.Module
+        return KerasModule(model)
+    return model if isinstance(model, torch.nn.Module) else None
 
 
 def _check_pickles(name: str, value: Any) -> None:
@@ -218,7 +228,7 @@ def _name(function: Any) -> str:
 
 @dataclass(frozen=True)
 class _ModelLoader:
-    """Calls the user's function in a worker, and says what went wrong."""
+    """Calls the user's function in a worker; a ModelError says what went wrong."""
 
     function: Shipped
 
@@ -235,6 +245,6 @@ class _ModelLoader:
                     f"executors: files that it reads, and packages that it imports, must be there. {MODULE_ON_SPARK}"
                 ) from error
         if not callable(found):
-            raise ModelError(f"{name} returned {found!r}: expected {_OTHER.rsplit(', or', 1)[0]}, or a function")
+            raise ModelError(f"{name} returned {found!r}: expected {_MODELS}, or a function")
         module = _module(found)
         return found if module is None else module

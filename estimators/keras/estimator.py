@@ -1,4 +1,4 @@
-"""KerasEstimator and KerasModel: a Keras model on a DataFrame, on the backend that Keras was imported on."""
+"""KerasEstimator and KerasModel: train a Keras model on a DataFrame, on the backend with which Keras was imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spark_hvd.runner.config import PRELOAD
 _log = logging.getLogger(__name__)
 _REGRESSION = (
     "mean_squared_error mean_absolute_error mean_squared_logarithmic_error mean_absolute_percentage_error log_cosh "
-    "huber poisson mse mae msle mape"  # functions of the user's have the short names, too
+    "huber poisson mse mae msle mape"  # the user's functions may have the short names, too
 )
 _HEADS = {
     **dict.fromkeys(_REGRESSION.split(), "regression"),
@@ -43,11 +43,11 @@ _HEADS = {
 }
 
 
-class _OfKeras(TableParams):
+class _KerasParams(TableParams):
     """A table of parameters with a Keras model and its custom objects."""
 
     def value_of(self, name: str) -> Any:
-        """See base class; the model knows its custom objects."""
+        """See base class; the model gets its custom objects."""
         value = super().value_of(name)
         if name == "model" and value is not None:
             value.custom_objects = {**value.custom_objects, **(self.getOrDefault("custom_objects") or {})}
@@ -59,7 +59,7 @@ class _OfKeras(TableParams):
         return None if module is None else module.keras_model
 
 
-class KerasModel(_OfKeras, TorchModel):
+class KerasModel(_KerasParams, TorchModel):
     """A trained Keras model in Spark ML; see TorchModel. It runs on the backend on which it was trained."""
 
     __module__ = "spark_hvd.estimators"
@@ -91,7 +91,7 @@ class KerasModel(_OfKeras, TorchModel):
         except ImportError as error:
             raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
         model, backend = self.getModel(), self.value_of("model").backend
-        if not {"pip_requirements", "conda_env"} & options.keys():  # or MLflow would load the model to find them
+        if not {"pip_requirements", "conda_env"} & options.keys():  # otherwise MLflow would load the model to find them
             options["pip_requirements"] = [*pinned(("keras", backend)), *options.pop("extra_pip_requirements", ())]
         options |= {"name": name, "registered_model_name": registered_model_name}
         return with_metrics(lambda: of_keras.log_model(model, **options), self._row())
@@ -104,11 +104,11 @@ class KerasModel(_OfKeras, TorchModel):
         return meta.head if meta is not None else Head("other")
 
     def _heads(self, outputs: int) -> tuple[Head, ...]:
-        made_by_hand = self.value_of("metadata") is None  # there is no loss then
+        made_by_hand = self.value_of("metadata") is None  # then there is no loss
         return (Head("other"),) * outputs if made_by_hand else super()._heads(outputs)
 
 
-class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
+class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
     """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks. ``fit`` returns a KerasModel.
 
     Data, store, checkpoints and history work as in TorchEstimator. It uses the backend of Keras 3 in the driver: torch
@@ -116,7 +116,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
     the driver tries one batch on a copy of the model.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -137,8 +137,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         _check_late(settings)
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
-                "scale_lr=True: the optimizer has a learning rate schedule, which cannot be multiplied. Make it for "
-                "num_proc ranks and give scale_lr=False"
+                "scale_lr=True: the optimizer has a learning rate schedule, which cannot be scaled. Create it for "
+                "num_proc ranks and pass scale_lr=False"
             )
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
@@ -152,13 +152,13 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             "metrics": Described.of(settings["metrics"]),
             "text": _text(settings),
         }
-        if keras.config.backend() == "torch" and not settings["backend_env"]:  # which is for before Keras is imported
+        if keras.config.backend() == "torch" and not settings["backend_env"]:  # it applies before Keras is imported
             derived["env"] = {PRELOAD: "spark_hvd.estimators.keras.on_torch"}
         if (checkpoint := settings["checkpoint_callback"]) is not None:
             if settings["monitor"] not in (None, checkpoint.monitor):
                 raise ValueError(
                     f"monitor={settings['monitor']!r} and a checkpoint_callback with monitor={checkpoint.monitor!r}: "
-                    "expected the same, or one of them"
+                    "use the same monitor, or only one of them"
                 )
             best = any(word in checkpoint.monitor for word in ("acc", "auc", "fmeasure", "f1"))
             mode = {"auto": "max" if best else "min"}.get(checkpoint.mode, checkpoint.mode)
@@ -178,8 +178,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         for loss in keras.tree.flatten(self.value_of("loss")):
             if (reduction := getattr(loss, "reduction", None)) in wrong and plan.backend.num_processes() > 1:
                 raise ModelError(
-                    f"{loss.name} has reduction={reduction!r}, and several ranks give the mean over the rows of all: "
-                    "expected 'sum_over_batch_size', with a learning rate for it, or num_proc=1"
+                    f"{loss.name} has reduction={reduction!r}, but several ranks compute the mean over all rows: "
+                    "expected 'sum_over_batch_size', with a matching learning rate, or num_proc=1"
                 )
         module: Any = copy.deepcopy(plan.objects.model)
         objects = replace(plan.objects, model=module, callbacks=())
@@ -191,8 +191,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         taken = getattr(module.keras_model, "inputs", None)
         if taken is not None and len(taken) != len(tensors_of(spec.inputs, batch)):
             raise ModelError(
-                f"the model takes {len(taken)} inputs, and feature_cols={plan.settings['feature_cols']!r} are given: "
-                "expected one column for each, or stack_features=True for one input of all"
+                f"the model takes {len(taken)} inputs, but got feature_cols={plan.settings['feature_cols']!r}: "
+                "expected one column for each, or stack_features=True for a single input"
             )
         declared, labels_of = getattr(module.keras_model, "_outputs_struct", None), plan.settings["label_cols"]
         if isinstance(declared, Mapping) and list(declared) != sorted(declared) and set(declared) != set(labels_of):
@@ -215,7 +215,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
         config = plan.objects.optimizer.config["config"]
-        config = config.get("inner_optimizer", {}).get("config", config)  # of a LossScaleOptimizer
+        config = config.get("inner_optimizer", {}).get("config", config)  # for a LossScaleOptimizer
         return {f"opt_{name}": value for name, value in config.items()}
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:
@@ -228,7 +228,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
 
 
 def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
-    """For each column the shape that the model's input declares, if it has as many elements as a row."""
+    """Return, for each column, the shape that the model's input declares, if it has as many elements as a row."""
     names, inputs = plan.settings["feature_cols"], getattr(plan.objects.model.keras_model, "inputs", None) or []
     if plan.settings["stack_features"] or len(inputs) != len(names) or not set(names) <= batch.keys():
         return None
@@ -247,13 +247,13 @@ def _check_late(settings: Settings) -> None:
             if getattr(each, keeps, False) and str(getattr(each, "monitor", "")).startswith("val_"):
                 raise ValueError(
                     f"callbacks: {type(each).__name__}({keeps}=True) with validation_in_background: {each.monitor} "
-                    f"comes when the model has the weights of a later epoch, which it would keep. Leave {keeps} out. "
-                    "Give the estimator restore_best_weights=True, which returns the weights of the best epoch"
+                    f"arrives when the model has the weights of a later epoch, which it would keep. Omit {keeps}. "
+                    "Pass the estimator restore_best_weights=True, which returns the weights of the best epoch"
                 )
 
 
 def _text(settings: Settings) -> tuple[str, ...]:
-    """The columns that may be text. Labels must be numbers, because losses compare them."""
+    """Return the columns that may be text. Labels must be numbers, because losses compare them."""
     takes = _backend_takes_text() and settings["reader"] != "petastorm"
     return tuple(name for name in settings["feature_cols"] if takes and name not in settings["label_cols"])
 
@@ -265,7 +265,7 @@ def _backend_takes_text() -> bool:
 
 
 def _optimizer(settings: Settings) -> Any:
-    """The optimizer; for a model of half precision wrapped to scale the loss, as Keras' compile does."""
+    """Return the optimizer; for a half-precision model wrapped to scale the loss, as Keras' compile does."""
     import keras
 
     found = keras.optimizers.get(settings["optimizer"])
@@ -275,14 +275,14 @@ def _optimizer(settings: Settings) -> Any:
 
 
 def _head_of(loss: Any) -> Head:
-    """The head of a single output, derived from its loss."""
+    """Return the head of a single output, derived from its loss."""
     if isinstance(loss, list | tuple | Mapping):
         found = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
         return _head_of(found[0]) if len(found) == 1 else Head("other")
     if isinstance(loss, str):
         import keras
 
-        with suppress(ValueError):  # the name of one of the user's
+        with suppress(ValueError):  # the name of one of the user's losses
             loss = keras.losses.get(loss)
     config = loss.get_config() if hasattr(loss, "get_config") else {}
     names = [loss if isinstance(loss, str) else getattr(loss, "__name__", ""), config.get("name")]
@@ -293,13 +293,13 @@ def _head_of(loss: Any) -> Head:
 
 
 def _output_names(model: Any) -> list[str]:
-    """Names of the outputs, in the order in which labels are compared with them. Keras sorts a dict by name."""
+    """Return the outputs' names in the order in which labels are compared with them. Keras sorts a dict by name."""
     made = getattr(model, "_outputs_struct", None)
     return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
 
 
 def _heads_of(loss: Any, outputs: Sequence[str]) -> tuple[Head, ...]:
-    """The heads of several ``outputs``; empty if there is one loss for all."""
+    """Return the heads of several ``outputs``; empty if there is one loss for all."""
     if isinstance(loss, Mapping):
         names = outputs if set(loss) <= set(outputs) else list(loss)
         return tuple(_head_of(loss[name]) if name in loss else Head("other") for name in names)

@@ -1,4 +1,4 @@
-"""The training of KerasEstimator: Keras' steps in each rank, between our data, checkpoints and history."""
+"""The training of KerasEstimator: Keras' steps in each rank, with our data, checkpoints and history."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spark_hvd.estimators.training.train import Job, Validates, not_finite, spee
 from spark_hvd.store.errors import CheckpointError
 
 _BEGINNING: dict[str, Any] = {"step": 0, "seconds": 0.0, "lr": None, "ranks": []}
-"""The state of an epoch that begins."""
+"""The state at the beginning of an epoch."""
 
 
 class KerasFramework(Validates):
@@ -38,7 +38,7 @@ class KerasFramework(Validates):
         try:
             return _KerasFit(job).run()
         except Exception as error:
-            # What a collective raised inside a graph of TensorFlow is raised as itself.
+            # Raise the exception of a collective itself, and not TensorFlow's error around it.
             cause = None if "tensorflow" not in sys.modules else _raised_in_graph(error)
             if cause is None:
                 raise
@@ -60,7 +60,7 @@ class _KerasFit(KerasMeasure):
         super().__init__(job, self.optimizer)
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
-        self.factor = 1.0  # of the learning rate, now that there are so many ranks
+        self.factor = 1.0  # of the learning rate, for the present number of ranks
         self._start()
 
     def _start(self) -> None:
@@ -114,7 +114,7 @@ class _KerasFit(KerasMeasure):
 
         job, model = self.job, self.model
         epoch = len(job.history)
-        # An epoch that was cut off goes on where its checkpoint is.
+        # An interrupted epoch continues from its checkpoint.
         partial, self.partial_epoch = self.partial_epoch or _BEGINNING, None
         done = partial["step"]
         steps = done + job.steps_left(done)
@@ -133,7 +133,7 @@ class _KerasFit(KerasMeasure):
                 self.prepare(given)
                 if self.model.train_function is None:
                     self.model.make_train_function()
-                for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # else they are none
+                for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise
                     assign(variable, value)
             self.optimizer.weigh(job.feed.weight)
             callbacks.on_train_batch_begin(number)
@@ -165,18 +165,18 @@ class _KerasFit(KerasMeasure):
         return means
 
     def _anyone_stops(self) -> bool:
-        """Whether a callback of any rank has ended the training; all ranks know it from then on."""
+        """Return whether a callback of any rank has ended the training; all ranks know it from then on."""
         wish = torch.tensor([float(self.model.stop_training)], device="cpu")
         self.model.stop_training = bool(hvd.allreduce(wish, op=hvd.Max, name="spark_hvd.stop").item())
         return bool(self.model.stop_training)
 
     def _share_statistics(self) -> None:
-        """Running statistics differ between ranks; rank 0's are the ones that are saved."""
+        """Copy rank 0's running statistics to all ranks: they differ between ranks, and rank 0's are saved."""
         trained = {id(each) for each in self.model.trainable_weights}
         self.keras_hvd.broadcast_variables([each for each in self.model.weights if id(each) not in trained], 0)
 
     def _save_partial(self, step: int, rows: int, logs: Logs, seconds: float, rate: float) -> None:
-        """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
+        """Write a checkpoint within an epoch. Resuming from it gives the same result as this run, to the bit."""
         self._share_statistics()
         ranks = hvd.allgather_object(self.measured(rows, logs), name="spark_hvd.partial_epoch")
         partial = {"step": step, "seconds": seconds, "lr": rate, "ranks": ranks}
@@ -189,11 +189,11 @@ class _KerasFit(KerasMeasure):
         return self.validated(callbacks)
 
     def _step(self, batch: tuple[Any, Any, Any]) -> Logs:
-        """Train on a batch; the means of the epoch so far, which train_on_batch would begin anew."""
+        """Train on a batch; return the means of the epoch so far, which train_on_batch would reset."""
         return {name: float(value) for name, value in self.model.train_function([batch]).items()}
 
     def _seed(self, epoch: int, done: int) -> None:
-        """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""
+        """Seed the layers, whose seeds are variables but not weights; differently on each rank and in each epoch."""
         self.job.seed(epoch, done)
         seeds = (each for each in self.model.variables if each.name == "seed_generator_state")
         for number, variable in enumerate(seeds):
@@ -202,14 +202,14 @@ class _KerasFit(KerasMeasure):
 
 
 def _late(rows: Sequence[Row]) -> Logs:
-    """The values of the latest of some epochs that were validated beside the training, for callbacks."""
+    """Return the latest values of epochs that were validated in the background, for callbacks."""
     latest = max(rows, key=lambda row: row["epoch"], default={})
     return {name: value for name, value in latest.items() if name.startswith("val_")}
 
 
 @contextmanager
 def _without_warnings_of_late(late: bool) -> Iterator[None]:
-    """Keras' callbacks warn if an epoch has no val_loss. Most have none yet if it comes late."""
+    """Hide warnings of Keras' callbacks for epochs without val_loss: in the background, most have none yet."""
     with warnings.catch_warnings():
         if late:
             warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")
@@ -217,21 +217,21 @@ def _without_warnings_of_late(late: bool) -> Iterator[None]:
 
 
 def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) -> None:
-    """Make sure that a checkpoint has what the optimizer holds; one of another optimizer has not.
+    """Check that a checkpoint has all variables of the optimizer; another optimizer's checkpoint does not.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: A variable is missing.
     """
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(
             f"the checkpoint of run_id={run_id!r} has no {missing[0]!r} of the optimizer: it was written with another "
-            "one, or with a model of mixed_float16 by an earlier version, which did not scale the loss. Delete the "
-            "checkpoint, or give another run_id"
+            "optimizer, or with a mixed_float16 model by an earlier version, which did not scale the loss. Delete the "
+            "checkpoint, or pass another run_id"
         )
 
 
 def _looks_at_batches(callback: Any) -> bool:
-    """Whether it may end the training between two batches."""
+    """Return whether a callback may end the training between two batches."""
     import keras
 
     names = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -249,9 +249,9 @@ def _raised_in_graph(error: Exception) -> Exception | None:
 
 
 def _of_this_rank(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[torch.Tensor], Logs]:
-    """What a checkpoint within an epoch has for this rank: its rows, the variables of its metrics, and what they say.
+    """Return what a checkpoint within an epoch has for this rank: rows, variables of metrics, and their values.
 
-    Of another number of ranks the sums are rank 0's, so that all together have them once.
+    If the number of ranks has changed, rank 0 gets the sums, so that all together have them once.
     """
     if len(ranks) == hvd.size():
         mine = ranks[hvd.rank()]

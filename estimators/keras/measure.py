@@ -1,4 +1,4 @@
-"""Losses and metrics of a Keras model, for a batch in training or not, and for a whole validation."""
+"""Losses and metrics of a Keras model, for a batch and for a whole validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING: dict[str, Any] = {"rows": 0, "metrics": [], "logs": {}, "own": []}
 
 
 def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
-    """The model, with its losses and metrics and this optimizer."""
+    """Return the model, compiled with its losses and metrics and this optimizer."""
     module: Any = objects.model
     model, custom = module.keras_model, module.custom_objects
     loss, weights = objects.loss
@@ -30,14 +30,14 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
         Described.made(loss, custom),
         loss_weights=weights,
         jit_compile=False,
-        auto_scale_loss=False,  # a LossScaleOptimizer is outside what reduces gradients
+        auto_scale_loss=False,  # a LossScaleOptimizer wraps the optimizer that reduces gradients
         **{"weighted_metrics" if spec.sample_weight_col else "metrics": metrics},
     )
     return model
 
 
 def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
-    """The arguments of a step: inputs, labels and weights, each alone or as a list of several."""
+    """Return the arguments of a step: inputs, labels and weights, each as one value or as a list of several."""
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
     weights = weights_of(spec.sample_weight_col, batch)
     several = None if weights is None else [weights.to(device)] * len(labels)
@@ -58,7 +58,7 @@ class KerasMeasure:
         self._prepared = False
 
     def validated(self, callbacks: Any, ranks: int | None = None) -> dict[str, Any]:
-        """This rank's part of a validation, see :meth:`measured`; empty if there are no rows for it.
+        """Return this rank's part of a validation, see :meth:`measured`; empty if there are no rows for it.
 
         With ``ranks``, the batches are those of that many ranks, and each of ours takes the batches of some of them.
         """
@@ -92,21 +92,21 @@ class KerasMeasure:
             self.model.reset_metrics()
 
     def means(self, validated: Mapping[str, Any]) -> Logs:
-        """The values of a validation, as the history has them; all ranks must call this."""
+        """Return the values of a validation, as the history has them; all ranks must call this."""
         return in_validation(self.together(hvd.allgather_object(validated, name="spark_hvd.validated")))
 
     def measured(self, rows: int, logs: Logs) -> dict[str, Any]:
-        """This rank's part of an epoch: its rows, the variables of its metrics, and their results."""
+        """Return this rank's part of an epoch: its rows, the variables of its metrics, and their results."""
         from spark_hvd.keras.backend import tensor_of
 
         said = self.model.get_metrics_result() if rows else {}
-        # A user's train_step may log a value that is no metric, or has the name of a metric that it does not update.
+        # A user's train_step may log a value that is not a metric, or has the name of a metric that it does not update.
         own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
         variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
         return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
 
     def together(self, ranks: Sequence[Mapping[str, Any]]) -> Logs:
-        """Metrics over the rows of all ranks, as in one process; other numbers are means weighted by rows."""
+        """Compute metrics over the rows of all ranks, as in one process; other numbers are means weighted by rows."""
         from spark_hvd.keras.backend import assign
 
         variables = [] if not ranks[0]["metrics"] else self.model.metrics_variables
@@ -118,18 +118,18 @@ class KerasMeasure:
 
 
 def in_validation(means: Mapping[str, float]) -> Logs:
-    """Means by the names that they have in the history of a validation."""
+    """Rename means as the history names those of a validation."""
     return {f"val_{name}": value for name, value in means.items()}
 
 
 def joined(aggregation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One value from those that the ranks have of a variable, aggregated as Keras declares."""
+    """Combine the ranks' values of a variable, by the aggregation that Keras declares."""
     total = torch.stack(list(values)).sum(0).to(values[0].dtype)
     return total if aggregation == "sum" else total / len(values) if aggregation == "mean" else values[0]
 
 
 def means_of(ranks: Sequence[tuple[int, Mapping[str, float]]]) -> Logs:
-    """Means over the rows of all ranks."""
+    """Return means over the rows of all ranks."""
     rows = sum(count for count, _ in ranks)
     names = dict.fromkeys(name for _, logs in ranks for name in logs)
     return {name: sum(count * float(logs.get(name, 0.0)) for count, logs in ranks) / rows for name in names}

@@ -1,6 +1,6 @@
-"""A Keras model in the place of a torch module: called with tensors, kept as named tensors, pickled as ``.keras``.
+"""A Keras model in place of a torch module: called with tensors, stored as named tensors, pickled as ``.keras``.
 
-Nothing here imports Keras before the backend is known, which is fixed when Keras is imported first.
+Nothing here imports Keras before the backend is known, because the first import of Keras fixes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILE = "model.keras"
 
 
 class KerasModule(torch.nn.Module):
-    """A Keras model in the form that estimators and models here use; made from its bytes when it is first needed.
+    """A Keras model in the form that our estimators and models use; created from its bytes on first use.
 
     Attributes:
         backend: Keras' backend, "torch" or "tensorflow".
@@ -38,7 +38,8 @@ class KerasModule(torch.nn.Module):
 
     def __init__(self, model: Any = None, data: bytes = b"", backend: str = "") -> None:
         super().__init__()
-        self.__dict__["_model"] = model  # on the torch backend a module, whose weights are not to have two names
+        # Not as an attribute: on the torch backend it is a module, whose weights would get two names.
+        self.__dict__["_model"] = model
         self._data = data
         self.backend = backend or _require_keras("").config.backend()
         self.custom_objects: Mapping[str, Any] = {}
@@ -52,7 +53,7 @@ class KerasModule(torch.nn.Module):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, _FILE)
                 path.write_bytes(self._data)
-                # Code that comes with a pickle of ours is trusted: Lambda layers are, too.
+                # A pickle of ours contains code, so it is trusted anyway, and with it its Lambda layers.
                 self.__dict__["_model"] = keras.saving.load_model(
                     path, custom_objects=dict(self.custom_objects), compile=False, safe_mode=False
                 )
@@ -65,18 +66,18 @@ class KerasModule(torch.nn.Module):
         return {ours.name_of(place, each): ours.tensor_of(each) for place, each in enumerate(self.keras_model.weights)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The weights, by their places and names."""
+        """Return the weights, by their positions and names."""
         return dict(self._variables())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take over the weights."""
+        """Copy these weights into the model."""
         import spark_hvd.keras.backend as ours
 
         for place, each in enumerate(self.keras_model.weights):
             ours.assign(each, state_dict[ours.name_of(place, each)])
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The outputs, as in inference; tensors of torch, whatever Keras computes with. By name, too."""
+        """Return the outputs of inference, as torch tensors, whatever Keras computes with. Inputs may go by name."""
         given = [given_to_keras(each) for each in inputs]
         by_name = {name: given_to_keras(each) for name, each in named.items()}
         return _from_keras(self.keras_model(by_name or (given[0] if len(given) == 1 else given), training=False))
@@ -97,7 +98,7 @@ class KerasModule(torch.nn.Module):
 
 
 def given_to_keras(tensor: Any) -> Any:
-    """A tensor as Keras takes it on its backend: numpy arrays work on all, without a copy. Others stay."""
+    """Convert a tensor for Keras: numpy arrays work on all backends, without a copy. Other values do not change."""
     import keras
 
     keeps = keras.config.backend() == "torch" or not isinstance(tensor, torch.Tensor)
@@ -113,7 +114,7 @@ def _from_keras(value: Any) -> Any:
 
 
 def restored(data: bytes, backend: str, environment: Mapping[str, str | None], custom_objects: bytes) -> KerasModule:
-    """The inverse of pickling."""
+    """Restore a pickled module."""
     _require_keras(backend, environment)
     module = KerasModule(data=data, backend=backend)
     module.environment, module.custom_objects = environment, pickle.loads(custom_objects)
@@ -121,9 +122,9 @@ def restored(data: bytes, backend: str, environment: Mapping[str, str | None], c
 
 
 def _own_objects(written: str, used: Iterable[Any]) -> dict[str, Any]:
-    """Names -> classes and functions that another process cannot import, as they are of a script or a notebook.
+    """Return name -> class or function for what another process cannot import, from a script or a notebook.
 
-    Keras writes down names only.
+    Keras saves only names.
     """
     import keras
 
@@ -150,7 +151,7 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 
     if backend and keras.config.backend() != backend:
         raise ModelError(
-            f"the model is one of Keras on {backend}, and Keras was imported on {keras.config.backend()} in this "
+            f"the model needs Keras on {backend}, but Keras was imported on {keras.config.backend()} in this "
             f"process: set KERAS_BACKEND={backend} before anything imports keras"
         )
     return keras
@@ -158,13 +159,12 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 
 @dataclass(frozen=True)
 class Described:
-    """A loss, metric or optimizer of Keras, as Keras writes it down; equal objects are made of it in ranks.
+    """A loss, metric or optimizer of Keras in serialized form, from which ranks make equal objects.
 
     Attributes:
-        config: What Keras writes down.
-        own: Names -> classes that ranks cannot import.
-        undecayed: A regular expression of names of variables whose weights do not decay, which Keras does not write
-            down.
+        config: What Keras serializes.
+        own: Name -> class for classes that ranks cannot import.
+        undecayed: A regular expression for variables without weight decay, which Keras does not serialize.
     """
 
     config: Any
@@ -173,7 +173,7 @@ class Described:
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The same structure, with these in place of what Keras can write down."""
+        """Return the same structure, with these in place of what Keras can serialize."""
         if isinstance(value, Mapping):
             return {key: cls.of(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -188,7 +188,7 @@ class Described:
 
     @classmethod
     def made(cls, value: Any, custom_objects: Mapping[str, Any]) -> Any:
-        """The inverse of :meth:`of`."""
+        """Do the inverse of :meth:`of`."""
         if isinstance(value, Mapping):
             return {key: cls.made(each, custom_objects) for key, each in value.items()}
         if isinstance(value, list):
@@ -196,7 +196,7 @@ class Described:
         if isinstance(value, cls):
             import keras
 
-            # A copy: many a from_config takes out of its config what it has read.
+            # A copy: many from_config methods remove what they have read.
             config = copy.deepcopy(value.config)
             made = keras.saving.deserialize_keras_object(config, custom_objects={**value.own, **custom_objects})
             if value.undecayed:
@@ -206,16 +206,16 @@ class Described:
 
 
 def _undecayed(value: Any) -> str:
-    """See :class:`Described`.
+    """Return :attr:`Described.undecayed` for an optimizer.
 
     Raises:
-        ValueError: variables themselves are named, which are not those of the ranks.
+        ValueError: The optimizer names variables themselves, but the ranks have other ones.
     """
     optimizer = getattr(value, "inner_optimizer", value)
     if getattr(optimizer, "_exclude_from_weight_decay", None):
         raise ValueError(
-            "optimizer: exclude_from_weight_decay(var_list=...) names variables of this process, and each rank has its "
-            "own: give their names, exclude_from_weight_decay(var_names=['bias'])"
+            "optimizer: exclude_from_weight_decay(var_list=...) names variables of this process, but each rank has its "
+            "own: pass their names, exclude_from_weight_decay(var_names=['bias'])"
         )
     pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
     return "" if pattern is None else str(pattern.pattern)

@@ -1,4 +1,4 @@
-"""Keras on torch, to be imported before ranks are forked: for each of them that would take longer than to train."""
+"""Keras on torch, imported before ranks are forked: importing it in each rank would take longer than training."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The parameters of KerasEstimator and KerasModel: what all estimators share, and what Keras is given."""
+"""The parameters of KerasEstimator and KerasModel: those that all estimators share, and those of Keras."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from spark_hvd.estimators.torch.model import TABLE
 
 
 def keras_model(name: str, value: Any) -> KerasModule:
-    """A Keras model that has its variables."""
+    """Check for a Keras model that has its variables."""
     if isinstance(value, KerasModule):
         return value
     if isinstance(value, type) or not all(hasattr(value, each) for each in ("train_on_batch", "weights", "built")):
         raise TypeError(f"{name}={value!r}: expected a keras.Model (an object, not a class)")
     if not value.built or not value.weights:
         raise ValueError(
-            f"{name}={value.name!r} has no variables yet: give it an Input, or call it on a batch, before the fit. A "
-            "class of your own needs get_config(), and build() if layers are made there"
+            f"{name}={value.name!r} has no variables yet: give it an Input, or call it on a batch, before fit. A "
+            "class of your own needs get_config(), and build() if it creates layers there"
         )
     return KerasModule(value)
 
 
 def optimizer(name: str, value: Any) -> Any:
-    """An optimizer of Keras, or its name."""
+    """Check for an optimizer of Keras, or its name."""
     if not isinstance(value, str) and (isinstance(value, type) or not hasattr(value, "apply_gradients")):
         raise TypeError(f"{name}={value!r}: expected an optimizer of Keras, such as keras.optimizers.Adam(), or a name")
     return value
 
 
 def objects(name: str, value: Any) -> dict[str, Any]:
-    """Names -> anything."""
+    """Check for a dict of names."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name}={value!r}: expected a dict of name -> class or function")
     return dict(value)
 
 
 def environment(name: str, value: Any) -> dict[str, str | None]:
-    """Environment variables; None unsets one."""
+    """Check for environment variables; None unsets one."""
     found = objects(name, value)
     if not all(each is None or isinstance(each, str) for each in found.values()):
         raise TypeError(f"{name}={value!r}: expected a dict of variable -> text, or None to unset it")
@@ -51,7 +51,7 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
 
 
 def checkpoint(name: str, value: Any) -> Any:
-    """A ModelCheckpoint."""
+    """Check for a ModelCheckpoint."""
     return c.instance("a ModelCheckpoint of Keras, or hvd.callbacks.BestModelCheckpoint()", "on_epoch_end")(name, value)
 
 
@@ -113,11 +113,11 @@ MODEL = tuple(
 GONE = {
     **GONE_EVERYWHERE,
     "tensorflow_dataset_prefetch_buffer_size": "train_reader_num_workers threads read ahead; there is no tf.data",
-    "lr_scheduler": "give optimizer=keras.optimizers.Adam(a schedule of Keras) and scale_lr=False",
-    "precision": "set keras.config.set_dtype_policy before the model is made",
-    "gradient_clip_norm": "give the optimizer global_clipnorm=",
-    "gradient_clip_value": "give the optimizer clipvalue=",
+    "lr_scheduler": "pass optimizer=keras.optimizers.Adam(a schedule of Keras) and scale_lr=False",
+    "precision": "call keras.config.set_dtype_policy before you create the model",
+    "gradient_clip_norm": "pass global_clipnorm= to the optimizer",
+    "gradient_clip_value": "pass clipvalue= to the optimizer",
     "train_minibatch_fn": "override train_step of the model",
-    "loss_constructors": "give custom_objects=",
+    "loss_constructors": "pass custom_objects=",
 }
-"""What Horovod or TorchEstimator have and KerasEstimator has not -> what to do."""
+"""Parameters of Horovod or TorchEstimator that KerasEstimator lacks -> what to do instead."""

@@ -1,4 +1,4 @@
-"""Between two batches of Lightning's loop: where an epoch is saved, and where one that was cut off goes on."""
+"""Saves an epoch between two batches of Lightning's loop, and continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from spark_hvd.estimators.training.train import Job
 
 _log = logging.getLogger(__name__)
 Logged = dict[str, list[float]]
-"""What was logged in an epoch so far, by Lightning's names: the value of each, and the rows that a mean is of."""
+"""Values logged in an epoch so far, by Lightning's names: each value, and the number of rows of a mean."""
 
 
 class TrainLoader:
-    """Batches of one epoch each time it is iterated; ``len`` of them on every rank, with those done before.
+    """The batches of one epoch at each iteration. ``len`` counts them, including those done before, on every rank.
 
     Args:
         job: The training.
-        save: Called between two batches after which it saves, with how many were done. All that follows a batch is
-            over then: callbacks, schedulers, a validation.
+        save: Called with the number of batches done, between two batches where a checkpoint is due. By then, everything
+            that follows a batch is over: callbacks, schedulers, a validation.
 
     Attributes:
-        trainer: Whose loop takes the batches; to be set before it does.
-        weights: Of a row of each batch that was given, see :class:`~spark_hvd.data.readers.feed.Feed`.
+        trainer: The trainer whose loop takes the batches; set it before that.
+        weights: Row weight of each batch yielded, see :class:`~spark_hvd.data.readers.feed.Feed`.
     """
 
     trainer: Any
@@ -50,35 +50,35 @@ class TrainLoader:
         return self._length if self.begun else self._job.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        # Nothing happens before the first batch is asked for: Lightning makes iterators that it does not use.
+        # Do nothing before the first batch is requested: Lightning creates iterators that it does not use.
         job, begun = self._job, self.begun
         self.weights[:] = [1.0] * begun
         if begun:
-            self._go_on(begun)
+            self._resume(begun)
         for number in range(begun, len(self)):
             if number > begun and job.saves_after(number):
                 self._save(number)
-            # Lightning asks for the first batch before it begins the epoch.
+            # Lightning requests the first batch before it begins the epoch.
             with nullcontext() if job.progress is None else job.progress.fetching():
                 batch = batch_dict(job.spec, next(job.feed))
             self.weights.append(job.feed.weight)
             yield batch
 
-    def _go_on(self, begun: int) -> None:
-        """Have Lightning's loop, which has begun the epoch, count the batches that were done."""
+    def _resume(self, begun: int) -> None:
+        """Make Lightning's loop, which has begun the epoch, count the batches that were done before."""
         loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
         counts = loop.batch_progress.current
         counts.load_state_dict(dict.fromkeys(counts.state_dict(), begun))
         fetcher.fetched = begun
         self._job.seed(self.trainer.current_epoch, begun)
-        if begun == len(self):  # other ranks, more than the rows that are left: what follows the last batch is
+        if begun == len(self):  # more ranks than rows are left: only what follows the last batch remains
             loop.batch_progress.is_last_batch = True
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
             loop.on_advance_end(fetcher)
 
 
 def not_begun(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of Lightning as if the epoch had not begun: its ways into the middle of one differ by version."""
+    """Reset a Lightning checkpoint to the start of its epoch: ways into the middle of one differ between versions."""
     loop = state["loops"]["fit_loop"]
     for counts in loop["epoch_progress"].values():
         counts["ready"] = counts["started"] = counts["processed"]
@@ -87,7 +87,7 @@ def not_begun(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def logged(trainer: Any) -> Logged:
-    """What this rank has logged in the epoch so far; objects of torchmetrics keep theirs."""
+    """Return what this rank has logged in the epoch so far; torchmetrics objects keep their own values."""
     found = trainer.fit_loop.epoch_loop._results.items()
     return {
         name: [float(each.value), float(getattr(each, "cumulated_batch_size", 0))]
@@ -97,7 +97,7 @@ def logged(trainer: Any) -> Logged:
 
 
 def log_again(trainer: Any, before: list[Logged]) -> None:
-    """Add what was logged ``before`` to what is there by the same names, and take it out."""
+    """Merge what was logged ``before`` into the present values of the same names, and remove it there."""
     for name, each in trainer.fit_loop.epoch_loop._results.items():
         for value, rows in [values.pop(name) for values in before if name in values]:
             was = each.value.new_tensor(value)
@@ -105,21 +105,21 @@ def log_again(trainer: Any, before: list[Logged]) -> None:
                 each.cumulated_batch_size = each.cumulated_batch_size + int(rows)
             extreme = each.meta.is_max_reduction or each.meta.is_min_reduction
             each.value = each.meta.reduce_fx(torch.stack([was, each.value])) if extreme else was + each.value
-            each._computed = None  # a value that was asked for already
+            each._computed = None  # drop a cached value
 
 
 def mine(ranks: Sequence[Any]) -> Sequence[Any]:
-    """The parts of an epoch's sums that this rank goes on with: its own, where ranks are as many as then."""
+    """Return the parts of an epoch's sums for this rank: its own, if the number of ranks is the same."""
     return ranks[hvd.rank() :: hvd.size()]
 
 
-def tell_unknown(job: Job) -> None:
-    """Warn of a monitor that no epoch has, where one that was validated might have had it."""
+def warn_unknown_monitor(job: Job) -> None:
+    """Warn about a monitor that no epoch has, if a validated epoch might have had it."""
     monitor = job.spec.monitor
     if hvd.rank() == 0 and job.awaits_validation and not any(monitor in (None, *row) for row in job.history):
         _log.warning(
-            "monitor=%r: no epoch has it, for none was validated, and so none is the best. The history has %s. Give "
-            "one of these, or have an epoch validated (check_val_every_n_epoch, limit_val_batches of trainer_args)",
+            "monitor=%r: no epoch has it, because none was validated, so none is the best. The history has %s. Choose "
+            "one of these, or validate an epoch (check_val_every_n_epoch, limit_val_batches of trainer_args)",
             monitor,
             sorted({key for row in job.history for key in row}),
         )

@@ -31,24 +31,24 @@ from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.world.words import nearest
 
 _STEPS = 100
-"""Batches of an epoch as configure_optimizers sees them, where the data have not been counted yet."""
+"""Batches per epoch that configure_optimizers sees before the data have been counted."""
 _PACKAGES = ("lightning", "pytorch_lightning", "torch")
 _TRIED = frozenset({"gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly"})
 _GLOBAL = frozenset({"benchmark", "deterministic", "precision", "plugins"})
-"""Arguments that would change torch in the driver's process, or that ask for the ranks' devices."""
+"""Arguments that would change torch in the driver's process, or that need the ranks' devices."""
 _LOSSES = {
     "multiclass": torch.nn.CrossEntropyLoss,
     "binary": torch.nn.BCEWithLogitsLoss,
     "regression": torch.nn.MSELoss,
 }
-"""The loss that stands for each task: dtypes of labels and columns of predictions follow from it."""
+"""The loss for each task, which determines dtypes of labels and columns of predictions."""
 
 
 def check_trainer_args(pl: Any, args: dict[str, Any]) -> None:
-    """Find keywords that the Trainer does not know and values that it does not take.
+    """Reject keywords that the Trainer does not have and values that it does not accept.
 
     Raises:
-        TypeError: there is no such keyword.
+        TypeError: There is no such keyword.
         ValueError: Lightning refuses a value.
     """
     known = inspect.signature(pl.Trainer).parameters
@@ -58,16 +58,16 @@ def check_trainer_args(pl: Any, args: dict[str, Any]) -> None:
     try:
         _make_trainer(pl, {name: value for name, value in args.items() if name not in _GLOBAL})
     except Exception as error:
-        raise ValueError(f"trainer_args={args!r}: the Trainer does not take them: {error}") from error
+        raise ValueError(f"trainer_args={args!r}: the Trainer does not accept them: {error}") from error
 
 
 def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-    """One batch through training_step, backward, the optimizers and validation_step, on a copy of the module.
+    """Try one batch with training_step, backward, the optimizers and validation_step, on a copy of the module.
 
-    Its hooks run as in a training; ``self.trainer`` is a Trainer of one process and ``self.logger`` logs nothing.
+    Its hooks run as in training; ``self.trainer`` is a Trainer of one process, and ``self.logger`` logs nothing.
 
     Raises:
-        ModelError: what did not work, with the shapes and dtypes that went in.
+        ModelError: A part failed; the text names it and the shapes and dtypes of its inputs.
     """
     pl = package_of(objects.model)
     module = copy.deepcopy(objects.model)
@@ -83,25 +83,25 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     asked = spec.trainer
     args = {name: value for name, value in asked["args"].items() if name in _TRIED}
     trainer = _make_trainer(pl, args, max_epochs=spec.epochs, callbacks=[probe])
-    validation = _Same(tensors, 1) if asked["validate"] else None
+    validation = _RepeatedBatch(tensors, 1) if asked["validate"] else None
     try:
-        # Nothing random in the driver's process is to depend on whether a fit was tried.
+        # Nothing random in the driver's process may depend on whether a fit was tried.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer.fit(module, _Same(tensors, steps), validation)
+            trainer.fit(module, _RepeatedBatch(tensors, steps), validation)
     except Exception as error:
         raise failed(_where(error, module), error, given) from error
     check_loss(spec, probe.loss, batch)
     unused = probe.unused
     if unused and module.automatic_optimization and not asked["find_unused_parameters"]:
         raise ModelError(
-            f"the loss does not depend on {len(unused)} parameters that are to be trained: {listed(unused)}. Freeze "
-            "them with requires_grad_(False), or give find_unused_parameters=True"
+            f"the loss does not depend on {len(unused)} trainable parameters: {listed(unused)}. Freeze "
+            "them with requires_grad_(False), or pass find_unused_parameters=True"
         )
 
 
-class _Same:
-    """One batch, again and again."""
+class _RepeatedBatch:
+    """One batch, repeated."""
 
     def __init__(self, batch: Batch, steps: int) -> None:
         self._batch, self._steps = batch, steps
@@ -120,7 +120,7 @@ def _make_trainer(pl: Any, args: dict[str, Any], **more: Any) -> Any:
         **{"num_sanity_val_steps": 0, "enable_model_summary": False, **args},
         accelerator="cpu",
         devices=1,
-        plugins=[pl.plugins.environments.LightningEnvironment()],  # not SLURM's, where the driver is a SLURM job
+        plugins=[pl.plugins.environments.LightningEnvironment()],  # not SLURM's, even if the driver is a SLURM job
         logger=pl.loggers.logger.DummyLogger(),
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -130,7 +130,7 @@ def _make_trainer(pl: Any, args: dict[str, Any], **more: Any) -> Any:
 
 def _probe(pl: Any) -> Any:
     class OneBatch(pl.callbacks.Callback):  # type: ignore[misc] # Any
-        """Ends the training after one batch, and notes its loss and which parameters got no gradient."""
+        """Ends the training after one batch, and records its loss and which parameters got no gradient."""
 
         unused: tuple[str, ...] = ()
         loss = 0.0
@@ -148,7 +148,7 @@ def _probe(pl: Any) -> Any:
 
 
 def _where(error: BaseException, module: torch.nn.Module) -> str:
-    """The step or hook of the module in which an error was raised."""
+    """Return the step or hook of the module in which an error was raised."""
     methods = [
         frame.f_code.co_name
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -179,7 +179,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
     one batch on a copy of the module. The module may be from ``lightning`` or ``pytorch_lightning``.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -198,13 +198,13 @@ class LightningEstimator(SparkEstimator[LightningModel]):
             if not isinstance(callback, pl.Callback):
                 raise TypeError(
                     f"callbacks={settings['callbacks']!r}: {type(callback).__module__}.{type(callback).__qualname__} "
-                    f"is no {pl.__name__}.Callback, which a module of {pl.__name__} needs"
+                    f"is not a {pl.__name__}.Callback, which a module of {pl.__name__} needs"
                 )
         check_trainer_args(pl, settings["trainer_args"])
         if settings["validation"] and type(module).validation_step is pl.LightningModule.validation_step:
             raise ValueError(
                 f"validation={settings['validation']!r}: {type(module).__name__} has no validation_step(batch, "
-                "batch_idx), which is what validates"
+                "batch_idx), which validation needs"
             )
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
@@ -228,7 +228,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
         try:
             module: Any = copy.deepcopy(plan.objects.model)
             found = module.configure_optimizers()
-        except Exception:  # it asks a Trainer that is not there
+        except Exception:  # it needs a Trainer that does not exist here
             return {}
         several = found[0] if isinstance(found, tuple) and isinstance(found[0], list) else found
         several = several if isinstance(several, list | tuple) else [several]

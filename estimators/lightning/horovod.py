@@ -1,4 +1,4 @@
-"""``horovod.spark.lightning``: what subclasses of Horovod's estimator and of its model override, over ours."""
+"""``horovod.spark.lightning``: methods that subclasses of Horovod's estimator and model override, on top of ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 
 class _OwnParams(TableParams):
-    """Takes Params that a subclass declares itself by name too, as loading does; their values are not checked."""
+    """Accepts Params that a subclass declares itself by name too, as loading does; their values are not checked."""
 
     def setParams(self, **values: Any) -> Self:  # noqa: N802 - Spark's name
         known = {row.name for row in self._table}
@@ -47,14 +47,15 @@ class _OwnParams(TableParams):
 
 
 class HorovodModel(_OwnParams, LightningModel):
-    """Horovod's TorchModel: a LightningModel whose subclasses may say what the model makes of a row.
+    """Horovod's TorchModel: a LightningModel whose subclasses may define how the model processes a row.
 
-    A subclass with ``get_prediction_fn()`` is asked for a function of the model and a row, a mapping of the feature
-    columns' names to values. It returns a tensor, or one for each output; they become vectors, ``outputCols``.
+    A subclass may define ``get_prediction_fn()``, which returns a function of the model and a row, a mapping of the
+    feature columns' names to values. The function returns a tensor, or one for each output; they become the vectors
+    ``outputCols``.
     """
 
     outputCols = unowned_param("outputCols", "Names of the columns that transform appends.")  # noqa: N815
-    _metadata = unowned_param("_metadata", "What fit learned of inputs and outputs.")
+    _metadata = unowned_param("_metadata", "Facts about inputs and outputs, recorded by fit.")
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -94,7 +95,8 @@ class HorovodModel(_OwnParams, LightningModel):
 class HorovodEstimator(_OwnParams, LightningEstimator):
     """Horovod's TorchEstimator for Lightning: ``transformation_fn`` takes a row, and subclasses choose the model.
 
-    ``get_model_class()`` is the class of what comes out, ``_get_model_kwargs`` what its constructor is given.
+    ``get_model_class()`` returns the class of the trained model, ``_get_model_kwargs`` the arguments of its
+    constructor.
     """
 
     _takes_other_columns = True
@@ -104,10 +106,10 @@ class HorovodEstimator(_OwnParams, LightningEstimator):
         return HorovodModel
 
     def getLoss(self) -> None:  # noqa: N802
-        """None: a LightningModule has its own."""
+        """Return None: a LightningModule has its own loss."""
 
     def getLossConstructors(self) -> None:  # noqa: N802
-        """None: a LightningModule has its own."""
+        """Return None: a LightningModule has its own loss."""
 
     def _get_model_kwargs(self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any) -> dict[str, Any]:
         return {"model": model, "history": history, "run_id": run_id, "_metadata": metadata}
@@ -135,7 +137,7 @@ class HorovodEstimator(_OwnParams, LightningEstimator):
 
 
 class _EachRow:
-    """A function of a row as one of a DataFrame of rows."""
+    """Applies a function of a row to a DataFrame of rows."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Row]) -> None:
         self._function = function
@@ -148,7 +150,7 @@ class _EachRow:
                 raise
             raise TypeError(
                 f"{error}: the transformation_fn of horovod.spark.lightning.TorchEstimator gets a row, a dict of "
-                "columns' names to values, and returns one; spark_hvd.estimators.LightningEstimator gives a DataFrame"
+                "columns' names to values, and returns one; spark_hvd.estimators.LightningEstimator passes a DataFrame"
             ) from error
         names = rows[0] if rows else ()
         made: pd.DataFrame = pd.DataFrame({name: [_plain(row[name]) for row in rows] for name in names})
@@ -161,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 class _RowMappings:
-    """Mappings of names to values, one for each row, of a list of values for each column."""
+    """Turns a list of values for each column into one mapping of names to values for each row."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -171,14 +173,14 @@ class _RowMappings:
 
 
 class _RowByRow(torch.nn.Module):
-    """A model that is asked for one row after the other."""
+    """A model that is called for one row after another."""
 
     def __init__(self, model: torch.nn.Module, function: Callable[[Any, Row], Any]) -> None:
         super().__init__()
         self.model, self.function = model, function
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Modules of model and function may import horovod, which a worker does not know before this is called there.
+        # Modules of model and function may import horovod, which a worker does not find before this is called there.
         return _row_by_row, ("horovod" in sys.modules,), self.__dict__
 
     def forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:

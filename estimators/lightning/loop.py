@@ -1,4 +1,4 @@
-"""The training of LightningEstimator: Lightning's Trainer in each rank, between our data, checkpoints and history."""
+"""The training of LightningEstimator: Lightning's Trainer in each rank, with our data, checkpoints and history."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import local_below
 
 _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
-"""Where ModelCheckpoint, profilers and loggers keep the folder they were given; those of loggers are private."""
+"""Attributes in which ModelCheckpoint, profilers and loggers keep their folder; those of loggers are private."""
 
 
 class RunFiles:
-    """The files of a run; where it is ``resumed``, the store has some already."""
+    """The files of a run; if it is ``resumed``, the store already has some."""
 
     def __init__(self, store: Store, run_id: str, resumed: bool) -> None:
         self._store, self._logs = store, store.logs_path(run_id)
@@ -44,9 +44,9 @@ class RunFiles:
                 raise
 
     def inside(self, path: str, driver_folder: str) -> str:
-        """Where the files go that were to go to ``path``: into the folder, unless the path says otherwise.
+        """Return where files that should go to ``path`` go: into the folder, unless the path says otherwise.
 
-        Only paths within ``driver_folder``, where loggers make them absolute, were not meant to be elsewhere.
+        Only paths within ``driver_folder``, where loggers make paths absolute, were not meant to be elsewhere.
         """
         if "://" in path:
             return path
@@ -54,20 +54,20 @@ class RunFiles:
         return path if os.path.isabs(name) or name.startswith("..") else os.path.normpath(os.path.join(self.root, name))
 
     def redirect(self, writer: Any, driver_folder: str) -> None:
-        """Let a callback, logger or profiler write into the folder."""
+        """Make a callback, logger or profiler write into the folder."""
         for name in _FOLDERS:
             value = vars(writer).get(name)
             if isinstance(value, (str, os.PathLike)):
                 setattr(writer, name, self.inside(os.fspath(value), driver_folder))
             elif name == "dirpath" and hasattr(writer, "save_top_k"):
-                # Not below a logger's folder, which has another name when the run is resumed.
+                # Not below a logger's folder, whose name changes when the run is resumed.
                 setattr(writer, name, os.path.join(self.root, "checkpoints"))
-        uri = vars(writer).get("_tracking_uri")  # of MLFlowLogger
+        uri = vars(writer).get("_tracking_uri")  # set in MLFlowLogger
         if isinstance(uri, str) and uri.startswith("file:") and not uri.startswith("file:/"):
             writer._tracking_uri = f"file:{self.inside(uri.removeprefix('file:'), driver_folder)}"
 
     def copy(self) -> None:
-        """Bring the store up to date, on rank 0; what was deleted here is deleted there."""
+        """Update the store, on rank 0; files deleted here are deleted there."""
         if hvd.rank() != 0:
             return
         found = self._found()
@@ -85,14 +85,14 @@ class RunFiles:
             self._folder.close()
 
     def _fetch(self) -> None:
-        """Take up the files of the epochs done: a ModelCheckpoint deletes those that are no longer among the best."""
+        """Fetch the files of earlier epochs: a ModelCheckpoint deletes those that are no longer among the best."""
         inner = self._store.inner_path(self._logs).rstrip("/")
         if not self._store.exists(self._logs):
             return
         with explaining("list", self._logs):
             names = [path[len(inner) + 1 :] for path in self._store.filesystem.find(inner)]
-        names = [name for name in names if name and not name.endswith("/")]  # folders, as S3's console makes them
-        # all of them are checked before the first is written
+        names = [name for name in names if name and not name.endswith("/")]  # folders, as S3's console creates them
+        # check all of them before writing the first
         for name, local in [(name, local_below(self.root, name, self._logs)) for name in names]:
             with explaining("read", self._path(name)):
                 os.makedirs(os.path.dirname(local), exist_ok=True)
@@ -146,11 +146,11 @@ class _Fit:
         job = self.job
         validation = parts.ValidationLoader(job) if job.validation is not None else None
         with warnings.catch_warnings():
-            # A module may have a validation_step and be trained without validation data.
+            # A module may have a validation_step but be trained without validation data.
             warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
-            # Lightning's own, of newer versions of torch.
+            # Lightning raises this itself with newer versions of torch.
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-            # With manual optimization it is on, for there is no telling from one batch.
+            # On by default with manual optimization, as one batch is not enough to tell.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
                 self.module, self.loader, validation, ckpt_path=parts.KEEP if job.resumed is not None else None
@@ -172,7 +172,7 @@ class _Fit:
         for writer in (*callbacks, *(loggers if isinstance(loggers, list) else ())):
             self.files.redirect(writer, folder)
         unused = self.asked["find_unused_parameters"]
-        if unused is None:  # optimizers that take turns each leave the parameters of the others out
+        if unused is None:  # optimizers that take turns each skip the others' parameters
             unused = not self.module.automatic_optimization
         return pl.Trainer(
             **{"num_sanity_val_steps": 0, "enable_model_summary": False, **self.asked["args"]},
@@ -190,9 +190,9 @@ class _Fit:
         )
 
     def _factor(self) -> float:
-        """Of the loss of this batch: by its rows, and by the batches that are summed up to the coming step.
+        """Return the factor for the loss of this batch: by its rows, and by the batches that form the next step.
 
-        Lightning divides by all that a step is to be made of, and the last one of an epoch may be made of fewer.
+        Lightning divides by the usual number of batches, but the last step of an epoch may consist of fewer.
         """
         passes, weight = self.trainer.accumulate_grad_batches, self.loader.weights[self.batch]
         if passes == 1 or not self.module.automatic_optimization:
@@ -202,7 +202,7 @@ class _Fit:
 
     def _profiler(self) -> Any:
         profiler = self.asked["profiler"]
-        if isinstance(profiler, str):  # Lightning's default is to print it among what is left out of the output
+        if isinstance(profiler, str):  # by default Lightning prints the report, in output that we hide
             profiler = getattr(self.pl.profilers, parts.PROFILERS[profiler])(self.files.root, "profile")
         elif profiler is not None:
             self.files.redirect(profiler, self.asked["folder"])
@@ -213,7 +213,7 @@ class _Fit:
         if resumed is None:
             return None
         state = parts.from_bytes(resumed["lightning"], self.job.spec.run_id)
-        # Files that callbacks remember are here now.
+        # Files that callbacks remember are now here.
         old, new = resumed["root"], self.files.root
         state["callbacks"] = parts.replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
         return epoch.not_begun({**state, "state_dict": resumed["model"]})
@@ -221,17 +221,17 @@ class _Fit:
     # -- what the callbacks call
 
     def start(self) -> None:
-        """Before the first epoch."""
-        # Lightning is not to look for the rest of an epoch: the loader goes on in one. With max_steps
-        # the setter of this loop would say that it is to.
+        """Prepare for the first epoch."""
+        # Lightning must not search for the rest of an epoch, because the loader continues one. With max_steps,
+        # the setter of this loop would tell it to.
         self.trainer.fit_loop._restarting = self.trainer.fit_loop.epoch_loop.restarting = False
-        if len(self.loader) != self.job.steps:  # with other ranks
-            self.trainer.reload_dataloaders_every_n_epochs = 1  # else the length of all epochs is that of the first
-        # Lightning's handler waits for the other ranks; a rank that is told to end has to end at once.
+        if len(self.loader) != self.job.steps:  # the number of ranks has changed
+            self.trainer.reload_dataloaders_every_n_epochs = 1  # otherwise the first epoch's length would apply to all
+        # Lightning's handler waits for the other ranks, but a rank that is told to end must end at once.
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
     def start_epoch(self) -> None:
-        """Before everybody else's on_train_epoch_start; the epoch before this one is complete now, schedulers too."""
+        """Run before all other on_train_epoch_start; by now the previous epoch is complete, including schedulers."""
         if self.trainer.current_epoch > len(self.job.history):
             self.finish_epoch()
         job, begun, optimizers = self.job, self.loader.begun, self.trainer.optimizers
@@ -254,7 +254,7 @@ class _Fit:
             self.logged.append(dict(part["logged"]))
 
     def finish_batch(self, outputs: Any, batch: Mapping[str, torch.Tensor], number: int) -> None:
-        """After a batch: what training_step returned goes into the mean loss of the epoch."""
+        """Add training_step's result to the mean loss of the epoch, after a batch."""
         rows = len(next(iter(batch.values())))
         self.rows += rows
         assert self.job.progress is not None
@@ -274,27 +274,27 @@ class _Fit:
         self.sums.add(rows, loss, ())
 
     def finish_epoch(self, last: bool = False) -> None:
-        """Row of the history, files and checkpoint of an epoch that is over; after the ``last`` one no other begins."""
+        """Add the history row of a finished epoch, save files and checkpoint; after the ``last`` no epoch begins."""
         job, trainer = self.job, self.trainer
         seconds = time.monotonic() - self.began - self.validating
-        # Lightning keeps what was logged in epochs before, as by a validation that this one had not.
+        # Lightning keeps values logged in earlier epochs, such as a validation's, even if this epoch had none.
         logged = {name: each for name, each in trainer.callback_metrics.items() if self.before.get(name) is not each}
         mine = ((self.rows, self.validated), self.sums.values.tolist(), _numbers(logged))
-        # The one exchange of an epoch. Ranks may log what others do not (rank_zero_only=True).
+        # The only exchange of an epoch. Ranks may log values that others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
         trained = sum(count for count, _ in rows)
         job.awaits_validation &= not self.validated
         job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
-        job.feed.skip(max(0, self.due - job.feed.given))  # the epoch was left early (limit_train_batches)
+        job.feed.skip(max(0, self.due - job.feed.given))  # the epoch ended early (limit_train_batches)
         job.report()
         if last:
-            epoch.tell_unknown(job)
+            epoch.warn_unknown_monitor(job)
         self._save(stop=last)
 
     def save_within(self, done: int) -> None:
-        """Checkpoint within an epoch, after so many batches."""
+        """Save a checkpoint within an epoch, after this many batches."""
         job, trainer = self.job, self.trainer
         if trainer.fit_loop.epoch_loop.batch_progress.current.completed != done:
             return  # training_step takes batches ahead
@@ -314,13 +314,13 @@ class _Fit:
     def _save(self, partial: Mapping[str, Any] | None = None, stop: bool = False) -> None:
         job, trainer = self.job, self.trainer
         buffers = dict(self.module.named_buffers())
-        if buffers and job.state is not None:  # whoever is the first rank then goes on with what rank 0 has
+        if buffers and job.state is not None:  # so that any rank can continue as the first one
             hvd.broadcast_parameters(buffers, root_rank=0)
         trainer.save_checkpoint(parts.KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
         weights = self.module.state_dict()
         if kept is not None and kept["state_dict"].keys() == weights.keys():
-            weights = kept["state_dict"]  # those that were validated, where a callback averages weights
+            weights = kept["state_dict"]  # the validated weights, if a callback averages weights
         every = job.spec.checkpoint_every
         if partial is None or (every and partial["step"] % every == 0):
             for logger in trainer.loggers:
@@ -330,7 +330,7 @@ class _Fit:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an epoch; what was logged on step and on epoch too comes once, as the epoch's mean."""
+    """Return an epoch's metrics; what was logged both on step and on epoch appears once, as the epoch's mean."""
     twice = {
         f"{name}_{when}"
         for name in metrics
@@ -341,9 +341,9 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _means(ranks: Sequence[Mapping[str, float]], rows: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """The mean over those ranks that have a metric; what was logged with sync_dist is equal on all, and stays so.
+    """Average over the ranks that have a metric; what was logged with sync_dist is equal on all and does not change.
 
-    Metrics named ``val...`` are weighted by the rows that a rank has validated on, others by those it has trained on.
+    Metrics named ``val...`` are weighted by a rank's validation rows, others by its training rows.
     """
     means = {}
     for name in dict.fromkeys(name for metrics in ranks for name in metrics):
@@ -358,7 +358,7 @@ def _means(ranks: Sequence[Mapping[str, float]], rows: Sequence[tuple[int, int]]
 
 
 def _first(fit: _Fit) -> Any:
-    """The callback that runs before the user's."""
+    """Return the callback that runs before the user's."""
 
     class First(fit.pl.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -388,7 +388,7 @@ def _first(fit: _Fit) -> Any:
 
 
 def _last(fit: _Fit) -> Any:
-    """The callback that runs after the user's: what they do to the model at the end (averaging, say) is kept too."""
+    """Return the callback that runs after the user's, so that their last changes (such as averaging) are saved too."""
 
     class Last(fit.pl.callbacks.Checkpoint):  # type: ignore[misc, name-defined] # Any. Lightning puts these last.
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a Trainer of Lightning needs to run in a rank that is there already: its world, its loaders, its checkpoints.
+"""The parts that a Lightning Trainer needs to run in an existing rank: its world, its loaders, its checkpoints.
 
-Lightning comes as two packages, ``lightning`` and ``pytorch_lightning``, whose classes are strangers to each other. The
-one that the module was made with is used throughout, so classes that extend Lightning's are made when it is known.
+Lightning exists as two packages, ``lightning`` and ``pytorch_lightning``, whose classes are unrelated. We use the one
+that defines the module, so classes that extend Lightning's are created once it is known.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorc
 
 
 def package_of(module: Any) -> Any:
-    """``lightning.pytorch`` or ``pytorch_lightning``: where the module's LightningModule comes from."""
+    """Return ``lightning.pytorch`` or ``pytorch_lightning``, the package of the module's LightningModule."""
     base = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
     name = "pytorch_lightning" if base.__module__.startswith("pytorch_lightning") else "lightning.pytorch"
-    for part in ("plugins.environments", "plugins.io", "loggers.logger"):  # the package itself loads not all of them
+    for part in ("plugins.environments", "plugins.io", "loggers.logger"):  # the package itself loads only some
         importlib.import_module(f"{name}.{part}")
     return importlib.import_module(name)
 
 
 def be_quiet() -> None:
-    """Leave Lightning's tips and what it says of its choices out of the output; warnings stay, and callbacks' words."""
+    """Hide Lightning's tips and reports of its choices; warnings and output of callbacks stay."""
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(f"{name}.callbacks").setLevel(logging.INFO)
 
 
 def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
-    """What a step gets: each feature and label in the shape and dtype asked for, and the weight, by column name.
+    """Return the argument of a step: each feature and label in its shape and dtype, and the weight, by column name.
 
-    Features that are stacked are one tensor, "features".
+    Stacked features form one tensor, "features".
     """
     tensors = {
         name: tensor
@@ -59,7 +59,7 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
 
 
 class ValidationLoader:
-    """All batches of a validation each time it is iterated."""
+    """All batches of a validation, at each iteration."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -79,20 +79,21 @@ def make_strategy(
     find_unused_parameters: bool,
     factor: Callable[[], float] = lambda: 1.0,
 ) -> Any:
-    """DDP over the process group that the runner has initialised.
+    """Make a strategy for DDP over the process group that the runner has initialised.
 
-    DDP and not hvd.DistributedOptimizer, which belongs to one optimizer whose every gradient comes once a step: modules
-    of Lightning have several, toggle them, and clip, scale and accumulate within Lightning's own closure around
-    ``step``. Lightning drives DDP through all of that; gradients are averaged over the same process group either way.
+    We use DDP and not hvd.DistributedOptimizer, which belongs to one optimizer that gets each gradient once per step.
+    Modules of Lightning have several optimizers, toggle them, and clip, scale and accumulate within Lightning's own
+    closure around ``step``. Lightning drives DDP through all of that. Gradients are averaged over the same process
+    group either way.
 
-    ``factor`` gives that of the loss of this rank's present batch.
+    ``factor`` returns the factor for the loss of this rank's present batch.
     """
 
     class Environment(pl.plugins.environments.ClusterEnvironment):  # type: ignore[misc] # Any
         """The ranks as the runner has placed them."""
 
         creates_processes_externally = True
-        main_address, main_port = "", 0  # for init_process_group only, which has been called
+        main_address, main_port = "", 0  # only init_process_group needs them, and it has been called
 
         @staticmethod
         def detect() -> bool:
@@ -117,21 +118,21 @@ def make_strategy(
             return hvd.cross_rank()
 
     class Strategy(pl.strategies.DDPStrategy):  # type: ignore[misc] # Any
-        """A rank has one device, whatever its local rank."""
+        """Gives a rank its one device, whatever its local rank."""
 
         @property
         def root_device(self) -> torch.device:
             return device
 
         def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-            """The mean over ranks is that over the rows of all."""
+            """Scale the loss so that the mean over ranks is the mean over all rows."""
             share = factor()
             return super().backward(closure_loss if share == 1.0 else closure_loss * share, *args, **kwargs)
 
         def optimizer_step(
             self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
         ) -> Any:
-            """LBFGS decides by the loss, too, how often to evaluate it: by that of the rows of all."""
+            """Give LBFGS the loss over all rows: it also decides how often to evaluate the loss."""
 
             def everybodys() -> Any:
                 loss = closure()
@@ -141,17 +142,17 @@ def make_strategy(
             return super().optimizer_step(optimizer, everybodys if decides else closure, *args, **kwargs)
 
         def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            """What is kept in memory is kept on every rank."""
+            """Save on every rank if the checkpoint stays in memory."""
             if filepath == KEEP:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
 
         def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-            """A mean of whole numbers is not a whole number.
+            """Average integers as floats.
 
-            Lightning divides the mean of sums by the mean of counts of rows; in integers the latter would be cut off
-            wherever one rank has a row more.
+            Lightning divides the mean of sums by the mean of row counts; as an integer, the latter would be truncated
+            whenever one rank has a row more.
             """
             if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
                 tensor = tensor.double()
@@ -163,10 +164,10 @@ def make_strategy(
 
 
 def make_checkpoint_io(pl: Any, given: dict[str, Any] | None) -> Any:
-    """A CheckpointIO that keeps what is written to KEEP as ``kept``, and reads ``given`` from there."""
+    """Return a CheckpointIO that keeps what is written to KEEP as ``kept``, and reads ``given`` from there."""
 
     class InMemory(pl.plugins.io.TorchCheckpointIO):  # type: ignore[misc] # Any
-        """Files are files as ever."""
+        """Handles files as usual."""
 
         kept: dict[str, Any] | None = None
 
@@ -183,19 +184,19 @@ def make_checkpoint_io(pl: Any, given: dict[str, Any] | None) -> Any:
 
 
 def to_bytes(checkpoint: dict[str, Any]) -> torch.Tensor:
-    """A checkpoint of Lightning without what lies beside it: weights, and hyperparameters, which the module has."""
+    """Serialize a Lightning checkpoint without what is stored elsewhere: weights, and the module's hyperparameters."""
     left_out = ("state_dict", "hyper_parameters", "hparams_name", "hparams_type")
     data = io.BytesIO()
     torch.save({key: value for key, value in checkpoint.items() if key not in left_out}, data)
-    # As a tensor, whatever callbacks put into it: the weights beside it can be read without it.
+    # As one tensor, whatever callbacks put into it: so the weights next to it can be read without it.
     return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, run_id: str) -> dict[str, Any]:
-    """The inverse of :func:`to_bytes`.
+    """Do the inverse of :func:`to_bytes`.
 
     Raises:
-        CheckpointError: there is code in it, which is not run.
+        CheckpointError: The checkpoint contains code, which is not run.
     """
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
@@ -209,7 +210,7 @@ def from_bytes(data: torch.Tensor, run_id: str) -> dict[str, Any]:
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:
-    """``value`` with ``change`` made to each text in it, within dicts, lists and tuples."""
+    """Return ``value`` with ``change`` applied to each text in it, within dicts, lists and tuples."""
     if isinstance(value, str):
         return change(value)
     if type(value) is dict:

@@ -20,7 +20,7 @@ def anything(name: str, value: Any) -> Any:
 
 
 def whole(at_least: int) -> Check:
-    """A whole number from ``at_least`` on."""
+    """Check for a whole number of at least ``at_least``."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -33,7 +33,7 @@ def whole(at_least: int) -> Check:
 
 
 def number(above: float | None = None, at_least: float | None = None) -> Check:
-    """A number above or from a bound on."""
+    """Check for a number above a bound, or from a bound on."""
     bound = f" above {above:g}" if above is not None else f", at least {at_least:g}" if at_least is not None else ""
 
     def check(name: str, value: Any) -> float:
@@ -73,7 +73,7 @@ def maybe_empty_text(name: str, value: Any) -> str:
 
 
 def one_of(*allowed: str) -> Check:
-    """One of some words."""
+    """Check for one of some words."""
 
     def check(name: str, value: Any) -> str:
         if value not in allowed:
@@ -98,7 +98,7 @@ def names(name: str, value: Any) -> list[str]:
 
 
 def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
-    """A list of shapes, each with one -1 for the rows, or of a single row; None leaves a tensor as it is."""
+    """Check for a list of shapes, each with one -1 for the rows, or of a single row; None leaves a tensor as it is."""
     example = f"expected a list of shapes, one for each column, such as {name}=[[-1, 1, 28, 28]]"
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r}: {example}")
@@ -114,7 +114,7 @@ def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:
-    """A list of torch dtypes, given as themselves or by name; None keeps what the column has."""
+    """Check for a list of torch dtypes, as such or by name; None keeps the column's."""
     import torch
 
     if not isinstance(value, (list, tuple)):
@@ -145,7 +145,7 @@ scheduler = callable_or("a learning rate scheduler, or a function of the optimiz
 
 
 def functions(name: str, value: Any) -> list[Any]:
-    """A list of functions; one may be given alone."""
+    """Check for a list of functions; one may be given alone."""
     found = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in found:
         function(name, item)
@@ -161,14 +161,14 @@ def function_groups(name: str, value: Any) -> list[list[Any]]:
 
 
 def numbers(name: str, value: Any) -> list[float]:
-    """A list of numbers."""
+    """Check for a list of numbers."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r}: expected a list of numbers")
     return [number()(name, item) for item in value]
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
-    """A share of the rows between 0 and 1, or the name of a column."""
+    """Check for a share of the rows between 0 and 1, or the name of a column."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -186,7 +186,7 @@ def mapping_of_functions(name: str, value: Any) -> dict[str, Any]:
 
 
 def instance(kind: str, *methods: str) -> Check:
-    """An object that has some methods; so that what is checked need not be imported."""
+    """Check for an object with some methods, so that its class need not be imported."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
@@ -197,13 +197,13 @@ def instance(kind: str, *methods: str) -> Check:
 
 
 def losses(name: str, value: Any) -> list[Any]:
-    """A list of losses; one may be given alone."""
+    """Check for a list of losses; one may be given alone."""
     kind = instance("a function of (output, label) such as torch.nn.MSELoss(), not its class or its name", "__call__")
     return [kind(name, item) for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def store(name: str, value: Any) -> Store:
-    """A Store, or the path or URL of one."""
+    """Check for a Store, or the path or URL of one."""
     if isinstance(value, (str, os.PathLike)):
         return Store.create(os.fspath(value))
     found: Store = instance("a Store, or its path or URL", "open", "run_path")(name, value)
@@ -211,7 +211,7 @@ def store(name: str, value: Any) -> Store:
 
 
 def callbacks(name: str, value: Any) -> list[Any]:
-    """A list of callbacks."""
+    """Check for a list of callbacks."""
     if not isinstance(value, (list, tuple)) or any(isinstance(item, type) or inspect.isroutine(item) for item in value):
         raise TypeError(
             f"{name}={value!r}: expected a list of callbacks (objects of a subclass of Callback, "

@@ -64,8 +64,8 @@ class TableParams(Params):
         """Set parameters by name.
 
         Raises:
-            TypeError: there is no parameter of that name, or its value is of a wrong type.
-            ValueError: a value is not allowed.
+            TypeError: There is no parameter of that name, or its value is of a wrong type.
+            ValueError: A value is not allowed.
         """
         rows = {row.name: row for row in self._table}
         for name, value in values.items():
@@ -80,7 +80,7 @@ class TableParams(Params):
         return self
 
     def value_of(self, name: str) -> Any:
-        """The value of a parameter, given or default, checked again: grids and copies set values unchecked."""
+        """Return the value of a parameter, given or default, checked again: grids and copies set values unchecked."""
         row = next(row for row in self._table if row.name == name)
         value = self.getOrDefault(name)
         value = row.default if value is None else value
@@ -88,7 +88,7 @@ class TableParams(Params):
 
 
 def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Parameter, ...]:
-    """Rows of one group of a table, from (name, default, check, doc)."""
+    """Return rows of one group of a table, from (name, default, check, doc)."""
     return tuple(Parameter(name, default, check, doc, group) for name, default, check, doc in entries)
 
 

@@ -47,7 +47,7 @@ class ParamsWriter(MLWriter):
         """Save to ``path``: a local path, or a URL that both Spark and fsspec know.
 
         Raises:
-            StoreError: there is something already and ``overwrite()`` was not called, or it cannot be written.
+            StoreError: There is something already and ``overwrite()`` was not called, or it cannot be written.
             UnpicklableError: naming the attribute that cannot be saved.
         """
         instance = self._instance
@@ -95,7 +95,7 @@ class ParamsReader(MLReader[Any], Generic[T]):
         """Load from ``path``.
 
         Raises:
-            CheckpointError: there is none, it is damaged, of a newer version, or needs code that is not here.
+            CheckpointError: There is none, it is damaged, of a newer version, or needs code that is not here.
         """
         cls, spark = self._cls, self.sparkSession
         metadata = _metadata(cls, path, spark)
@@ -118,12 +118,12 @@ class SavedParams(TableParams, MLWritable, MLReadable[Any]):
     _not_saved: ClassVar[Collection[str]] = ()
 
     def write(self) -> ParamsWriter:
-        """A writer: ``write().overwrite().save(path)``."""
+        """Return a writer: ``write().overwrite().save(path)``."""
         return ParamsWriter(self, self._not_saved)
 
     @classmethod
     def read(cls) -> ParamsReader[Self]:
-        """A reader: ``read().load(path)``."""
+        """Return a reader: ``read().load(path)``."""
         return ParamsReader(cls)
 
 
@@ -187,7 +187,7 @@ def _qualified(path: str, spark: SparkSession) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON holds it; tuples become lists, which checks take as well."""
+    """Return whether JSON can hold the value; tuples become lists, which checks also accept."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Lets an unmodified Petastorm 0.12 run on today's pyarrow and numpy: the one place that knows its insides.
+"""Lets an unmodified Petastorm 0.12 run with today's pyarrow and numpy.
 
-A finder on ``sys.meta_path`` loads the modules of Petastorm that use removed names, and no others. While such a module
-executes, stand-ins of the modules it imports are in ``sys.modules``; then its own names are bound to overlays. Nothing
-in pyarrow, numpy or pandas changes, and no other package sees a difference.
+A finder on ``sys.meta_path`` loads those modules of Petastorm that use removed names, and no others. While such a
+module executes, stubs of the modules it imports are in ``sys.modules``; afterwards its own names are bound to
+overlays. Nothing in pyarrow, numpy or pandas changes, and no other package sees a difference.
 
-Processes that unpickle Petastorm's objects need the bridge as well. Its process pool gets it. In Spark's Python workers
-``materialize_dataset`` brings it along; functions of your own that use Petastorm do if wrapped in :func:`bridged`; for
-all else start the session with ``spark.python.daemon.module=spark_hvd.estimators.petastorm.daemon``.
+Processes that unpickle Petastorm's objects need the bridge as well. Petastorm's process pool gets it. In Spark's Python
+workers, ``materialize_dataset`` installs it; wrap your own functions that use Petastorm in :func:`bridged`. For
+anything else, start the session with ``spark.python.daemon.module=spark_hvd.estimators.petastorm.daemon``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Need:
     rebound: tuple[str, ...] = ()
     """Names of the module that are bound to overlays."""
     stubs: tuple[str, ...] = ()
-    """Modules that stand in while it executes."""
+    """Stubs to put into ``sys.modules`` while it executes."""
     optional: bool = False
-    """Whether the names may be missing: what they come from need not be installed."""
+    """Whether the names may be missing, because what they come from need not be installed."""
 
 
 _NEEDS = {
@@ -63,28 +63,28 @@ _NEEDS = {
 
 
 def install() -> None:
-    """Put the bridge in place; does nothing where it is. Call it before Petastorm is first imported.
+    """Install the bridge, unless it is installed. Call it before Petastorm is first imported.
 
     Raises:
-        EstimatorError: Petastorm is missing, of a version that the bridge does not fit, or was imported before.
+        EstimatorError: Petastorm is missing, has a version that the bridge does not support, or was imported before.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _check_versions()
-    early = sorted({"petastorm", *_NEEDS} & sys.modules.keys())  # also what an import that failed has left
+    early = sorted({"petastorm", *_NEEDS} & sys.modules.keys())  # a failed import also leaves modules behind
     if early:
         raise EstimatorError(
-            f"{early[0]} was imported before the bridge was in place, so it already holds names that pyarrow and "
+            f"{early[0]} was imported before the bridge was installed, so it already uses names that pyarrow and "
             "numpy no longer have. Call spark_hvd.estimators.petastorm_bridge.install() before `import petastorm`."
         )
     sys.meta_path.insert(0, _Finder())
 
 
 def bridged(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which uses Petastorm, so that the bridge is in place before it is unpickled.
+    """Wrap ``function``, which uses Petastorm, so that the bridge is installed before it is unpickled.
 
-    For functions that Spark's Python workers or ranks run: ``rdd.map(bridged(encode))``. The package must be
-    installed there, as for everything else of spark_hvd.
+    Use this for functions that Spark's Python workers or ranks run: ``rdd.map(bridged(encode))``. spark_hvd must be
+    installed there.
     """
     return _Bridged(function)
 
@@ -98,7 +98,7 @@ class _Bridged(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Callable[..., Any]], tuple[bytes]]:
-        return _load_bridged, (dumps(self._function),)  # bytes: looked into only once the bridge stands
+        return _load_bridged, (dumps(self._function),)  # as bytes, unpickled only once the bridge is installed
 
 
 def _load_bridged(data: bytes) -> Callable[..., Any]:
@@ -116,11 +116,11 @@ def _check_versions() -> None:
     version = tuple(int(part) if part.isdigit() else 0 for part in found.split("."))
     if version >= (0, 13):
         raise EstimatorError(
-            f"petastorm {found} loses rows: a reader may take the end of ventilation for the end of the data and leave "
-            f"out the last row groups, silently. Use the version before: {PIP}"
+            f"petastorm {found} loses rows: a reader may take the end of ventilation for the end of the data and drop "
+            f"the last row groups, silently. Use the version before: {PIP}"
         )
     if version < (0, 12, 1):
-        raise EstimatorError(f"petastorm {found} is older than what the bridge was made for: {PIP}")
+        raise EstimatorError(f"petastorm {found} is older than the version that the bridge supports: {PIP}")
     pandas = importlib.metadata.version("pandas")
     if int(pandas.split(".")[0]) >= 3:
         raise EstimatorError(
@@ -162,8 +162,8 @@ class _Loader(importlib.abc.Loader):
             vars(module).update(petastorm_overlays.replacements(module, need.rebound))
         elif not need.optional:
             raise EstimatorError(
-                f"{module.__name__} has no {', '.join(missing)}, so it is not the Petastorm that the bridge was made "
-                f"for. Install an unmodified one: {PIP}"
+                f"{module.__name__} has no {', '.join(missing)}, so it is not the Petastorm that the bridge "
+                f"supports. Install an unmodified one: {PIP}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Spark's Python daemon with the Petastorm bridge in place, for sessions whose workers unpickle Petastorm's objects.
+"""Spark's Python daemon with the Petastorm bridge installed, for workers that unpickle Petastorm's objects.
 
 Set ``spark.python.daemon.module`` to this module's name when the session starts.
 """

@@ -1,4 +1,4 @@
-"""What Petastorm's modules get in place of what pyarrow and numpy no longer have. Loaded with Petastorm, not before."""
+"""Replacements for names that pyarrow and numpy have removed, for Petastorm's modules. Loaded with Petastorm only."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from spark_hvd.estimators.petastorm.parquet import ParquetDataset, ParquetDatase
 
 
 class Overlay:
-    """A module with some names added; the module itself stays as it is.
+    """A module with some names added; the module itself is not changed.
 
-    Petastorm's closures carry their module's globals to Spark's workers, so an overlay pickles as its name, and
+    Petastorm's closures carry their module's globals to Spark's workers. So an overlay is pickled as its name, and
     unpickling it installs the bridge there.
     """
 
@@ -54,7 +54,7 @@ def _in1d(values: Any, wanted: Any) -> Any:
 
 
 def _encode_image(encode: Callable[..., Any], extension: str, image: Any, parameters: Any = ()) -> Any:
-    """OpenCV's, told the quality for JPEG only: version 5 warns of it at every image in another format."""
+    """Call OpenCV's encoder with the quality for JPEG only: version 5 warns about it for other formats."""
     return encode(extension, image, parameters if extension.lower() in (".jpg", ".jpeg", ".jpe") else ())
 
 
@@ -79,7 +79,7 @@ def _module(name: str, **names: Any) -> types.ModuleType:
     return module
 
 
-# Petastorm derives a class from it whose public methods it replaces, by name, with calls of a connected file system.
+# Petastorm derives a class from this, and replaces its public methods by name with calls of a connected file system.
 _HadoopFileSystem = type(
     "HadoopFileSystem",
     (),
@@ -93,22 +93,22 @@ _HadoopFileSystem = type(
 STUBS: dict[str, Any] = {
     "pyarrow.filesystem": _module("pyarrow.filesystem", LocalFileSystem=LocalFileSystem),
     "pyarrow.hdfs": _module("pyarrow.hdfs", HadoopFileSystem=_HadoopFileSystem),
-    # `from pyarrow import LocalFileSystem` looks here once pyarrow turns out to have no such name
+    # `from pyarrow import LocalFileSystem` looks here, because pyarrow has no such name
     "pyarrow.LocalFileSystem": LocalFileSystem,
 }
-"""Entries of ``sys.modules`` that stand while a module which imports them executes."""
+"""Entries of ``sys.modules`` that exist while a module that imports them executes."""
 
 
 def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Run a function in a new interpreter that has the bridge; takes the place of ``exec_in_new_process``."""
+    """Run a function in a new interpreter that has the bridge; replaces ``exec_in_new_process``."""
     import dill  # type: ignore[import-untyped]
 
     handle, path = mkstemp(prefix="spark_hvd-", suffix=".dill")
     with os.fdopen(handle, "wb") as file:
-        pickle.dump(sys.path, file)  # this package may have come as files that only sys.path knows of
+        pickle.dump(sys.path, file)  # this package may have come as files that only sys.path knows
         dill.dump((function, args, kwargs), file)
     code = (
-        # -c looks into the working directory first, which others may write to.
+        # -c searches the working directory first, which others may be able to write to.
         "import sys; sys.path = [entry for entry in sys.path if entry]; "
         "import pickle; file = open(sys.argv[1], 'rb'); sys.path[:] = pickle.load(file); "
         "from spark_hvd.estimators.petastorm.overlays import run_launched; run_launched(file)"
@@ -117,7 +117,7 @@ def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> subproces
 
 
 def run_launched(file: Any) -> None:
-    """The other end of :func:`launch`."""
+    """Run the function in the new interpreter; the other end of :func:`launch`."""
     import dill
 
     install()
@@ -128,7 +128,7 @@ def run_launched(file: Any) -> None:
 
 
 def legacy_unpickler(base: type[Any]) -> type[Any]:
-    """``base``, Petastorm's restricted unpickler, that also knows the names in schemas of years ago."""
+    """Extend ``base``, Petastorm's restricted unpickler, to names in schemas of years ago."""
     moved = {("numpy", name): value for name, value in OVERLAYS["numpy"]._added.items() if isinstance(value, type)}
 
     class LegacyUnpickler(base):  # type: ignore[misc]
@@ -141,7 +141,7 @@ def legacy_unpickler(base: type[Any]) -> type[Any]:
 
 
 def _restore(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """A named tuple, as old versions of pyspark pickled those by value."""
+    """Restore a named tuple, which old versions of pyspark pickled by value."""
     if name == "UnischemaField":
         from petastorm.unischema import UnischemaField
 
@@ -150,7 +150,7 @@ def _restore(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any
 
 
 def replacements(module: types.ModuleType, names: tuple[str, ...]) -> dict[str, Any]:
-    """What each of ``names`` in ``module`` is bound to once it has executed."""
+    """Return the overlay for each of ``names`` in ``module``, to be bound once the module has executed."""
     named: dict[str, Callable[[], Any]] = {
         "np": lambda: OVERLAYS["numpy"],
         "pyarrow": lambda: OVERLAYS["pyarrow"],

@@ -1,6 +1,6 @@
-"""The parts of pyarrow's removed ``ParquetDataset`` that Petastorm 0.12 relies on, over today's ParquetFile and fsspec.
+"""The parts of pyarrow's removed ``ParquetDataset`` that Petastorm 0.12 needs, on today's ParquetFile and fsspec.
 
-Listing and footers are read when first asked for, so that a process told its row groups needs neither.
+Listing and footers are read on first use, so a process that gets its row groups from another needs neither.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 PartitionKeys = list[tuple[str, int]]
-"""(name, index of the value in the keys of that level), one a level."""
+"""(name, index of the value in that level's keys), one per level."""
 
 
 class PartitionLevel:
-    """One ``name=value`` level of directories and the values found for it."""
+    """One ``name=value`` level of directories, and the values found for it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.keys: list[str] = []
 
     def index_of(self, key: str) -> int:
-        """The number of ``key``, which is added if new."""
+        """Return the index of ``key``, which is added if new."""
         if key not in self.keys:
             self.keys.append(key)
         return self.keys.index(key)
 
     @property
     def dictionary(self) -> pa.Array:
-        """The values: integers if all of them are, else strings."""
+        """The values: integers if all of them are, otherwise strings."""
         try:
             return pa.array([int(key) for key in self.keys], pa.int64())
         except ValueError:
@@ -43,7 +43,7 @@ class PartitionLevel:
 
 
 class Partitions(list[PartitionLevel]):
-    """The levels of directories of a data set; false where it has none."""
+    """The levels of directories of a data set; false if there are none."""
 
     @property
     def partition_names(self) -> set[str]:
@@ -51,7 +51,7 @@ class Partitions(list[PartitionLevel]):
         return {level.name for level in self}
 
     def keys_of(self, directories: Iterable[str]) -> PartitionKeys:
-        """Parse the directories between the data set and a file; values that are new are added."""
+        """Parse the directories between the data set and a file; new values are added."""
         parts = [part.split("=", 1) for part in directories if "=" in part]
         for name, _ in parts[len(self) :]:
             self.append(PartitionLevel(name))
@@ -59,7 +59,7 @@ class Partitions(list[PartitionLevel]):
 
 
 class ParquetDatasetPiece:
-    """A file of a data set, or one row group of it. Pickles, so that workers in other processes get it."""
+    """A file of a data set, or one row group of it. Pickles, so that workers in other processes can use it."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class ParquetDatasetPiece:
         self.partition_keys = partition_keys or []
 
     def get_metadata(self) -> pq.FileMetaData:
-        """The footer of the file."""
+        """Return the footer of the file."""
         with self.open_file_func(self.path) as file:
             return pq.read_metadata(file)
 
     def read(self, columns: Iterable[str] | None = None, partitions: Partitions | None = None) -> pa.Table:
-        """The rows, in the order of the file's columns; a dictionary column for each level of ``partitions``."""
+        """Return the rows, with columns in file order, and a dictionary column for each level of ``partitions``."""
         with self.open_file_func(self.path) as source, pq.ParquetFile(source) as file:
             names = None
             if columns is not None:
@@ -96,9 +96,9 @@ class ParquetDatasetPiece:
 
 
 class ParquetDataset:
-    """A directory of Parquet files, ``name=value`` directories included, or a list of files.
+    """A directory of Parquet files, possibly with ``name=value`` directories, or a list of files.
 
-    ``filters`` see partition columns only; ``validate_schema`` and ``metadata_nthreads`` are there for the signature.
+    ``filters`` see only partition columns; ``validate_schema`` and ``metadata_nthreads`` have no effect.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ParquetDataset:
 
     @property
     def metadata_path(self) -> str:
-        """Where the summary of all row groups would lie."""
+        """Path of the summary of all row groups, which need not exist."""
         return f"{self._root}/_metadata"
 
     @cached_property
@@ -138,7 +138,7 @@ class ParquetDataset:
 
     @property
     def partitions(self) -> Partitions | None:
-        """The levels of directories; None for files given by name."""
+        """The levels of directories; None if files were given by name."""
         return self._manifest[1]
 
     @property
@@ -174,7 +174,7 @@ class ParquetDataset:
 
 
 def as_fsspec(filesystem: Any) -> Any:
-    """``filesystem`` with fsspec's methods: those of pyarrow are wrapped, None becomes the local one."""
+    """Return ``filesystem`` with fsspec's methods: pyarrow's are wrapped, None becomes the local one."""
     if filesystem is None:
         return fsspec.filesystem("file")
     if isinstance(filesystem, pyarrow.fs.FileSystem):

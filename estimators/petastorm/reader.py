@@ -1,8 +1,8 @@
-"""The reader of Petastorm data sets: its workers decode pieces of row groups, which come out in the order asked for.
+"""The reader of Petastorm data sets: its workers decode pieces of row groups, which it returns in the requested order.
 
-Petastorm gives row groups whole to shards and yields them as they get ready. Here a rank asks for the pieces that are
-its share, a few at a time, and puts what comes back in order: same seed, same batches, whatever the pool. The price is
-that a slow row group holds up those behind it, of which at most ``workers + 2`` wait in memory.
+Petastorm assigns whole row groups to shards and yields them as they become ready. Here, a rank requests the pieces of
+its share, a few at a time, and restores their order: the same seed gives the same batches with any pool. The price is
+that a slow row group delays those behind it, of which at most ``workers + 2`` wait in memory.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from spark_hvd.store.errors import StoreError
 
 
 def load_unischema(store: Store, url: str) -> Any:
-    """The Unischema of the data set at ``url``.
+    """Load the Unischema of the data set at ``url``.
 
-    It is a pickle, which Petastorm restricts to its own classes and those of numpy, pyspark and the standard library:
-    read data sets of people you trust.
+    It is a pickle, which Petastorm restricts to its own classes and those of numpy, pyspark and the standard library.
+    Only read data sets from people you trust.
 
     Raises:
-        DataError: the data set has none, or one that cannot be read.
-        EstimatorError: Petastorm is missing or does not fit.
+        DataError: The data set has no Unischema, or it cannot be read.
+        EstimatorError: Petastorm is missing or not supported.
     """
     install()
     from petastorm.etl.dataset_metadata import get_schema
 
     try:
         return get_schema(ParquetDataset(store.inner_path(url), filesystem=store.filesystem))
-    except Exception as error:  # Petastorm's own, those of pickle, those of the file system
+    except Exception as error:  # errors of Petastorm, of pickle, or of the file system
         raise DataError(f"cannot read the Unischema of {url}: {type(error).__name__}: {error}") from error
 
 
 def columns_of_unischema(schema: Any) -> tuple[Column, ...]:
-    """What the tensors of each field are: float64 and decimals become float32, as for all data that we did not write.
+    """Return the tensor columns of a schema; float64 and decimals become float32, as in all data that others wrote.
 
     Strings, dates and the like get the dtype "object".
     """
@@ -61,7 +61,7 @@ def columns_of_unischema(schema: Any) -> tuple[Column, ...]:
 
 
 def decoders_of_unischema(schema: Any) -> dict[str, Callable[[bytes], Any]]:
-    """Field name -> what its codec makes of the bytes of a value, for the fields that lie as bytes in the files."""
+    """Return field name -> decoder of its codec, for fields that are stored as bytes."""
     from petastorm.codecs import ScalarCodec
 
     return {
@@ -72,10 +72,10 @@ def decoders_of_unischema(schema: Any) -> dict[str, Callable[[bytes], Any]]:
 
 
 def decoded_spec(spec: ReaderSpec) -> ReaderSpec:
-    """``spec`` with the columns and decoders of the data set's Unischema; as it is where the data set has none.
+    """Return ``spec`` with the columns and decoders of the data set's Unischema, or unchanged if it has none.
 
     Raises:
-        DataError: the Unischema cannot be read, or lacks a column that ``spec`` asks for.
+        DataError: The Unischema cannot be read, or lacks a column of ``spec``.
     """
     if not spec.dataset.unischema:
         return spec
@@ -103,19 +103,19 @@ _Result = list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception
 class PetastormReader(Reader[Batch]):
     """Reads a rank's shard of a data set, pass by pass.
 
-    Data sets with a Unischema are decoded by its codecs, which also say what dtype and shape a column has; plain
-    Parquet is read as the Arrow reader does. ``transformation_fn`` and ``decoders`` run in Petastorm's workers: threads
-    of this process, processes of their own (``pool="process"``, kept between passes), or the caller ("dummy", which
-    reads nothing ahead). With the same spec all pools, and the Arrow reader, yield the same batches.
+    Data sets with a Unischema are decoded by its codecs, which also determine the dtype and shape of a column; plain
+    Parquet is read as by the Arrow reader. ``transformation_fn`` and ``decoders`` run in Petastorm's workers: threads
+    of this process, separate processes (``pool="process"``, kept between passes), or the caller ("dummy", which reads
+    nothing ahead). With the same spec, all pools and the Arrow reader yield the same batches.
 
-    A window of ``window_rows`` rows, ``workers + 2`` row groups read ahead, and batches not yet used are in memory.
-    With ``cache`` the rank keeps the shard of the first pass and shuffles that.
+    Memory holds a window of ``window_rows`` rows, ``workers + 2`` row groups read ahead, and batches not yet used. With
+    ``cache``, the rank keeps the shard of the first pass and shuffles it.
 
     Raises:
-        DataError: a column is not in the data set, or its Unischema cannot be read.
-        EstimatorError: Petastorm is missing or does not fit.
-        StoreError: processes are to read a store that only this process sees.
-        ValueError: the pool is none of Petastorm's, or has no workers.
+        DataError: A column is not in the data set, or its Unischema cannot be read.
+        EstimatorError: Petastorm is missing or not supported.
+        StoreError: processes would have to read a store that only this process sees.
+        ValueError: The pool is unknown, or has no workers.
     """
 
     def __init__(self, spec: ReaderSpec) -> None:
@@ -132,7 +132,7 @@ class PetastormReader(Reader[Batch]):
         self._idle: Any = None
         self._busy: list[Any] = []
         self._shapes = RowShapes(self._layout)
-        self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
+        self._lock = threading.Lock()  # held while waiting for results, as sockets must not be closed meanwhile
         self._closed = False
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[Batch, None, None]:
@@ -146,7 +146,7 @@ class PetastormReader(Reader[Batch]):
             pieces = [Piece(group, start, stop) for group, start, stop in overlaps(groups, share)]
             with closing(self._loaded(pieces)) as loaded:
                 yield from cut(loaded, self._layout, sizes)
-                for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
+                for _ in loaded:  # read what drop_last leaves; a pool can be kept only if nothing is in flight
                     pass
             return
         line = EpochLine(
@@ -172,14 +172,14 @@ class PetastormReader(Reader[Batch]):
         self._kept.clear()
 
     def _window_rows(self) -> int:
-        """Rows that fit in a window's memory. The first row group tells, and is read once more for it."""
+        """Return how many rows fit into a window's memory. This reads the first row group, which is read again."""
         if self._shapes.row_bytes is None:
             for _ in self._read([Piece(0, 0, self._spec.dataset.row_groups[0].rows)]):
                 pass
         return max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
 
     def _gathered(self, line: EpochLine, share: Share) -> Iterator[Blocks]:
-        """Rows in the order of the share, a round at once; a piece that goes on in the next window is read once."""
+        """Yield rows in the share's order, round by round; a piece that continues in the next window is read once."""
         runs = list(line.runs(share))
         whose = {each: number for number, run in enumerate(runs) for each in run}
         used = (whose[number, piece] for number, one in enumerate(line.rounds(share)) for piece in one.pieces)
@@ -201,8 +201,8 @@ class PetastormReader(Reader[Batch]):
             next(loaded, None)
 
     def _loaded(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
-        """The rows of each piece, in order, from memory or from the pool."""
-        kept = {piece: self._kept[piece] for piece in pieces if piece in self._kept}  # now: another pass may add some
+        """Yield the rows of each piece, in order, from memory or from the pool."""
+        kept = {piece: self._kept[piece] for piece in pieces if piece in self._kept}  # another pass may add some
         with closing(self._read([piece for piece in pieces if piece not in kept])) as read:
             for piece in pieces:
                 if self._closed:
@@ -210,14 +210,14 @@ class PetastormReader(Reader[Batch]):
                 blocks = kept[piece] if piece in kept else next(read)
                 if self._spec.cache:
                     self._kept[piece] = blocks
-                    if not self._spec.shuffle:  # what is kept must not change with what is done to a batch
+                    if not self._spec.shuffle:  # cached rows must not change with a batch
                         blocks = [block.clone() for block in blocks]
                 yield blocks
                 del blocks
-            next(read, None)  # let it end, and not be closed, so that its pool is kept
+            next(read, None)  # let it end by itself instead of closing it, so that its pool is kept
 
     def _read(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
-        """The rows of each piece, in order, with some more asked for ahead."""
+        """Yield the rows of each piece, in order, and request some pieces ahead."""
         if not pieces:
             return
         pool = self._take_pool()
@@ -233,7 +233,7 @@ class PetastormReader(Reader[Batch]):
                     number, result = self._result(pool)
                     early[number] = result
                 arrays = early.pop(wanted)
-                if isinstance(arrays, Exception):  # only now: of several errors always the same is raised
+                if isinstance(arrays, Exception):  # raised in order, so that it is always the same error
                     raise arrays
                 blocks = [torch.from_numpy(array).view(dtype) for array, dtype in arrays]
                 del arrays

@@ -1,4 +1,4 @@
-"""Petastorm's pools and worker, given pieces of row groups to read in place of an epoch to shuffle."""
+"""Petastorm's pools and worker, adapted to read given pieces of row groups instead of shuffling an epoch."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from petastorm.workers_pool.thread_pool import ThreadPool  # noqa: E402
 START_SECONDS = 300
 
 Arrays = list[tuple[np.ndarray[Any, Any], Any]]
-"""Blocks, as arrays of bits with the torch dtype that these are of."""
+"""Blocks as numpy arrays of bits, each with its torch dtype."""
 
 
 class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
-    """Reads pieces as Petastorm reads row groups, and makes the arrays of a batch's blocks of them.
+    """Reads pieces as Petastorm reads row groups, and turns them into the arrays of a batch's blocks.
 
-    What goes wrong is published in place of the arrays: an exception raised here would end the worker, and print.
+    Errors are published instead of arrays: an exception raised here would end the worker and print a traceback.
     """
 
     def __init__(self, worker_id: int, publish: Any, arguments: tuple[Any, ...]) -> None:
-        *petastorms, spec = arguments
-        super().__init__(worker_id, publish, petastorms)
+        *inherited, spec = arguments
+        super().__init__(worker_id, publish, inherited)
         self._spec: ReaderSpec = spec
-        self._dataset = _NoPartitions()  # else every worker would list the directory
+        self._dataset = _NoPartitions()  # otherwise every worker would list the directory
         self._values: Any = None
 
     def process(self, number: int, piece: Piece) -> None:
@@ -61,7 +61,7 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
     def _arrays(self, piece: Piece) -> Arrays:
         from torch import bfloat16, int16
 
-        if self._values is None:  # here, not above: torch takes its time, and the pool waits for its processes
+        if self._values is None:  # here and not above: torch loads slowly, and the pool waits for its processes
             from spark_hvd.data.readers.batches import Layout
             from spark_hvd.data.readers.values import Values, columns_yielded
 
@@ -71,13 +71,13 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         table = self._load_rows(None, source, (0, 1))
         if table.num_rows != group.rows:
             raise DataError(
-                f"{where(group)} has {table.num_rows} rows, expected {group.rows}: the file changed; call fit again"
+                f"{where(group)} has {table.num_rows} rows, expected {group.rows}: the file has changed; call fit again"
             )
         missing = set(self._schema.fields) - set(table.column_names)
         if missing:
             raise DataError(f"{where(group)} has no column {listed(sorted(missing))}: it differs from the other files")
         blocks = self._values.blocks_of(table.slice(piece.start, piece.rows), where(group))
-        # numpy has no bfloat16; tensors themselves would be pickled with all the memory that they are a view of
+        # numpy has no bfloat16, and a pickled tensor would include all the memory that it is a view of
         return [((block.view(int16) if block.dtype == bfloat16 else block).numpy(), block.dtype) for block in blocks]
 
 
@@ -86,22 +86,22 @@ class _NoPartitions:
 
 
 class InterruptibleThreadPool(ThreadPool):  # type: ignore[misc]
-    """Petastorm's, whose ``get_results`` can be ended from another thread."""
+    """Petastorm's thread pool, whose ``get_results`` can be interrupted from another thread."""
 
     def interrupt(self) -> None:
-        """Let ``get_results`` raise."""
+        """Make ``get_results`` raise."""
         self._results_queue.put(RuntimeError("interrupted"))
 
 
 class CallersPool(DummyPool):  # type: ignore[misc]
-    """Petastorm's, which works in the caller, where there is nothing to interrupt."""
+    """Petastorm's dummy pool, which works in the caller, where there is nothing to interrupt."""
 
     def interrupt(self) -> None:
         """Do nothing."""
 
 
 class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
-    """Petastorm's, which would wait for ever for a process that was killed, and 20 seconds for one to start."""
+    """Petastorm's process pool, which would wait for ever for a killed process, and 20 seconds for one to start."""
 
     def _wait_for_workers_to_start(self) -> None:
         self._worker_poller = _WorkerPoller(self._results_receiver_poller, self._workers)
@@ -123,7 +123,7 @@ class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
             raise
 
     def interrupt(self) -> None:
-        """Let ``get_results`` raise, within a tenth of a second."""
+        """Make ``get_results`` raise, within a tenth of a second."""
         self._worker_poller.interrupted = True
 
 
@@ -139,14 +139,14 @@ class _WorkerPoller:
         codes = [process.returncode for process in self._processes if process.poll() is not None]
         if not found and codes:
             raise EstimatorError(
-                f"a reader process ended with exit code {codes[0]} (-9: killed, most often for lack of memory; else "
+                f"a reader process ended with exit code {codes[0]} (-9: killed, mostly for lack of memory; otherwise "
                 "its error is above): use fewer reader workers, smaller row groups, or reader_pool_type='thread'"
             )
         return found
 
 
 def start_pool(spec: ReaderSpec) -> Any:
-    """A pool of ``spec.workers`` that takes ``ventilate(number=..., piece=...)``; ``get_results()`` is in any order."""
+    """Start a pool of ``spec.workers`` that takes ``ventilate(number=..., piece=...)``; results come in any order."""
     from spark_hvd.data.readers.values import columns_read
 
     pools: dict[str, Callable[[], Any]] = {
@@ -156,7 +156,7 @@ def start_pool(spec: ReaderSpec) -> Any:
     }
     pool = pools[spec.pool]()
     schema = Unischema("read", [UnischemaField(column.name, None, ()) for column in columns_read(spec)])
-    # in the order that Petastorm's worker takes them; behind them what ours does
+    # in the order that Petastorm's worker expects, followed by ours
     where_from = (spec.store.filesystem, spec.dataset.url)
     pool.start(PieceWorker, (*where_from, schema, None, [], NullCache(), None, schema, None, False, 0, spec))
     return pool

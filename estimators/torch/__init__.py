@@ -1,4 +1,4 @@
-"""TorchEstimator and TorchModel: their loop and their trial.
+"""TorchEstimator and TorchModel: their training loop, and the trial of one batch.
 
 May import fit and what is below it. Doors: estimator, model.
 """

@@ -28,7 +28,7 @@ class TorchEstimator(SparkEstimator[TorchModel]):
     and has a getter and a setter.
 
     Raises:
-        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+        TypeError, ValueError: A parameter is unknown or its value is not allowed.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -48,22 +48,20 @@ class TorchEstimator(SparkEstimator[TorchModel]):
     def _check(self, settings: Settings) -> None:
         losses = [name for name in ("loss", "loss_constructors") if settings[name]]
         if len(losses) == 2:
-            raise ValueError("loss and loss_constructors are both given: give one of them")
+            raise ValueError("loss and loss_constructors are both given: pass only one of them")
         if not losses and settings["train_minibatch_fn"] is None:
-            raise ValueError("loss is missing: give a function of (output, label), such as torch.nn.MSELoss()")
+            raise ValueError("loss is missing: pass a function of (output, label), such as torch.nn.MSELoss()")
         if settings["train_minibatch_fn"] is not None:
             idle = ("precision", "gradient_clip_norm", "gradient_clip_value")
-            # Validation has a use for bf16.
+            # validation supports bf16
             if odd := [name for name in idle if settings[name] not in (None, "32", "bf16")]:
                 raise ValueError(
-                    f"{odd[0]}={settings[odd[0]]!r} and train_minibatch_fn are given, which replaces forward, backward "
-                    f"and step: do it there (torch.autocast, optimizer.synchronize() before clipping), and leave "
-                    f"{odd[0]} out"
+                    f"{odd[0]}={settings[odd[0]]!r} has no effect with train_minibatch_fn, which does forward, "
+                    f"backward and step: do this there (torch.autocast, optimizer.synchronize() before clipping), and "
+                    f"omit {odd[0]}"
                 )
         if not losses and settings["validation"]:
-            raise ValueError(
-                "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"
-            )
+            raise ValueError("loss is missing: validation needs it, even if train_minibatch_fn has a loss of its own")
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         spec = try_batch(spec, plan.objects, batch)

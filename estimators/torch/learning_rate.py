@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedulers: from what was given, in the rank, scaled with the number of ranks."""
+"""Makes optimizers and learning rate schedulers in the rank, and scales rates with the number of ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from spark_hvd.store.errors import CheckpointError
+from spark_hvd.torch.sync import load_optimizer_state
+
 Scheduler = LRScheduler | ReduceLROnPlateau
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
-"""What schedulers of torch keep in parameter groups as rates."""
+"""Keys of parameter groups under which torch's schedulers keep rates."""
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _OWN_RATES = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "eta_min")
-"""What they keep themselves: a rate, or one for each group."""
+"""Attributes of schedulers with a rate, or one for each group."""
 
 
 def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of ``model``: ``given`` itself, or what it returns.
+    """Return the optimizer of ``model``: ``given`` itself, or its result.
 
     Args:
-        given: An optimizer of the model's parameters, or a function of ``model.parameters()``; of the model itself, if
-            its first parameter is called ``model``.
+        given: An optimizer of the model's parameters, or a function of ``model.parameters()``, or of the model itself
+            if its first parameter is called ``model``.
         model: The model.
 
     Raises:
-        ValueError: it is no optimizer, or one of other parameters.
+        ValueError: The result is not an optimizer, or is one for other parameters.
     """
     optimizer = given
     if not isinstance(given, torch.optim.Optimizer):
@@ -35,21 +39,21 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
             first = ""
         optimizer = given(model if first == "model" else model.parameters())
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer={given!r} gave {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        raise ValueError(f"optimizer={given!r} returned {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("optimizer: LBFGS evaluates the loss several times a step: not possible batch by batch")
+        raise ValueError("optimizer: LBFGS evaluates the loss several times per step, which batches do not allow")
     own = {id(param) for param in model.parameters()}
     strange = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
     if strange:
         raise ValueError(
             f"optimizer: {strange} of its parameters are not parameters of model. Make it from model.parameters(), or "
-            "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return optimizer
 
 
 def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Names and defaults of optimizers, as MLflow logs them of Lightning's; of several, a number is in front."""
+    """Return names and defaults of optimizers, as MLflow logs Lightning's; several are numbered."""
     found: dict[str, Any] = {}
     for number, each in enumerate(optimizers):
         prefix = f"{number}_" if len(optimizers) > 1 else ""
@@ -58,14 +62,77 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, An
     return found
 
 
-def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, steps: int) -> Scheduler | None:
-    """The scheduler of ``optimizer``, whose rates become ``factor`` times what they were.
+def described(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, options: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a checkpoint tells of an optimizer and a scheduler, besides their state; ``options`` are those given."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        "optimizer": type(optimizer).__name__,
+        "lr_scheduler": None if scheduler is None else type(scheduler).__name__,
+        "parameters of the optimizer": [
+            [names[id(each)] for each in group["params"]] for group in optimizer.param_groups
+        ],
+        "options": options,
+    }
 
-    A function is called with the optimizer once its rates are scaled, and with the ``steps`` that it takes in all where
-    it has a parameter ``total_steps`` without a default; a scheduler given has its own rates scaled.
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each group of parameters that are plain values."""
+    groups = [
+        {
+            name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
+            for name, each in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return [{name: each for name, each in group.items() if isinstance(each, _PLAIN)} for group in groups]
+
+
+def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> list[str]:
+    """Check that a checkpoint's state is that of this optimizer and scheduler.
+
+    Args:
+        saved: What :func:`described` said when it was written; None if an earlier version wrote it.
+        here: What it says now.
+        run_id: Of the run.
+
+    Returns:
+        A warning for each option that the checkpoint overrides.
 
     Raises:
-        ValueError: it is no scheduler, or one of another optimizer.
+        CheckpointError: It is another's.
+    """
+    if saved is None:
+        return []
+    for what in ("optimizer", "lr_scheduler", "parameters of the optimizer"):
+        if saved[what] != here[what]:
+            raise CheckpointError(
+                f"run_id={run_id!r} goes on from the state of another {what}: {_short(saved[what])} then, "
+                f"{_short(here[what])} now. Give what the run was started with, or another run_id"
+            )
+    return [
+        f"run_id={run_id!r} goes on with the options of its checkpoint, which began with {name}={before[name]!r}: "
+        f"{name}={now[name]!r} of the optimizer given now has no effect. Give another run_id to train with it"
+        for before, now in zip(saved["options"], here["options"], strict=True)
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, steps: int) -> Scheduler | None:
+    """Return the scheduler of ``optimizer``, with rates multiplied by ``factor``.
+
+    A function is called with the optimizer after its rates are scaled, and with the total number of ``steps`` if it has
+    a parameter ``total_steps`` without a default. If a scheduler is given, its own rates are scaled.
+
+    Raises:
+        ValueError: The result is not a scheduler, or belongs to another optimizer.
     """
     if given is None or isinstance(given, LRScheduler | ReduceLROnPlateau):
         scale(optimizer, given, factor)
@@ -76,11 +143,11 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
         known = {"total_steps": steps} if asks is not None and asks.default is asks.empty else {}
         scheduler = given(optimizer, **known)
     if scheduler is not None and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        raise ValueError(f"lr_scheduler={given!r} gave {type(scheduler).__name__}: expected a torch LRScheduler")
+        raise ValueError(f"lr_scheduler={given!r} returned {type(scheduler).__name__}: expected a torch LRScheduler")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
-            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains the model, "
-            "whose rates it would leave as they are: make it of the optimizer that you give, or give a function, "
+            f"lr_scheduler is a {type(scheduler).__name__} for another optimizer than the one that trains the model, "
+            "so it would not change the rates: make it for the optimizer that you pass, or pass a function, "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         )
     return scheduler
@@ -89,13 +156,13 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, 
 def load(
     given: Any, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, state: Mapping[str, Any], factor: float
 ) -> None:
-    """Load a checkpoint's ``state`` of an optimizer and its scheduler; rates become ``factor`` times what they were.
+    """Load a checkpoint's ``state`` of an optimizer and its scheduler; multiply rates by ``factor``.
 
-    ``scheduler`` is what :func:`make_scheduler` made of ``given``. Of a function's, the rates that it was made with
-    count, as they do where a run begins with these ranks.
+    ``scheduler`` is the result of :func:`make_scheduler` for ``given``. If ``given`` is a function, the rates from its
+    call count, as in a run that starts with these ranks.
     """
     made = _fixed_rates(optimizer, scheduler)
-    optimizer.load_state_dict(state["optimizer"])
+    load_optimizer_state(optimizer, state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     scale(optimizer, scheduler, factor)
@@ -105,7 +172,7 @@ def load(
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None) -> list[dict[str, Any]]:
-    """Those that no step changes."""
+    """Return the rates that no step changes."""
     names = {*_RATES, *_OWN_RATES} - {"lr", "_last_lr"}
     return [{name: holder[name] for name in names & holder.keys()} for holder in _holders(optimizer, scheduler)]
 
@@ -135,7 +202,7 @@ def scale(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, factor:
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, and those that it is made of, at any depth."""
+    """Yield a scheduler and those that it contains, at any depth."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _with_inner(inner)

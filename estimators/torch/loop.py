@@ -1,16 +1,25 @@
-"""The training loop of TorchEstimator: forward, backward, step; on every rank alike."""
+"""The training loop of TorchEstimator: forward, backward, step; the same on every rank."""
 
 from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from typing import Any
 
 import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.torch.learning_rate import Scheduler, load, make_optimizer, make_scheduler
+from spark_hvd.estimators.torch.learning_rate import (
+    Scheduler,
+    check_described,
+    described,
+    load,
+    make_optimizer,
+    make_scheduler,
+    options_of,
+)
 from spark_hvd.estimators.torch.measure import Measure
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.callbacks import TrainState
@@ -20,7 +29,7 @@ from spark_hvd.estimators.training.spec import calling
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, Validates, not_finite, speed
 
 _BEGINNING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
-"""The state of an epoch that begins."""
+"""The state at the beginning of an epoch."""
 
 
 class TorchFramework(Validates):
@@ -65,9 +74,14 @@ class _Loop(Measure):
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
         spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
         optimizer = make_optimizer(objects.optimizer, self.model)
+        options = options_of(optimizer)
         steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
         scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
+        self.described = described(self.model, optimizer, scheduler, options)
         if resumed:
+            for text in check_described(resumed.get("described"), self.described, spec.run_id):
+                if hvd.rank() == 0:
+                    warnings.warn(text, stacklevel=2)
             self.scaled = hvd.size() / resumed["size"] if spec.scale_lr else 1.0
             load(objects.lr_scheduler, optimizer, scheduler, resumed, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -94,7 +108,7 @@ class _Loop(Measure):
 
     def _epoch(self) -> None:
         state, job = self.state, self.job
-        # An epoch that was cut off goes on where its checkpoint is.
+        # An interrupted epoch continues from its checkpoint.
         partial, self.partial_epoch = self.partial_epoch or _BEGINNING, None
         state.step, self.skipped = partial["step"], partial["skipped"]
         state.steps = state.step + job.steps_left(state.step)
@@ -120,7 +134,7 @@ class _Loop(Measure):
         self._share_buffers()
         validation = self._validate() if validated else Sums(self.metrics.names, job.device)
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
-        # The one exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
+        # The only exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
         total = hvd.allreduce(torch.cat([sums.values, validation.values, stop]), op=hvd.Sum, name="spark_hvd.epoch")
         values = total.tolist()
         width = len(sums.values)
@@ -143,7 +157,7 @@ class _Loop(Measure):
         state.epoch += 1
 
     def _save_partial(self, sums: Sums, began: float, rate: float) -> None:
-        """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
+        """Write a checkpoint within an epoch. Resuming from it gives the same result as this run, to the bit."""
         state = self.state
         self._share_buffers()
         total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.partial_epoch")
@@ -163,10 +177,10 @@ class _Loop(Measure):
         spec, state, device = self.spec, self.state, self.job.device
         inputs, labels, weights = self._on_device(batch)
         last = (number + 1) % spec.backward_passes_per_step == 0 or number + 1 == self.state.steps
-        # The last passes of an epoch may be fewer than those of a step.
+        # The last step of an epoch may consist of fewer passes.
         begun = number - number % spec.backward_passes_per_step
         passes = min(spec.backward_passes_per_step, state.steps - begun)
-        # The loss counts for what this batch is of the batches of all ranks.
+        # The loss is weighted by this batch's share of the batches of all ranks.
         self.objective.factors = self.shares.of(labels, len(inputs[0]), self.job.feed.weight)
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
@@ -188,7 +202,7 @@ class _Loop(Measure):
             torch.autograd.backward(self.scaler.scale(loss / passes))
             if last:
                 self._step()
-        else:  # all its rows were skipped: the others' gradients count, and zeros
+        else:  # all its rows were skipped: it contributes zeros to the others' gradients
             loss = torch.zeros((), device=device)
             if last:
                 self._step()
@@ -213,7 +227,7 @@ class _Loop(Measure):
             torch.nn.utils.clip_grad_value_(params, spec.gradient_clip_value)
         if spec.gradient_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(params, spec.gradient_clip_norm)
-        # Gradients are the same on all ranks by now, so all ranks decide alike.
+        # Gradients are the same on all ranks by now, so all ranks decide the same.
         finite = spec.terminate_on_nan or self.scaler.is_enabled() or _finite(params)
         with optimizer.skip_synchronize():
             if finite:
@@ -226,7 +240,7 @@ class _Loop(Measure):
             self._schedule("step")
 
     def _schedule(self, interval: str, *rows: dict[str, Any]) -> None:
-        """Step the scheduler; ``rows`` are this epoch's, and those of which more is known since the last."""
+        """Step the scheduler; ``rows`` are this epoch's, and earlier ones that have new values since the last call."""
         if self.scheduler is not None and self.spec.lr_scheduler_interval == interval:
             if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 key = monitored(rows[0], self.spec.monitor, late=self.job.late is not None)
@@ -244,13 +258,14 @@ class _Loop(Measure):
 
     def _share_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())
-        if buffers and hvd.size() > 1:  # running statistics differ between ranks; rank 0's are the ones that are saved
+        if buffers and hvd.size() > 1:  # running statistics differ between ranks; rank 0's are saved
             hvd.broadcast_parameters(buffers, root_rank=0)
 
     def _rest(self) -> dict[str, Any]:
         return {
             "global_step": self.state.global_step,
             "optimizer": self.optimizer.state_dict(),
+            "described": self.described,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
         }
@@ -262,7 +277,7 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tup
 
 
 def _on_rank_0(total: torch.Tensor) -> torch.Tensor:
-    """A sum over ranks as one rank's, so that all together have it once."""
+    """Return a sum over ranks as rank 0's, and zeros elsewhere, so that all together have it once."""
     return total if hvd.rank() == 0 else torch.zeros_like(total)
 
 

@@ -1,4 +1,4 @@
-"""A batch through the model to its loss and metrics, in training and in validation; and a validation as a whole."""
+"""Computes loss and metrics of a batch, in training and validation, and those of a whole validation."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Measure:
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
 
     def validated(self, ranks: int | None = None) -> Sums:
-        """The sums over the rows to validate on that are this rank's. All ranks are to call it.
+        """Return the sums over this rank's validation rows. All ranks must call this.
 
-        With ``ranks``, the batches are those that so many would have, and each of ours takes those of some of them.
+        With ``ranks``, the batches are those of that many ranks, and each of ours takes the batches of some of them.
         """
         assert self.job.validation is not None
         self.model.eval()
@@ -60,12 +60,12 @@ class Measure:
         return sums
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Those of a validation, as the history has them; to be called by all ranks."""
+        """Return the means of a validation, as the history has them; all ranks must call this."""
         total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.validated")
         return Sums.means(sums.names, total.tolist(), "val_")
 
     def _totals(self, mine: range, size: int) -> dict[int, torch.Tensor]:
-        """By step, what the losses of all its batches divide by together; to be called by all ranks."""
+        """Return, by step, the common divisor of the losses of all batches; all ranks must call this."""
         totals: dict[int, torch.Tensor] = {}
         parts = [
             (step, self.shares.part(labels, len(inputs[0])))
@@ -85,7 +85,7 @@ class Measure:
         return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
 
     def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the mean over rows, of all batches and ranks, is to be taken of."""
+        """Return the value whose mean over the rows of all batches and ranks is the loss."""
         weight = self.shares.weight
         return loss.detach() / weight if weight not in (0.0, 1.0) else loss.detach()
 
@@ -99,4 +99,4 @@ class Measure:
 
 
 def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    raise ValueError("loss_fn was called, but no loss was given: give loss= to the estimator")
+    raise ValueError("loss_fn was called, but no loss was given: pass loss= to the estimator")

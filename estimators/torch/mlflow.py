@@ -1,4 +1,4 @@
-"""A trained model in MLflow: logged with a signature and what it needs to be loaded where there is no spark_hvd."""
+"""A trained model in MLflow: logged with a signature, and with everything needed to load it without spark_hvd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from spark_hvd.estimators.torch.model import Planned
 
 _LOADER = "spark_hvd_scoring"
-"""What the file of :mod:`spark_hvd.estimators.transform.scoring` is called in a logged model."""
+"""Name of the copy of :mod:`spark_hvd.estimators.transform.scoring` in a logged model."""
 _NEEDED = ("torch", "numpy", "pandas", "cloudpickle")
 
 
@@ -46,14 +46,12 @@ def log_model(
     except ImportError as error:
         raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
     plan = _plan(planned, batch_size)
-    example = df.select(*(_as_pandas_has_it(spec.column) for spec in planned.specs)).limit(5).toPandas()
+    example = df.select(*(_for_pandas(spec.column) for spec in planned.specs)).limit(5).toPandas()
     for column in example:
-        if example[column].dtype == object and column not in planned.decoders:  # numpy's arrays are no JSON
+        if example[column].dtype == object and column not in planned.decoders:  # JSON has no numpy arrays
             example[column] = [value.tolist() if hasattr(value, "tolist") else value for value in example[column]]
     if example.empty:
-        raise ValueError(
-            "log_to_mlflow got a DataFrame without rows: some of them tell the signature; give those of fit"
-        )
+        raise ValueError("log_to_mlflow got a DataFrame without rows: the signature needs some; pass the rows of fit")
     with Scratch("mlflow") as folder:
         data, code = os.path.join(folder, "data"), os.path.join(folder, f"{_LOADER}.py")
         os.mkdir(data)
@@ -82,12 +80,12 @@ def log_model(
 
 
 def pinned(modules: Iterable[str]) -> list[str]:
-    """Requirements of what these modules are installed from, without labels such as ``+cpu``, which PyPI has not."""
+    """Return requirements for these modules' packages, without local labels such as ``+cpu``, which PyPI lacks."""
     found = []
     for name in modules:
         try:
             version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # tensorflow may be of tensorflow-cpu
+        except importlib.metadata.PackageNotFoundError:  # tensorflow may come from tensorflow-cpu
             name = importlib.metadata.packages_distributions()[name][0]
             version = importlib.metadata.version(name)
         found.append(f"{name}=={version.partition('+')[0]}")
@@ -95,10 +93,10 @@ def pinned(modules: Iterable[str]) -> list[str]:
 
 
 def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any:
-    """The ``ModelInfo`` of what ``log`` logs to the active or a new run; links a row of the history to it."""
+    """Return the ``ModelInfo`` of what ``log`` logs to the active or a new run; link a row of the history to it."""
     import mlflow
 
-    with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need one
+    with nullcontext() if mlflow.active_run() else mlflow.start_run():  # metrics need a run
         info = log()
         if row is not None:
             metrics = {allowed(key): value for key, value in row.items() if key != "epoch"}
@@ -106,10 +104,10 @@ def with_metrics(log: Callable[[], Any], row: Mapping[str, float] | None) -> Any
     return info
 
 
-def _as_pandas_has_it(column: Column) -> SparkColumn:
-    """The column as whoever predicts is likely to have it: as it is, vectors as lists, decimals as doubles."""
+def _for_pandas(column: Column) -> SparkColumn:
+    """Return the column as users of the model usually have it: unchanged, vectors as lists, decimals as doubles."""
     from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+    from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
     source = F.col(quoted(column.name))
     if column.spark_type == "vector":
@@ -120,7 +118,7 @@ def _as_pandas_has_it(column: Column) -> SparkColumn:
 
 
 def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
-    """What :class:`spark_hvd.estimators.transform.scoring.ScoredModel` has to know, as plain data."""
+    """Return what :class:`spark_hvd.estimators.transform.scoring.ScoredModel` needs, as plain data."""
     return {
         "inputs": [
             {

@@ -1,4 +1,4 @@
-"""``TorchModel``: a trained torch model as a Spark ML model; transform sends Arrow batches of features through it."""
+"""``TorchModel``: a trained torch model as a Spark ML model, whose transform sends Arrow batches through it."""
 
 from __future__ import annotations
 
@@ -40,19 +40,24 @@ TABLE = (
     *rows(
         "Model",
         ("model", None, checks.instance("a torch.nn.Module", "parameters", "eval", "state_dict"), "The trained model."),
-        ("history", None, as_history, "What fit recorded of each epoch."),
+        ("history", None, as_history, "The values that fit recorded for each epoch."),
         ("run_id", None, checks.text, "The run that trained it."),
         ("optimizer", None, checks.anything, "The optimizer after training."),
-        ("loss", None, checks.functions, "The loss of each output; one tells what the output is (classes, a value)."),
+        ("loss", None, checks.functions, "The loss of each output, which determines its meaning (classes, a value)."),
         ("loss_constructors", None, checks.functions, "Functions that make the losses, in place of `loss`."),
-        ("metadata", None, checks.instance("a ModelMeta", "to_json"), "What fit learned of inputs and outputs."),
+        ("metadata", None, checks.instance("a ModelMeta", "to_json"), "Facts about inputs and outputs, from fit."),
     ),
     *rows(
         "Inputs",
         ("feature_columns", None, checks.names, "One for each input of the model, in its order."),
-        ("input_dtypes", None, checks.dtypes, "Dtype of each input; float32 where none is given."),
+        ("input_dtypes", None, checks.dtypes, "Dtype of each input; float32 by default."),
         ("batch_size", 1024, checks.whole(1), "Rows that go through the model at once."),
-        ("use_gpu", True, checks.flag, "Use the GPU that Spark assigned to the task, or any there; else the CPU."),
+        (
+            "use_gpu",
+            True,
+            checks.flag,
+            "Use the GPU that Spark assigned to the task, or any other; otherwise the CPU.",
+        ),
     ),
     *rows("Outputs", ("label_columns", None, checks.names, "One for each output of the model, in its order.")),
     *(row for row in SHARED if row.name in MODEL_SETTINGS and row.name not in ("input_dtypes", "use_gpu")),
@@ -61,7 +66,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Planned:
-    """A prediction for the rows of a DataFrame, before it runs."""
+    """A planned prediction for the rows of a DataFrame."""
 
     model: torch.nn.Module
     packed: PackedModule
@@ -78,11 +83,11 @@ class TorchModel(SavedParams, Model):
         model = TorchModel(model=net, feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
         model.transform(df)
 
-    transform keeps the columns of the DataFrame and appends
+    transform keeps the columns of the DataFrame and appends:
 
-    - for each output, ``<label>__output`` in the type of the label: integers are rounded, booleans come from a
-      threshold, vectors and arrays stay such. Several numbers for a scalar label become a vector. A label of unknown
-      type (not in the DataFrame either) gives double or vector.
+    - for each output, ``<label>__output`` in the type of the label: integers are rounded, booleans follow from a
+      threshold, vectors and arrays keep their type. Several numbers for a scalar label become a vector. If the label's
+      type is unknown (the DataFrame does not have it either), the result is double or vector.
     - for a single output, the columns that Spark's evaluators expect: ``rawPrediction``, ``probability`` and
       ``prediction`` with a classification loss, ``prediction`` with a regression loss.
 
@@ -104,7 +109,7 @@ class TorchModel(SavedParams, Model):
             metric: A key of the history, or several, which are drawn side by side.
 
         Raises:
-            ValueError: the key does not exist, or no estimator has trained the model.
+            ValueError: The key does not exist, or no estimator has trained the model.
             ImportError: matplotlib is not installed.
         """
         history = self.value_of("history")
@@ -127,7 +132,7 @@ class TorchModel(SavedParams, Model):
             inputs: One tensor (rows, ...) for each of ``feature_columns``.
 
         Raises:
-            ModelError: the model does not run in evaluation mode, cannot be pickled, or has outputs that do not match
+            ModelError: The model does not run in evaluation mode, cannot be pickled, or has outputs that do not match
                 the columns.
         """
         try:
@@ -175,7 +180,7 @@ class TorchModel(SavedParams, Model):
         return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options, self._row())
 
     def _row(self) -> Mapping[str, float] | None:
-        """The row of the history of the epoch whose weights these are."""
+        """Return the row of the history of the epoch with these weights."""
         history, meta = self.value_of("history") or (), self.value_of("metadata")
         return history[meta.epoch - 1] if meta is not None and 0 < meta.epoch <= len(history) else None
 
@@ -199,12 +204,12 @@ class TorchModel(SavedParams, Model):
         return appended(dataset, job, [expression_of(spec.column) for spec in planned.specs])
 
     def _planned(self, dataset: DataFrame, what: str) -> Planned:
-        """What the model takes of these rows, and what it makes of them; ``what`` needs it, for messages."""
+        """Plan the prediction: the model's inputs from these rows, and its outputs; ``what`` names the caller."""
         session_of(dataset, what)
         model, names = self.value_of("model"), self.value_of("feature_columns")
         for name, value in (("model", model), ("feature_columns", names)):
             if value is None:
-                raise ValueError(f"{what} needs {name}: give it to the constructor, or set it")
+                raise ValueError(f"{what} needs {name}: pass it to the constructor, or set it")
         check_columns(dataset.schema, names, "feature_columns", exact=tells_case_apart(dataset.sparkSession))
         decoders, meta = self.value_of("decoders") or {}, self.value_of("metadata")
         shapes, dtypes = self.value_of("input_shapes"), self.value_of("input_dtypes")
@@ -221,7 +226,7 @@ class TorchModel(SavedParams, Model):
         return Planned(model, packed, specs, used, plan, len(found), self._head())
 
     def _takes_text(self) -> bool:
-        """Whether columns of text go to the model as they are."""
+        """Return whether the model accepts columns of text unchanged."""
         return False
 
     def _head(self) -> Head:
@@ -235,21 +240,21 @@ class TorchModel(SavedParams, Model):
         return meta.heads if len(meta.heads) == outputs else (meta.head,) * outputs
 
     def _outputs(self) -> int:
-        """How many outputs there are to name."""
+        """Return the number of outputs to name."""
         named = self.value_of("output_cols") or self.value_of("label_columns")
         if not named:
             raise ValueError("transform needs label_columns (or output_cols): one for each output of the model")
         return len(named)
 
     def _assumed_shapes(self) -> tuple[Shape, ...]:
-        """The shapes of the outputs where there is no row to tell: they decide types only."""
+        """Return the outputs' shapes to assume if there is no row to show them; they only determine types."""
         return ((2,) if self._head().kind == "multiclass" else (),) * self._outputs()
 
     def _plan(self, types: Sequence[str], shapes: Sequence[Shape]) -> tuple[Output, ...]:
-        """The columns to append for labels of these Spark types and outputs of these shapes.
+        """Return the columns to append for labels of these Spark types and outputs of these shapes.
 
         Raises:
-            ModelError: there are not as many outputs as labels.
+            ModelError: There are not as many outputs as labels.
         """
         labels = self.value_of("label_columns") or []
         names = self.value_of("output_cols") or [f"{label}__output" for label in labels]
@@ -265,7 +270,7 @@ class TorchModel(SavedParams, Model):
         return tuple(plan)
 
     def _label_types(self, schema: StructType | None = None) -> list[str]:
-        """The Spark types of the labels: from training, or from a DataFrame's; "" where neither has them."""
+        """Return the Spark types of the labels, from training or a DataFrame; "" if neither has them."""
         labels, meta = self.value_of("label_columns") or [""] * self._outputs(), self.value_of("metadata")
         if meta is not None and len(meta.labels) == len(labels):
             return [label.spark_type for label in meta.labels]

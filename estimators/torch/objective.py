@@ -1,4 +1,4 @@
-"""The loss of a batch: one loss for each label, weighted; and the metrics beside it."""
+"""The loss of a batch, a weighted sum with one term for each label, and its metrics."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Loss = Callable[..., torch.Tensor]
 
 
 def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Labels in the shape of their outputs, where both have equally many elements: (n,) becomes (n, 1).
+    """Reshape labels like their outputs if both have equally many elements: (n,) becomes (n, 1).
 
-    Without this, an output (n, 1) and labels (n,) would silently be compared each with each.
+    Otherwise an output (n, 1) and labels (n,) would silently be compared by broadcasting, each with each.
     """
     return [
         label.reshape(output.shape) if label.shape != output.shape and label.numel() == output.numel() else label
@@ -29,11 +29,11 @@ def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> li
 class Objective:
     """``sum(weight[i] * loss[i](output[i], label[i]))``, a mean over the rows of a batch.
 
-    ``losses`` has one for all labels, or one for each; ``labels`` is the number of labels. A weight is ``1 / labels``
-    by default. Labels get the shape of outputs unless shapes were asked for.
+    ``losses`` has one loss for all labels, or one for each; ``labels`` is the number of labels. A weight is ``1 /
+    labels`` by default. Labels get the shape of outputs unless the user has set shapes.
 
     Raises:
-        ValueError: the numbers of losses, weights and labels do not fit.
+        ValueError: The numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Objective:
         self.weights = [1.0 / labels] * labels if weights is None else list(weights)
         self.reshape_labels = reshape_labels
         self.factors = [1.0] * labels
-        """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.weighted.Shares`."""
+        """Factor of each loss, see :class:`~spark_hvd.estimators.torch.weighted.Shares`."""
         self._weighted: list[WeightedLoss] = []
 
     def transform_outputs(
         self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs and labels as losses and metrics get them.
+        """Return outputs and labels in the form that losses and metrics expect.
 
         Raises:
-            ValueError: there are not as many outputs as labels.
+            ValueError: There are not as many outputs as labels.
         """
         if len(outputs) != len(labels):
             raise ValueError(
-                f"the model gave {len(outputs)} outputs for {len(labels)} label_cols: expected one for each label"
+                f"the model returned {len(outputs)} outputs for {len(labels)} label_cols: expected one for each label"
             )
         return list(outputs), match(outputs, labels) if self.reshape_labels else list(labels)
 
@@ -70,7 +70,7 @@ class Objective:
         labels: Sequence[torch.Tensor],
         sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss, of shape (); of outputs and labels that went through :meth:`transform_outputs`.
+        """Return the loss, of shape (), for outputs and labels from :meth:`transform_outputs`.
 
         Outputs and labels are (rows, ...), one for each label; ``sample_weights`` are (rows,).
         """
@@ -82,7 +82,7 @@ class Objective:
                 loss(output, label, sample_weights)
                 for loss, output, label in zip(self._weighted, outputs, labels, strict=True)
             ]
-        # A loss that counts for nothing, as all its labels are left out, may be NaN.
+        # A loss with factor 0, all of whose labels are ignored, may be NaN.
         parts = [
             part if factor else (output * 0).sum()
             for part, output, factor in zip(parts, outputs, self.factors, strict=True)
@@ -95,11 +95,11 @@ class Objective:
 
 
 class Metrics:
-    """Functions of (output, label) that give a number for a batch: one list for all labels, or one for each.
+    """Functions of (output, label) that return a number for a batch: one list for all labels, or one for each.
 
     Raises:
-        ValueError: neither one group, nor one for each label; or a function has the name of something else that the
-            history keeps.
+        ValueError: There is neither one group, nor one for each label; or a function has a name that the history uses
+            for something else.
     """
 
     def __init__(self, groups: Sequence[Sequence[Callable[..., Any]]], labels: Sequence[str]) -> None:
@@ -122,12 +122,12 @@ class Metrics:
         taken |= {f"val_{name}" for name in ("loss", *self.names)}
         if odd := [name for name in self.names if name in taken]:
             raise ValueError(
-                f"metrics has a function that the history would call {odd[0]!r}, as it does something else: give it "
+                f"metrics has a function called {odd[0]!r}, a name that the history uses for something else: give it "
                 "another name, by def or by its __name__"
             )
 
     def __call__(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One number of shape () for each of :attr:`names`."""
+        """Return one number of shape () for each of :attr:`names`."""
         with torch.no_grad():
             return [
                 torch.as_tensor(function(outputs[number], labels[number])).detach().double().mean()
@@ -140,16 +140,16 @@ class Sums:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = ["loss", *names]
-        # MPS has no float64; nothing else is without.
+        # Only MPS lacks float64.
         self.values = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
 
     def add(self, rows: int, loss: torch.Tensor, metrics: Sequence[torch.Tensor]) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         self.values[1:] += torch.stack([loss.detach().double(), *(m.to(loss.device) for m in metrics)]) * rows
         self.values[0] += rows
 
     @staticmethod
     def means(names: Sequence[str], values: Sequence[float], prefix: str = "") -> dict[str, float]:
-        """From sums over all ranks to means by name."""
+        """Turn sums over all ranks into means by name."""
         rows = values[0]
         return {f"{prefix}{name}": value / rows for name, value in zip(names, values[1:], strict=True)}

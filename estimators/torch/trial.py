@@ -1,4 +1,4 @@
-"""One batch through a model and its losses on the driver, as TorchEstimator's ranks would take it."""
+"""Tries one batch with a model and its losses on the driver, as TorchEstimator's ranks would process it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from spark_hvd.estimators.training.inputs import argument_names, outputs_of, ten
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
-_THAT_ADD_NOTHING = (EarlyStopping, CSVLogger, TensorBoard, MLflow)
-"""Callbacks that leave the keys of the history as they are."""
+_ADD_NO_KEYS = (EarlyStopping, CSVLogger, TensorBoard, MLflow)
+"""Callbacks that do not change the keys of the history."""
 
 
 def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
-    """A step, the metrics and a checkpoint's content for one batch, on a copy of the model.
+    """Run a step, the metrics and a checkpoint's content for one batch, on a copy of the model.
 
     Returns:
-        The specification, with what was seen of losses.
+        The specification, with the reductions observed for the losses.
 
     Raises:
-        ModelError: what did not work, with the shapes and dtypes that went in.
+        ModelError: A part failed; the text names it and the shapes and dtypes of its inputs.
     """
     objects = copy.deepcopy(objects)
     model = objects.model.train()
@@ -56,7 +56,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     weights = weights_of(spec.sample_weight_col, batch)
     if weights is not None and weights.dim() != 1:
         raise ModelError(
-            f"sample_weight_col={spec.sample_weight_col!r}: expected one number a row, got {describe(weights)}"
+            f"sample_weight_col={spec.sample_weight_col!r}: expected one number per row, got {describe(weights)}"
         )
     optimizer = make_optimizer(objects.optimizer, model)
     scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1, 100)
@@ -70,17 +70,17 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     _check_monitors(spec, objects, metrics.names)
     losses = losses_known(objects)
     if (objects.loss_constructors and not losses) or objects.train_minibatch_fn is not None:
-        return spec  # made and called in the rank only
+        return spec  # it is made and called only in the rank
     objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():
-        # torch only warns when it compares each output with each label, which is never what was meant
+        # torch only warns when it compares each output with each label, which is never intended
         warnings.filterwarnings("error", message="Using a target size")
         loss = _step("the loss of outputs and labels", given, lambda: objective(outputs, labels, weights))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
     if not loss.requires_grad:
-        raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
+        raise ModelError("the loss does not depend on any trained parameter: is it computed under no_grad?")
     check_loss(spec, float(loss.detach()), batch)
     seen = tuple(
         _reduction(each, output.detach(), label)
@@ -89,17 +89,17 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
     _step("optimizer.step()", given, optimizer.step)
-    _step("a checkpoint", given, check_state)  # most optimizers have a state only now
+    _step("a checkpoint", given, check_state)  # most optimizers have a state only after a step
     return replace(spec, reductions=seen)
 
 
 def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -> None:
-    """Make sure that the history will have what is monitored, where no callback of the user's may add to it.
+    """Check that the history will have the monitored values, unless one of the user's callbacks may add them.
 
     Raises:
-        ValueError: it will not.
+        ValueError: A monitored value will be missing.
     """
-    if any(type(each) not in _THAT_ADD_NOTHING for each in objects.callbacks):
+    if any(type(each) not in _ADD_NO_KEYS for each in objects.callbacks):
         return
     stopping = [each.monitor for each in objects.callbacks if isinstance(each, EarlyStopping)]
     known = [f"{prefix}{name}" for prefix in ("", "val_") for name in ("loss", *metrics)] + list(NOT_MEANS)
@@ -109,37 +109,37 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
 
 
 def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:
-    """What is seen of a loss whose reduction is not known."""
+    """Observe the reduction of a loss that does not declare one; None if nothing is observed."""
     told = LossReduction.of(loss)
-    if told.by_class or told.is_torchs:
+    if told.by_class or told.is_from_torch:
         return None
     kind = reduction_seen(loss, output, label)
     if kind is None:
         _log.warning(
-            "the loss %s of a batch is neither the mean nor the sum of those of its parts: each rank takes it of its "
-            "own rows, and all ranks' are averaged by rows, which is not the loss of all rows at once. Where classes "
-            "weigh or labels are left out, give torch's own, such as nn.CrossEntropyLoss(weight=...)",
+            "the loss %s of a batch is neither the mean nor the sum of the losses of its parts: ranks compute it for "
+            "their own rows, and the mean over ranks is weighted by rows, which is not the loss of all rows together. "
+            "If classes have weights or labels are ignored, pass torch's own, such as nn.CrossEntropyLoss(weight=...)",
             known_as(loss),
         )
     return kind
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
-    """Predict a batch, and its first row alone, with the model that is to be trained, so that no trained model fails.
+    """Predict a batch, and its first row alone, with the untrained model, so that no trained model fails later.
 
-    Where the training does not call the model as transform does (not ``needed``), a batch that fails is a warning.
+    If training calls the model differently from transform (not ``needed``), a batch that fails only causes a warning.
 
     Raises:
-        ModelError: the batch fails and ``needed`` is true; or the batch does not fail and its first row alone does.
+        ModelError: The batch fails and ``needed`` is true; or the batch does not fail, but its first row alone does.
     """
     try:
         model.try_inputs(inputs)
     except ModelError as error:
         if needed:
             raise
-        _log.warning("%s. The training goes on, for a use of the model other than transform", error)
+        _log.warning("%s. Training continues, for uses of the model other than transform", error)
         return
-    if len(inputs[0]) > 1:  # a partition may have one row, and the last batch of any other too
+    if len(inputs[0]) > 1:  # a partition may have a single row, and so may the last batch of any other
         model.try_inputs([tensor[:1] for tensor in inputs])
 
 

@@ -1,7 +1,7 @@
-"""Callbacks, which observe, log and stop a training.
+"""Callbacks observe, log and stop a training.
 
-They are pickled with the estimator, and each rank runs its own copies; ``state.rank`` tells which rank. Guard what must
-happen once by ``if state.rank == 0``. An exception in a callback fails the fit.
+They are pickled with the estimator, and each rank runs its own copies; ``state.rank`` tells which rank. Guard anything
+that must happen once with ``if state.rank == 0``. An exception in a callback fails the fit.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Callback:
     def on_epoch_end(self, state: TrainState) -> None:
         """Called after validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
 
-        With ``validation_in_background``, rows of earlier epochs may have got their validation since the last call. The
-        last results may arrive only before ``on_train_end``.
+        With ``validation_in_background``, rows of earlier epochs may have received their validation since the last
+        call. The last results may arrive only before ``on_train_end``.
         """
 
     def on_train_end(self, state: TrainState) -> None:
-        """Called once after the last epoch, also if training was stopped early, but not after an error."""
+        """Called once after the last epoch, even if training was stopped early, but not after an error."""
 
 
 class EarlyStopping(Callback):
@@ -117,18 +117,19 @@ class EarlyStopping(Callback):
         """See base class. Uses the whole history, so a resumed run stops where an uninterrupted one would."""
         monitor = monitored(state.history[-1], self.monitor, late=state.validation_in_background)
         sign = 1.0 if self.mode == "min" else -1.0
-        best, waited, newest = float("inf"), 0, state.history[-1]
-        for newest in [row for row in state.history if monitor in row]:
-            value = sign * newest[monitor]
+        best, waited = float("inf"), 0
+        known = [row for row in state.history if monitor in row]
+        for row in known:
+            value = sign * row[monitor]
             if value < best - self.min_delta:
                 best, waited = value, 0
             else:
                 waited += 1
         if waited >= self.patience:
             state.stop = True
-            if newest is not state.history[-1]:
+            if known[-1] is not state.history[-1]:
                 state.stop_reason = (
-                    f"stopped after epoch {state.epoch + 1}, by the {monitor} of epoch {newest['epoch']}"
+                    f"stopped after epoch {state.epoch + 1}, by the {monitor} of epoch {known[-1]['epoch']}"
                 )
 
 
@@ -148,7 +149,7 @@ class CSVLogger(Callback):
             state.store.write_bytes(path, text.getvalue().encode())
 
     def on_train_end(self, state: TrainState) -> None:
-        if state.validation_in_background:
+        if state.validation_in_background:  # the last results have come since the last epoch's end
             self.on_epoch_end(state)
 
 
@@ -162,7 +163,7 @@ class TensorBoard(Callback):
     __module__ = "spark_hvd.estimators"
 
     def __init__(self) -> None:
-        self._news = _News()
+        self._entries = _NewEntries()
         self._writer: Any = None
         self._folder: Scratch | None = None
 
@@ -170,13 +171,13 @@ class TensorBoard(Callback):
         if state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._news.skip(state.history)
+            self._entries.skip(state.history)
             self._folder = Scratch("tensorboard")
             self._writer = SummaryWriter(self._folder.path)
 
     def on_epoch_end(self, state: TrainState) -> None:
         if self._writer is not None:
-            for epoch, key, value in self._news.of(state.history):
+            for epoch, key, value in self._entries.of(state.history):
                 name = f"validation/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
                 self._writer.add_scalar(name, value, epoch)
             self._writer.flush()
@@ -216,9 +217,10 @@ class MLflow(Callback):
         active = mlflow.active_run()
         self._uri: str = mlflow.get_tracking_uri()
         self._run: str = active.info.run_id if active else ""
-        self._ours = active is None
-        self._name, self._news = run_name, _News()
-        self._experiment = _experiment(mlflow) if active is None else ""
+        self._creates_run = active is None
+        self._run_name = run_name
+        self._entries = _NewEntries()
+        self._experiment_id = "" if active else _experiment_id(mlflow)
 
     def _client(self) -> Any:
         from mlflow import MlflowClient
@@ -228,43 +230,44 @@ class MLflow(Callback):
     def on_train_begin(self, state: TrainState) -> None:
         if state.rank == 0:
             if not self._run:
-                self._run = self._client().create_run(self._experiment, run_name=self._name or state.run_id).info.run_id
+                run = self._client().create_run(self._experiment_id, run_name=self._run_name or state.run_id)
+                self._run = run.info.run_id
             self._client().log_param(self._run, "num_proc", state.size)
-            self._news.skip(state.history)
+            self._entries.skip(state.history)
 
     def on_epoch_end(self, state: TrainState) -> None:
         if state.rank == 0:
-            for epoch, key, value in self._news.of(state.history):
+            for epoch, key, value in self._entries.of(state.history):
                 self._client().log_metric(self._run, key, value, step=epoch)
 
     def on_train_end(self, state: TrainState) -> None:
         if state.validation_in_background:
             self.on_epoch_end(state)
-        if state.rank == 0 and self._ours:
+        if state.rank == 0 and self._creates_run:
             self._client().set_terminated(self._run)
 
 
-class _News:
-    """What a history has that was not told yet: of an epoch that has ended, and what came late of those before."""
+class _NewEntries:
+    """Finds new entries of a history: those of the epoch that has ended, and late values of earlier ones."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def skip(self, history: History) -> None:
-        """Somebody else has told this much."""
+        """Mark this history as already reported."""
         list(self.of(history))
 
     def of(self, history: History) -> Iterator[tuple[int, str, float]]:
-        """Epoch, key and value of each, in the order of epochs."""
+        """Yield epoch, key and value of each new entry, in the order of epochs."""
         for row in history:
             for key in row.keys() - {"epoch"}:
-                if (told := (row["epoch"], key)) not in self._told:
-                    self._told.add(told)
+                if (entry := (row["epoch"], key)) not in self._reported:
+                    self._reported.add(entry)
                     yield row["epoch"], key, row[key]
 
 
-def _experiment(mlflow: Any) -> str:
-    """The id of the experiment that ``mlflow.set_experiment`` or the environment has set; else of the default one."""
+def _experiment_id(mlflow: Any) -> str:
+    """Return the id of the experiment set by ``mlflow.set_experiment`` or the environment, or of the default one."""
     from mlflow.tracking.fluent import _get_experiment_id
 
     return str(_get_experiment_id())

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written atomically and verified when read."""
+"""Checkpoints of a run: written atomically, and verified when read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spark_hvd.store.errors import CheckpointError, StoreError
 LAST = "last.ckpt"
 BEST = "best.ckpt"
 TRAINED = "trained.ckpt"
-"""The weights that callbacks and the framework left at the end of a fit, where they differ from the last epoch's."""
+"""The weights that callbacks and the framework left at the end of a fit, if they differ from the last epoch's."""
 
 
 def of_epoch(epoch: int) -> str:
-    """The name of the checkpoint of an epoch, counted from 1."""
+    """Return the name of the checkpoint of an epoch, counted from 1."""
     return f"epoch-{epoch}.ckpt"
 
 
@@ -34,11 +34,11 @@ class Checkpoints:
     run_id: str
 
     def exists(self, name: str = LAST) -> bool:
-        """Whether a checkpoint exists."""
+        """Return whether a checkpoint exists."""
         return self.store.exists(self.store.checkpoint_path(self.run_id, name))
 
     def version(self) -> str | None:
-        """A text that differs for each checkpoint written; None if there is none."""
+        """Return a text that differs for each checkpoint written; None if there is none."""
         return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
 
     def save(self, states: Mapping[str, Mapping[str, Any]], superseded: Callable[[], Iterable[str]] = tuple) -> None:
@@ -48,18 +48,18 @@ class Checkpoints:
         written.
 
         Raises:
-            TypeError: a state holds something else.
-            StoreError: the previous states could not be written; earlier ones are intact.
+            TypeError: A state holds something else.
+            StoreError: The previous states could not be written; earlier ones are intact.
         """
         background.finish()
         for state in states.values():
             check_state(state)
 
         def put(copies: Mapping[str, Mapping[str, Any]]) -> None:
-            self.store.sweep(self.store.run_path(self.run_id))  # what a killed save left
+            self.store.sweep(self.store.run_path(self.run_id))  # left behind by a killed save
             for name, state in copies.items():
                 write(self.store, self.store.checkpoint_path(self.run_id, name), state)
-            with suppress(StoreError):  # what is left goes with the next ones, or at the end
+            with suppress(StoreError):  # what remains is deleted with the next ones, or at the end
                 for name in superseded():
                     self.discard(name)
 
@@ -75,16 +75,16 @@ class Checkpoints:
         """Wait until the saved states are written.
 
         Raises:
-            StoreError: they could not be written; earlier ones are intact.
+            StoreError: They could not be written; earlier ones are intact.
         """
         background.finish()
 
     def load(self, name: str = LAST) -> dict[str, Any]:
-        """Read a checkpoint, onto the CPU, without running code; on ranks, rank 0 reads for all.
+        """Read a checkpoint onto the CPU, without running code; on ranks, rank 0 reads for all.
 
         Raises:
-            StoreError: it cannot be read.
-            CheckpointError: it is damaged, or a newer version wrote it.
+            StoreError: It cannot be read.
+            CheckpointError: It is damaged, or a newer version wrote it.
         """
         state = read_by_rank_0(lambda: self.read(name))
         assert state is not None
@@ -93,11 +93,11 @@ class Checkpoints:
     def trained(self, best: bool) -> dict[str, Any]:
         """Read the checkpoint of the trained model, on this rank only.
 
-        It is the best one if that is wanted and exists; otherwise the one with the weights at the end of the fit, or
+        This is the best one if that is wanted and exists; otherwise the one with the weights at the end of the fit, or
         that of the last epoch.
 
         Raises:
-            StoreError, CheckpointError: as :meth:`load`.
+            StoreError, CheckpointError: see :meth:`load`.
         """
         names = [BEST, TRAINED] if best else [TRAINED]
         return self.read(next(filter(self.exists, names), LAST)).state
@@ -106,17 +106,17 @@ class Checkpoints:
         """Read a checkpoint with everything in its file.
 
         Raises:
-            StoreError, CheckpointError: as :meth:`load`.
+            StoreError, CheckpointError: see :meth:`load`.
         """
-        otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
+        otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or pass another run_id"
         return read(self.store, self.store.checkpoint_path(self.run_id, name), otherwise)
 
 
 def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) -> None:
-    """Check that the weights in a checkpoint belong to this model.
+    """Check that a checkpoint's weights belong to this model.
 
     Raises:
-        CheckpointError: they do not; the text names what differs.
+        CheckpointError: They do not; the text names the difference.
     """
     there, here = shapes_of(state["model"]), shapes_of(model.state_dict())
     if there == here:
@@ -126,12 +126,12 @@ def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) ->
     raise CheckpointError(
         f"run_id={run_id!r} has a checkpoint of another model: {len(differ)} of {len(here)} weights differ, first "
         f"{name!r}: {there.get(name, 'not there')} in the checkpoint, {here.get(name, 'not there')} in the model "
-        "given. Give the model that the run was started with, or another run_id"
+        "given. Pass the model with which the run was started, or another run_id"
     )
 
 
 def digest_of(weights: Mapping[str, Any]) -> str:
-    """Hex digits that are the same for the same weights."""
+    """Return hex digits that are equal for equal weights."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in weights.items():
         digest.update(name.encode())
@@ -144,7 +144,7 @@ def digest_of(weights: Mapping[str, Any]) -> str:
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> dtype and shape, as text."""
+    """Return name -> dtype and shape, as text."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if hasattr(value, "dtype") else "plain"
         for name, value in weights.items()

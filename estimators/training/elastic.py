@@ -8,11 +8,11 @@ from typing import Any
 import spark_hvd.torch as hvd
 
 COMMIT_EVERY = 16
-"""Steps of the optimizer from commit to commit, where the parameters of a fit say nothing."""
+"""Default number of optimizer steps between commits."""
 
 
 class FitState(hvd.elastic.TorchState):
-    """The state of a fit. Continuing from it is the same as continuing from its checkpoint.
+    """The state of a fit. Continuing from it equals continuing from its checkpoint.
 
     Attributes:
         content: Content of a checkpoint; None before the first commit.
@@ -27,11 +27,11 @@ class FitState(hvd.elastic.TorchState):
         super().__init__(content=None)
 
     def put(self, content: Mapping[str, Any], last: bool) -> None:
-        """Commit a content. Collective. After the ``last`` one of a fit, no rank joins or leaves.
+        """Commit a checkpoint's content. Collective. After the ``last`` commit of a fit, no rank joins or leaves.
 
         Raises:
-            HostsUpdatedInterrupt: the members are to change.
-            CollectiveError: a peer or the network failed.
+            HostsUpdatedInterrupt: the members are about to change.
+            CollectiveError: A peer or the network failed.
         """
         self.content = dict(content)
         if last:

@@ -38,12 +38,12 @@ INTEGER_LABELS = frozenset({"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll
 
 
 def loss_name(loss: Any) -> str:
-    """The name of a loss function or of the class of a loss module."""
+    """Return the name of a loss function or of a loss module's class."""
     return getattr(loss, "__name__", None) or type(loss).__name__
 
 
 def known_as(loss: Any) -> str:
-    """Name of the torch loss that a loss is, derives from, or calls with other arguments; otherwise its own name."""
+    """Return the name of the torch loss that a loss is, derives from, or calls; otherwise its own name."""
     if isinstance(loss, functools.partial):
         return known_as(loss.func)
     known = (kind.__name__ for kind in type(loss).__mro__)
@@ -51,7 +51,7 @@ def known_as(loss: Any) -> str:
 
 
 def heads_of(losses: Sequence[Any], outputs: int) -> tuple[Head, ...]:
-    """The head of each output, by its loss or the common loss; "other" if it is unknown."""
+    """Return the head of each output, by its loss or the common loss; "other" if it is unknown."""
     heads = [_head_by(loss) for loss in losses]
     if len(heads) == 1:
         return (heads[0],) * outputs
@@ -65,10 +65,10 @@ def _head_by(loss: Any) -> Head:
 
 
 def head_of(losses: Sequence[Any]) -> Head:
-    """The head that follows from the losses; "other" if there is not exactly one loss, or it is unknown."""
+    """Return the head that follows from the losses; "other" if there is not exactly one loss, or it is unknown."""
     return heads_of(losses, 1)[0]
 
 
 def threshold_of(head: Head) -> float:
-    """The threshold above which an output's number makes a boolean label true."""
+    """Return the threshold above which an output's number makes a boolean label true."""
     return 0.0 if head == Head("binary", "logits") else 0.5

@@ -1,4 +1,4 @@
-"""The history of a training, a row for each epoch; converts to a pandas DataFrame and a plot."""
+"""The history of a training, with a row for each epoch; converts to a pandas DataFrame and to a plot."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class History(list[Row]):
 
     @property
     def restarts(self) -> int:
-        """How often the ranks were restarted, or have changed."""
+        """How often the ranks were restarted or have changed."""
         return max((int(row.get("restarts", 0)) for row in self), default=0)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row for each epoch, indexed by epoch."""
+        """Return a DataFrame with a row for each epoch, indexed by epoch."""
         import pandas as pd
 
         frame: pd.DataFrame = pd.DataFrame(list(self))
@@ -44,14 +44,14 @@ class History(list[Row]):
         return frame
 
     def best(self, monitor: str, mode: str = "min") -> Row:
-        """The row of the best epoch. A row with NaN is best only if there is no other.
+        """Return the row of the best epoch. A row with NaN is best only if there is no other.
 
         Args:
             monitor: A key of the rows.
             mode: "min" or "max".
 
         Raises:
-            KeyError: no row has it.
+            KeyError: No row has it.
         """
         rows = [row for row in self if monitor in row]
         if not rows:
@@ -63,10 +63,10 @@ class History(list[Row]):
         """Draw curves over the epochs, training and validation together, as a matplotlib figure.
 
         Args:
-            keys: Names of losses and metrics; the curve of validation is added if there is one.
+            keys: Names of losses and metrics; the validation's curve is added if there is one.
 
         Raises:
-            ValueError: no row has one of the keys.
+            ValueError: No row has one of the keys.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.figures import Curve, draw, figure_of
@@ -88,12 +88,12 @@ class History(list[Row]):
 
 
 def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
-    """The key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
+    """Return the key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
 
     If ``late``, the row may get a validation value later for each training value.
 
     Raises:
-        ValueError: the row has no such key.
+        ValueError: The row has no such key.
     """
     keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in NOT_MEANS)}
     if monitor is not None and monitor not in keys:
@@ -102,10 +102,10 @@ def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
 
 
 def as_history(name: str, value: Any) -> History:
-    """Check a parameter that holds a history; the rows of a saved one are plain lists of dicts.
+    """Check a parameter that holds a history; a saved one has plain lists of dicts as rows.
 
     Raises:
-        TypeError: it is not a list of dicts.
+        TypeError: It is not a list of dicts.
     """
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise TypeError(f"{name}={value!r}: expected a list of dicts, one for each epoch")

@@ -1,4 +1,4 @@
-"""The tensors that a model gets and is compared with, in the requested dtypes and shapes."""
+"""The tensors that a model takes and is compared with, in the requested dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorSpec:
 
         Raises:
             DataError: ``dtype`` is an integer type that cannot represent a value, or the column is text.
-            ValueError: its elements do not fill ``shape``, or the number of rows would change.
+            ValueError: Its elements do not fill ``shape``, or the number of rows would change.
         """
         if self.shape is not None:
             rows = len(tensor)
@@ -46,14 +46,14 @@ class TensorSpec:
             if len(tensor) != rows:
                 raise ValueError(
                     f"column {self.column.name!r}: a row has the shape {self.column.shape}, which does not fit into "
-                    f"the shape {list(self.shape)} that was asked for (its first number stands for the rows)"
+                    f"the requested shape {list(self.shape)} (its first number stands for the rows)"
                 )
         if self.dtype is None:
             return tensor
         if not isinstance(tensor, torch.Tensor):
             raise DataError(
-                f"column {self.column.name!r} is text, but input_dtypes says {self.dtype}: give None there, "
-                "or a column of numbers"
+                f"column {self.column.name!r} is text, but input_dtypes says {self.dtype}: pass None for it, "
+                "or choose a column of numbers"
             )
         return converted(tensor, self.dtype, self.column.name)
 
@@ -61,27 +61,27 @@ class TensorSpec:
 def tensors_of(
     specs: Sequence[TensorSpec], batch: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """The tensors of a batch for ``specs``, in their order; a single one if they are stacked."""
+    """Return the tensors of a batch for ``specs``, in their order; a single one if they are stacked."""
     return stacked(specs, [spec.of(batch[spec.column.name]) for spec in specs], device)
 
 
 def stacked(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """All tensors as one (rows, numbers) if ``specs`` say so, in a dtype that holds them; otherwise ``tensors``.
+    """Join all tensors into one (rows, numbers) if ``specs`` say so, in a dtype that holds them; else return them.
 
     ``tensors`` are on the CPU; the result is on ``device``.
 
     Raises:
-        DataError: no dtype holds all of them, because integers are too large for the dtype of the others, or because
+        DataError: No dtype holds all of them, because integers are too large for the dtype of the others, or because
             one is text.
     """
     if specs and specs[0].stacked:
         for spec, each in zip(specs, tensors, strict=True):
             if not isinstance(each, torch.Tensor):
                 raise DataError(
-                    f"column {spec.column.name!r} is text, which stack_features=True cannot stack with numbers: leave "
-                    "stack_features out, so that each column is an input"
+                    f"column {spec.column.name!r} is text, which stack_features=True cannot stack with numbers: omit "
+                    "stack_features, so that each column is an input"
                 )
         if all(each.dim() == 1 for each in tensors):
             stack = torch.stack([*tensors], 1)
@@ -96,10 +96,10 @@ def stacked(
 
 
 def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The weights of a batch's rows, from the column ``name``; None if no column is named.
+    """Return the weights of a batch's rows, from the column ``name``; None if no column is named.
 
     Raises:
-        DataError: one is negative, NaN or infinite.
+        DataError: One is negative, NaN or infinite.
     """
     if name is None:
         return None
@@ -111,15 +111,15 @@ def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def argument_names(specs: Sequence[TensorSpec]) -> list[str]:
-    """The names of the tensors of :func:`tensors_of` in messages and in Lightning's batches."""
+    """Return the names of the tensors of :func:`tensors_of`, for messages and Lightning's batches."""
     return ["features"] if specs and specs[0].stacked else [spec.column.name for spec in specs]
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:
-    """The result of a model as a list of tensors; it may be a tensor, a sequence, or a dict.
+    """Return the result of a model as a list of tensors; it may be a tensor, a sequence, or a dict.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: It is something else.
     """
     found = result.values() if isinstance(result, Mapping) else result
     found = [found] if isinstance(found, torch.Tensor) else found

@@ -1,7 +1,7 @@
-"""Validation beside the training: the files by which ranks and driver communicate in the folder of the run.
+"""Validation in the background: the files by which ranks and driver communicate in the folder of the run.
 
 Rank 0 writes the checkpoint to validate, only the newest one. The driver starts a separate run that validates it, and
-writes the results. At the end, rank 0 asks for no more, and the driver announces when no validation is under way.
+writes the results. At the end, rank 0 asks for no more, and the driver announces that no validation is running.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _RESULTS, _LAST = "validated.json", "validate.end"
 _NAME = re.compile(r"validate-(\d+)-(\d+)\.ckpt")
 _LOOK_EVERY, _SAY_AFTER = 0.2, 5.0
 _PATIENCE = 60.0
-"""Seconds for which ranks bear that the store does not let them read what was told."""
+"""Seconds for which ranks tolerate that they cannot read the results in the store."""
 BEAT, _SILENT = 60.0, 600.0
-"""Seconds after which the driver tells again what it has told, and after which ranks wait for it no longer."""
+"""Seconds after which the driver writes its results again, and after which ranks stop waiting for it."""
 
 
 class Ticket(NamedTuple):
@@ -42,7 +42,7 @@ class Ticket(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Ticket | None:
-        """The ticket whose checkpoint has this name; None if it is another kind of file."""
+        """Return the ticket whose checkpoint has this name; None if it is another kind of file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
 
@@ -53,9 +53,9 @@ class Results:
 
     Attributes:
         epochs: Losses and metrics of each epoch, by its number, with the generation that trained it. For an epoch that
-            was trained again, they are those of the last time. Those of a failed validation are empty.
+            was trained again, they are those of the last time. A failed validation has an empty entry.
         ended: Whether no more results will come.
-        at: Time of this result, by the driver's clock.
+        at: Time when these results were written, by the driver's clock.
     """
 
     epochs: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
@@ -67,44 +67,44 @@ class Results:
         self.epochs[ticket.epoch] = ticket.generation, dict(means)
 
     def of(self, history: History) -> dict[int, dict[str, float]]:
-        """The results for the rows of a history, by epoch, in order.
+        """Return the results for the rows of a history, by epoch, in order.
 
-        If an epoch was trained again after a loss, results of its earlier weights are left out.
+        If an epoch was trained again after a loss, results for its earlier weights are omitted.
         """
         rows = {int(row["epoch"]): generation_of(row) for row in history}
         return {epoch: means for epoch, (theirs, means) in sorted(self.epochs.items()) if rows.get(epoch) == theirs}
 
     def best(self, key: str, sign: float, history: History) -> float | None:
-        """The lowest ``sign`` times the value of ``key`` in the rows of a history; None if all are NaN."""
+        """Return the lowest ``sign`` times the value of ``key`` in the rows of a history; None if all are NaN."""
         values = [sign * means[key] for means in self.of(history).values() if key in means]
         return min((value for value in values if not math.isnan(value)), default=None)
 
 
 def generation_of(row: Row) -> int:
-    """The generation that trained the epoch of a row."""
+    """Return the generation that trained the epoch of a row."""
     return int(row.get("restarts", 0))
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """The folder of a run in its role for validation beside the training; errors are those of the store."""
+    """The folder of a run in its role for validation in the background; errors are those of the store."""
 
     store: Store
     run_id: str
 
     def waiting(self) -> list[Ticket]:
-        """The waiting checkpoints, the oldest first."""
+        """Return the waiting checkpoints, the oldest first."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.run_path(self.run_id)))
         return sorted(ticket for name in names if (ticket := Ticket.of(name)) is not None)
 
     def results(self) -> Results:
-        """The driver's results; empty before the first."""
+        """Return the driver's results; empty before the first."""
         path = self._path(_RESULTS)
         if not self.store.exists(path):
             return Results()
-        told: dict[str, Any] = json.loads(self.store.read_bytes(path))
-        epochs = {int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}
-        return Results(epochs, told["ended"], told["at"])
+        content: dict[str, Any] = json.loads(self.store.read_bytes(path))
+        epochs = {int(epoch): (each[0], each[1]) for epoch, each in content["epochs"].items()}
+        return Results(epochs, content["ended"], content["at"])
 
     def publish(self, results: Results) -> None:
         """Write results for the ranks."""
@@ -121,7 +121,7 @@ class MeetingPlace:
         return self.store.exists(self._path(_LAST))
 
     def clear(self, *, results: bool) -> None:
-        """Delete the files; also the ``results``, if they are in the history."""
+        """Delete the files; also ``results``, if they are in the history."""
         names = [ticket.name for ticket in self.waiting()]
         for name in (*names, _LAST, *([_RESULTS] if results else ())):
             if self.store.exists(self._path(name)):
@@ -132,7 +132,7 @@ class MeetingPlace:
 
 
 class LateValidation:
-    """A rank's side of late validation. All ranks make the same calls, so that their histories stay equal.
+    """A rank's side of validation in the background. All ranks make the same calls, so their histories stay equal.
 
     If ``says`` is set, rank 0 prints what it waits for.
     """
@@ -140,15 +140,15 @@ class LateValidation:
     def __init__(self, place: MeetingPlace, says: bool) -> None:
         self._place, self._says = place, says
         self._failing_since: float | None = None
-        self._told: tuple[float, float] | None = None
-        """When the driver told the last, by its clock, and when that was first seen, by this one."""
+        self._last_written: tuple[float, float] | None = None
+        """When the driver last wrote, by its clock, and when this rank first saw it, by its own."""
 
     def ticket(self, epoch: int) -> Ticket:
-        """The ticket of the checkpoint after an epoch, from 1."""
+        """Return the ticket of the checkpoint after an epoch, from 1."""
         return Ticket(hvd.generation(), epoch)
 
     def superseded(self, ticket: Ticket) -> list[str]:
-        """The checkpoints that need no validation once this one exists."""
+        """Return the checkpoints that need no validation once this one exists."""
         return [each.name for each in self._place.waiting() if each != ticket]
 
     def end(self) -> None:
@@ -159,10 +159,10 @@ class LateValidation:
     def collect(self, history: History, *, wait: bool) -> Iterator[Row]:
         """Yield each new result once, as a row, in the order of epochs.
 
-        With ``wait``, wait for a validation that is under way.
+        With ``wait``, wait for a running validation.
         """
         began = time.monotonic()
-        said = not self._says or hvd.rank() != 0
+        is_quiet = not self._says or hvd.rank() != 0
         while True:
             results = on_rank_0(self._results, name="spark_hvd.late")
             for epoch, means in results.of(history).items():
@@ -172,15 +172,15 @@ class LateValidation:
                     yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return
-            if not said and time.monotonic() - began > _SAY_AFTER:
-                said = True
+            if not is_quiet and time.monotonic() - began > _SAY_AFTER:
+                is_quiet = True
                 print("the last epoch is done; waiting for the validation in the background to end", flush=True)
             time.sleep(_LOOK_EVERY)
 
     def _results(self) -> Results:
         try:
             results = self._place.results()
-        except StoreError:  # as on HDFS while the driver replaces the file, which has no content for a moment
+        except StoreError:  # as on HDFS while the driver replaces the file, which is empty for a moment
             if self._failing_since is None:
                 self._failing_since = time.monotonic()
             if time.monotonic() - self._failing_since > _PATIENCE:
@@ -188,12 +188,12 @@ class LateValidation:
             return Results()
         self._failing_since = None
         now = time.monotonic()
-        if self._told is None or results.at != self._told[0]:
-            self._told = results.at, now
-        elif now - self._told[1] > _SILENT:
+        if self._last_written is None or results.at != self._last_written[0]:
+            self._last_written = results.at, now
+        elif now - self._last_written[1] > _SILENT:
             print(
-                f"the driver has told nothing of validations in the background for {_SILENT:g} s, as if it could not "
-                "reach the store: it is waited for no longer",
+                f"the driver has reported nothing about validation in the background for {_SILENT:g} s. Perhaps it "
+                "cannot reach the store. Ranks no longer wait for it",
                 flush=True,
             )
             results.ended = True

@@ -1,4 +1,4 @@
-"""The order of the rows of an epoch, and whether an interrupted epoch can continue in it."""
+"""The order of an epoch's rows, and whether an interrupted epoch can continue in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.store.errors import CheckpointError
 
 PARTIAL_EPOCH = "begun"
-"""Its key in checkpoints; those written before the code had a better word are read too."""
+"""Key in checkpoints; its value is old, so that old checkpoints can be read."""
 
 
 def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
-    """What the order of this number of rows in an epoch depends on; see :class:`Rows`."""
+    """Return what the order of this number of rows in an epoch depends on; see :class:`Rows`."""
     return {
         "random_seed": spec.seed,
         "batch_size": spec.batch_size,
@@ -39,14 +39,14 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str)
         name = differ[0]
         numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
         raise CheckpointError(
-            f"run_id={run_id!r} was interrupted within epoch {len(state['history']) + 1}, and its rows would now come "
+            f"run_id={run_id!r} was interrupted within epoch {len(state['history']) + 1}, but its rows would now come "
             f"in another order: {name} changed{numbers}. Fit the same data with the former parameters (including "
-            "num_proc, which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
+            "num_proc, which determines the row groups; min_num_proc allows fewer ranks), or pass another run_id"
         )
 
 
 def position_of(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
-    """Where to continue: at the position of the checkpoint, or with the next pass if the order has changed."""
+    """Return where to continue: at the checkpoint's position, or with the next pass if the order has changed."""
     if resumed is None:
         return Position()
     position = Position.from_json(resumed["position"])

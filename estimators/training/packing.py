@@ -24,7 +24,7 @@ from spark_hvd.runner.outcome.payload import UnpicklableError, explain
 from spark_hvd.transport.torch_private import storage_key
 from spark_hvd.world.pickles import SourcePickler
 
-# What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
+# Dtypes that safetensors supports; tensors of other dtypes (complex, quantised) stay in the pickle.
 _DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -40,7 +40,7 @@ class PackedModule:
     weights: bytes = field(repr=False)
 
     def digest(self) -> str:
-        """SHA-256 of the content, in hex: equal for equal bytes."""
+        """Return the SHA-256 of the content, in hex: equal for equal bytes."""
         content = hashlib.sha256(len(self.structure).to_bytes(8, "little"))
         content.update(self.structure)
         content.update(self.weights)
@@ -82,8 +82,8 @@ def pack(obj: Any, what: str = "model") -> PackedModule:
     except Exception as error:
         reason = _INNER.sub(r".\1", explain([(what, obj)], error))
         raise UnpicklableError(
-            f"cannot pickle {what}: {reason}\nMake it where it is used, for example in forward, or leave it out of the "
-            "pickle with __getstate__."
+            f"cannot pickle {what}: {reason}\nCreate it where it is used, for example in forward, or exclude it from "
+            "the pickle with __getstate__."
         ) from error
     entries, values = _entries(pickler.tensors, _names(obj))
     structure = pickle.dumps((entries, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
@@ -94,26 +94,26 @@ def unpack(packed: PackedModule) -> Any:
     """Restore the packed object, on the CPU.
 
     Raises:
-        ModuleNotFoundError, AttributeError: its code is missing here, or is of another version.
+        ModuleNotFoundError, AttributeError: Its code is missing here, or is of another version.
         Exception: the bytes are damaged (pickle's and safetensors' own errors).
     """
     return _restored(packed.structure, safetensors.torch.load(packed.weights))
 
 
 def unpack_file(structure: bytes, weights: str) -> Any:
-    """As :func:`unpack`, with the weights in a file, whose pages processes share until one of them writes."""
+    """Do :func:`unpack` with the weights in a file, whose pages processes share until one of them writes."""
     return _restored(structure, safetensors.torch.load_file(weights))
 
 
 def _restored(structure: bytes, values: dict[str, torch.Tensor]) -> Any:
-    entries, body = _ByDoor(io.BytesIO(structure)).load()
+    entries, body = _MovedNames(io.BytesIO(structure)).load()
     return _Unpickler(io.BytesIO(body), entries, values).load()
 
 
 class _Pickler(SourcePickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[torch.Tensor] = []  # kept alive, so that no id is used twice
+        self.tensors: list[torch.Tensor] = []  # kept alive, so that ids are not reused
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, dict[str, Any]] | None:
@@ -124,7 +124,7 @@ class _Pickler(SourcePickler):
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
-        return self._numbers[id(obj)], vars(obj)  # some mark their tensors with attributes, nn.Buffer does
+        return self._numbers[id(obj)], vars(obj)  # some tensors carry attributes, such as nn.Buffer's
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
@@ -135,8 +135,8 @@ class _Pickler(SourcePickler):
         return super().reducer_override(obj)
 
 
-class _ByDoor(pickle.Unpickler):
-    """Also reads what was saved before files of ours moved: what they called by the old path is at a door, or here."""
+class _MovedNames(pickle.Unpickler):
+    """Also reads pickles from before our files moved: names under the old path are in a room's door, or here."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -149,7 +149,7 @@ class _ByDoor(pickle.Unpickler):
             raise
 
 
-class _Unpickler(_ByDoor):
+class _Unpickler(_MovedNames):
     def __init__(self, file: io.BytesIO, entries: list[_Entry], values: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
         self._entries, self._values = entries, values
@@ -170,7 +170,7 @@ class _Unpickler(_ByDoor):
 
 
 def _entries(tensors: list[torch.Tensor], names: Mapping[int, str]) -> tuple[list[_Entry], dict[str, torch.Tensor]]:
-    """The location of each tensor's values, and the values by key. Shared storage is kept once."""
+    """Return the location of each tensor's values, and the values by key. Shared storage is kept once."""
     seen_by: dict[int, int] = {}
     for tensor in tensors:
         seen_by[storage_key(tensor)] = seen_by.get(storage_key(tensor), 0) + 1
@@ -182,7 +182,7 @@ def _entries(tensors: list[torch.Tensor], names: Mapping[int, str]) -> tuple[lis
             values[key] = plain.cpu().contiguous()
         else:
             key = shared.setdefault(storage, f"storage.{len(shared)}")
-            # as bytes: tensors of several dtypes may see it
+            # as bytes: tensors of several dtypes may view it
             values[key] = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain.untyped_storage()).cpu()
         entries.append(
             _Entry(
@@ -203,7 +203,7 @@ def _tensor(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
     if entry.offset is not None:
         storage = value.untyped_storage()
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, entry.offset, entry.shape, entry.stride)
-    if value.stride() == entry.stride or 0 in entry.stride:  # an expanded tensor becomes a whole one
+    if value.stride() == entry.stride or 0 in entry.stride:  # an expanded tensor becomes contiguous
         return value
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu").copy_(
         value
@@ -211,7 +211,7 @@ def _tensor(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
 
 
 def _names(obj: Any) -> dict[int, str]:
-    """Names in a state_dict by the id of the tensor; those of a dict's values with their key before it."""
+    """Return the names in a state_dict by the id of the tensor; a dict's values have their key as prefix."""
     parts = obj.items() if isinstance(obj, Mapping) else [("", obj)]
     found: dict[int, str] = {}
     for prefix, part in parts:
@@ -230,7 +230,7 @@ def _load_script(data: bytes, training: bool) -> Any:
 
 @contextmanager
 def _deprecated_allowed() -> Iterator[None]:
-    """Silence torch's deprecation warning of TorchScript, which it also gives where a module is made."""
+    """Silence torch's deprecation warning for TorchScript, which it also issues when a module is created."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

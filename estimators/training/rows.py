@@ -1,4 +1,4 @@
-"""The rows that a rank trains or validates on: from files of a data set, or its shard of a DataFrame."""
+"""The rows that a rank trains or validates on, from files of a data set or from its shard of a DataFrame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spark_hvd.world.words import count
 
 
 def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
-    """The specification of a reader in a training; ``fields`` override those of the whole training."""
+    """Return the specification of a reader in a training; ``fields`` override those of the whole training."""
     return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
 
 
@@ -37,7 +37,7 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
     """Open the reader of ``spec.kind``.
 
     Raises:
-        DataError: a column is missing, or Petastorm's reader would need one that is in no file.
+        DataError: A column is missing, or Petastorm's reader would need one that is not in any file.
     """
     for name in spec.columns:
         if name not in {field[0] for field in spec.edit_fields}:
@@ -46,8 +46,8 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
         partitions = spec.dataset.partitions
         if partitions is not None and (outside := [name for name in spec.columns if name in partitions.column_names]):
             raise DataError(
-                f"column {outside[0]!r} is in no file of {spec.dataset.url}, but in the names of its directories or in "
-                "its log, where Petastorm does not look: use reader='arrow', or leave the column out"
+                f"column {outside[0]!r} is not in the files of {spec.dataset.url}, but in names of directories or "
+                "in its log, where Petastorm does not look: use reader='arrow', or omit the column"
             )
         from spark_hvd.estimators.petastorm.reader import PetastormReader
 
@@ -56,7 +56,7 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
 
 
 def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
-    """What rows are in until they are a batch."""
+    """Return the form that rows have until they become a batch."""
     if (collate := spec.collate) is not None:
         return CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
     columns = columns_yielded(spec)
@@ -70,7 +70,7 @@ def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
 class Rows:
     """Rows of an epoch.
 
-    For the same seed and epoch, ``layout`` differs if the order differs. Columns are as far as they are known.
+    For the same seed and epoch, ``layout`` differs if the order differs. ``columns`` holds what is known of them.
     """
 
     reader: Reader[Batch]
@@ -84,12 +84,12 @@ class Rows:
         return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
 
     def weights(self, rank: int, size: int) -> list[float]:
-        """Weight of a row in each of a rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
+        """Return a row's weight in each of a rank's first batches, see :class:`~spark_hvd.data.readers.feed.Feed`."""
         mine, totals = self.sharding.batches(Position(), rank, size), self.sharding.totals(Position(), size)
         return [rows * size / every for rows, every in zip(mine, totals, strict=True)]
 
     def first_epoch(self, rank: int, size: int) -> Iterator[Batch]:
-        """The batches of epoch 0 of a rank."""
+        """Return a rank's batches of epoch 0."""
         place = Position(), rank, size
         return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
 
@@ -100,18 +100,18 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     Collective for a DataFrame in the run's ``data``, for which ``spec.dataset`` has no files.
 
     Raises:
-        DataError: as raised by the readers; for a DataFrame also for nulls, lists of different lengths, unusable
-            weights, and fewer rows than ranks.
+        DataError: errors of the readers; for a DataFrame also nulls, lists of different lengths, unusable weights, and
+            fewer rows than ranks.
     """
     if spec.dataset.row_groups:
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
-        if not spec.training:  # which rows a batch has does not matter: a rank reads what lies together
+        if not spec.training:  # it does not matter which rows form a batch, so a rank reads adjacent ones
             sharding = replace(sharding, lanes=0)
         return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
     told = source_of(name)
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
-    # Ranks of one task have one folder, and measure the same.
+    # Ranks of one task share a folder, and measure the same.
     uses = replace(uses or Uses(), nullable=may_have_nulls(spec, spec.dataset.columns))
     mine = _measured(name, source.spool, spec.dataset.columns, uses)
     found = hvd.allgather_object((told.folder, mine), name=f"{name}.measured")
@@ -139,7 +139,7 @@ def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) ->
 
 
 def too_few(rows: int, what: str, num_proc: int) -> str:
-    """The text of the error that a data set has fewer rows than ranks."""
+    """Return the text of the error that a data set has fewer rows than ranks."""
     if not rows:
         return (
             f"there are no rows for {what}: expected at least one for each rank. Check filters and joins that lead to "
@@ -155,7 +155,7 @@ def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
     """Check that no rank trains on a batch of one row; the result is the same on all ranks.
 
     Raises:
-        DataError: one would.
+        DataError: A rank would.
     """
     size = hvd.size()
     alone = [rank for rank in range(size) if 1 in sharding.batches(Position(), rank, size)]

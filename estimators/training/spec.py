@@ -89,16 +89,16 @@ class TrainSpec:
     reductions: tuple[str | None, ...] = ()
 
     def epoch_steps(self, size: int) -> int:
-        """Number of batches in an epoch on each of ``size`` ranks."""
+        """Return the number of batches in an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
     def uses(self) -> Uses:
-        """Return the uses of the columns."""
+        """How the training uses its columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, Any]) -> str:
-        """The first column of a batch with NaN or infinite values, their place, and what to do; "" if there is none."""
+        """Describe the first column of a batch with NaN or infinite values, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):  # text
@@ -116,7 +116,7 @@ class TrainSpec:
 class Objects:
     """The code of a training, pickled together, so that an optimizer keeps the parameters of its model.
 
-    Fields have the meaning of the parameters of their names; ``reader`` has functions for ReaderSpec.
+    Fields have the meaning of the parameters with their names; ``reader`` has functions for ReaderSpec.
     """
 
     model: torch.nn.Module
@@ -132,13 +132,13 @@ class Objects:
 
 
 def losses_of(objects: Objects, device: torch.device | str = "cpu") -> list[Any]:
-    """The losses. Constructors get the model and the device, if they take these."""
+    """Return the losses. Constructors get the model and the device, if they have such parameters."""
     made = [calling(make)(model=objects.model, device=torch.device(device)) for make in objects.loss_constructors]
     return made or list(objects.loss)
 
 
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with only those keyword arguments that it declares."""
+    """Wrap a function so that it gets only those keyword arguments that it declares."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function

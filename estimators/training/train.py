@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
 
 NAN_CHECK_EVERY = 16
-"""Batches between looks at the loss on a GPU, where each look waits for it."""
+"""Batches between checks of the loss on a GPU, where each check waits for it."""
 _STOPPED = "stopped"
-"""Of commits only: a checkpoint in a store may be gone on from with other callbacks."""
+"""Key in commits only: a run that resumes from a checkpoint in a store may have other callbacks."""
 
 
 class Framework(Protocol):
@@ -51,7 +51,7 @@ class Framework(Protocol):
 
 
 class Validates(Framework, Protocol):
-    """A framework that can also validate a checkpoint beside the training."""
+    """A framework that can also validate a checkpoint in the background."""
 
     def validate(self, job: Job, ranks: int) -> dict[str, float]:
         """Validate the job's model on these ranks together, as that number of training ranks would.
@@ -70,13 +70,13 @@ class Job:
         objects: This rank's model and the code around it. When resuming, the weights are those of the checkpoint.
         resumed: The checkpoint to resume from.
         history: Rows of the finished epochs.
-        rows: Rows to train on; ``feed`` gives them.
+        rows: Rows to train on; ``feed`` yields them.
         validation: Rows to validate on.
         state: State of an elastic fit; otherwise None.
-        late: Validation beside the training; None if the ranks validate.
+        late: Validation in the background; None if the ranks validate.
         progress: The loop over this epoch's batches, for displays.
         came_late: Rows of earlier epochs whose validation arrived since the previous epoch.
-        awaits_validation: Whether no epoch was validated yet, if not every epoch is (Lightning).
+        awaits_validation: Whether no epoch has been validated yet, if not every epoch is (Lightning).
     """
 
     spec: TrainSpec
@@ -93,7 +93,7 @@ class Job:
     progress: hvd.Progress[Batch] | None = None
     came_late: list[Row] = field(default_factory=list)
     awaits_validation: bool = False
-    _saved: str | None = None  # of the weights that the last epoch's checkpoint has
+    _saved: str | None = None  # digest of the weights in the last epoch's checkpoint
 
     @property
     def steps(self) -> int:
@@ -122,29 +122,29 @@ class Job:
         return bool(self.resumed and self.resumed.get(_STOPPED))
 
     def lowest(self, label: str) -> float | None:
-        """The lowest value of a label in the training and validation data; None if it is unknown."""
+        """Return the lowest value of a label in the training and validation data; None if it is unknown."""
         sets = [self.rows.columns, *([] if self.validation is None else [self.validation.columns])]
         found = [column.lowest for columns in sets for column in columns if column.name == label]
         known = [each for each in found if each is not None]
         return min(known) if len(known) == len(sets) else None
 
     def saves_after(self, step: int) -> bool:
-        """Whether to call :meth:`save` within an epoch, after this number of its batches."""
+        """Return whether to call :meth:`save` within an epoch, after this number of its batches."""
         return any(every and step % every == 0 for every in (self.spec.checkpoint_every, self.spec.commit_every))
 
     def steps_left(self, done: int) -> int:
-        """Remaining batches of an epoch on each rank after ``done``; call it when the epoch begins or resumes."""
+        """Return the epoch's remaining batches per rank after ``done``; call it when the epoch begins or resumes."""
         if self.spec.train_steps_per_epoch:
             return self.spec.train_steps_per_epoch - done
         if not done:
             return self.steps
         assert self.resumed is not None
-        # Not the feed's: with other ranks, nothing may be left of the pass, and it is at the next.
+        # Not the feed's: with other ranks, its pass may be complete, and it is at the next one.
         position = Position.from_json(self.resumed["position"])
         return len(self.feed.sharding.batches(position, hvd.rank(), hvd.size()))
 
     def validation_batches(self, rank: int | None = None, size: int | None = None) -> Iterator[Batch]:
-        """The batches of one validation, of this rank or of one of ``size`` ranks."""
+        """Return the batches of one validation, of this rank or of one of ``size`` ranks."""
         assert self.validation is not None
         rank, size = hvd.rank() if rank is None else rank, size or hvd.size()
         batches = itertools.islice(self.validation.first_epoch(rank, size), self.spec.validation_steps_per_epoch)
@@ -157,7 +157,7 @@ class Job:
         It does not depend on whether the run was resumed.
         """
         seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank() + done * 2_147_483_647
-        torch.manual_seed(seed % 2**63)  # more is too much for torch
+        torch.manual_seed(seed % 2**63)  # torch accepts no more bits
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
         """Append the row of an epoch to the history, and report its means to displays.
@@ -168,17 +168,17 @@ class Job:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
         epoch = {"epoch": len(self.history) + 1}
-        self.history.append({**epoch, **means, **rest, **restarts, **epoch})  # a module may log one of that name
+        self.history.append({**epoch, **means, **rest, **restarts, **epoch})  # a module may log one of these names
         if hvd.rank() == 0:
             activity.add_epoch(dict(self.history[-1]))
         if self.progress is not None:
-            activity.progress = self.progress  # a validation that is over would have them told as its own
+            activity.progress = self.progress  # a finished validation would report them as its own
             self.progress.report(**means)
 
     def collect(self, *, wait: bool) -> None:
-        """Add results of validation beside the training to the history, on all ranks.
+        """Add results of validation in the background to the history, on all ranks.
 
-        With ``wait``, wait for a validation under way; ranks have then asked for no more.
+        With ``wait``, wait for a running validation; by then, ranks have asked for no more.
         """
         assert self.late is not None
         self.came_late = []
@@ -186,10 +186,10 @@ class Job:
             self.came_late.append(self.history[int(row["epoch"]) - 1])
             if hvd.rank() == 0:
                 activity.add_epoch(row)
-                self._print(row, "(validated beside the training)")
+                self._print(row, "(validated in the background)")
 
     def validated(self, means: Mapping[str, float]) -> None:
-        """Add to its row the validation of the last epoch, which ranks made after the training was stopped."""
+        """Add a validation to the last epoch's row; ranks made it after the training was stopped."""
         self.collect(wait=True)
         self.history[-1].update(means)
         if hvd.rank() == 0:
@@ -229,7 +229,7 @@ class Job:
             states: dict[str, Mapping[str, Any]] = {}
             if partial_epoch is None:
                 key = self._monitored()
-                # Without a loss, which a LightningModule may not report, or with NaN, no epoch is the best.
+                # Without a loss, which a LightningModule need not report, or with NaN, no epoch is the best.
                 known = not math.isnan(self.history[-1].get(key, math.nan))
                 if known and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                     states[BEST] = common
@@ -247,14 +247,14 @@ class Job:
                 self.checkpoints.finish()
         if self.state is not None:
             if partial_epoch is None:
-                hvd.barrier()  # who goes on from this commit without rank 0 will not write its checkpoints
+                hvd.barrier()  # ranks that continue without rank 0 will not write these checkpoints
             self.state.put({**content, _STOPPED: stop}, done)
 
     def _monitored(self) -> str:
-        """The key of the history that determines the best epoch.
+        """Return the key of the history that determines the best epoch.
 
         Raises:
-            ValueError: the history should have this key by now, but does not.
+            ValueError: The history should have this key by now, but does not.
         """
         known = {key: value for row in self.history for key, value in row.items()}
         if self.spec.monitor is not None and self.awaits_validation:
@@ -268,7 +268,7 @@ class Job:
         """
         left = sum("val_loss" not in row for row in self.history)
         if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
-            why = "newer checkpoints took their place, no slot was free, or their validation failed"
+            why = "newer checkpoints replaced theirs, no slot was free, or their validation failed"
             print(f"{left} of {len(self.history)} epochs were not validated: {why}", flush=True)
         if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
             history = [dict(row) for row in self.history]
@@ -314,7 +314,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     resumed = None if state is None else state.content
     if resumed is not None:
         objects.model.load_state_dict(with_versions(resumed["model"], objects.model))
-    # After a restart the run has a checkpoint that it had not when it was started, unless it was lost before the first.
+    # After a restart, the run has a checkpoint that it did not have at the start, unless it failed before the first.
     elif spec.resume or (hvd.generation() > 0 and on_rank_0(checkpoints.exists)):
         resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
@@ -342,7 +342,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             late = LateValidation(MeetingPlace(spec.store, spec.run_id), bool(spec.verbose))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, late)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
-            checkpoints.discard(TRAINED)  # of the fit that this one goes on from
+            checkpoints.discard(TRAINED)  # left by the fit from which this one continues
         history = framework.fit(job)
         checkpoints.finish()
         return history
@@ -351,19 +351,19 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
 def not_finite(
     spec: TrainSpec, loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
 ) -> NotFiniteLossError:
-    """The error of a loss that is NaN or infinite; ``tensors`` are the columns of the batch."""
+    """Return the error for a loss that is NaN or infinite; ``tensors`` are the columns of the batch."""
     where = f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}"
     if found := spec.not_finite(tensors):
         return NotFiniteLossError(f"{where}, whose {found}")
     return NotFiniteLossError(
         f"{where}. Look for a learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), "
-        "values that are not scaled, a log or division in the loss, gradients that want clipping; "
-        "terminate_on_nan=False goes on"
+        "values that are not scaled, a log or division in the loss, and gradients that need clipping. "
+        "terminate_on_nan=False continues anyway"
     )
 
 
 def speed(seconds: float, rows: float) -> dict[str, float]:
-    """Entries of the history: seconds of training in an epoch, and rows per second of all ranks."""
+    """Return entries of the history: seconds of training in an epoch, and rows per second of all ranks."""
     return {"seconds": round(seconds, 3), "rows_per_second": round(rows / max(seconds, 1e-9), 1)}
 
 
@@ -372,8 +372,8 @@ def _short(value: float) -> str:
 
 
 def device_of(use_gpu: bool) -> torch.device:
-    """The device that this rank trains on."""
-    # The runner has made the GPU that this rank may use the current one.
+    """Return the device on which this rank trains."""
+    # The runner has made this rank's GPU the current one.
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The ranks of a run that validates a checkpoint beside the training."""
+"""The ranks of a run that validates a checkpoint in the background."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def validate(
     spec: TrainSpec, packed: PackedModule, framework: Validates, results: Results
 ) -> tuple[Ticket, dict[str, float]] | None:
-    """Validate the newest waiting checkpoint, which becomes the best one if its validation says so.
+    """Validate the newest waiting checkpoint, and make it the best one if its validation says so.
 
     Returns:
         The ticket, and losses and metrics as in the history; None if no checkpoint waits any more.
@@ -35,7 +35,7 @@ def validate(
     from spark_hvd.estimators.training.packing import unpack
 
     hvd.init()
-    torch.manual_seed(spec.seed)  # as where they are trained: losses may be made of random numbers
+    torch.manual_seed(spec.seed)  # as in training: losses may use random numbers
     taken: list[tuple[Ticket, Found]] = []
     state = read_by_rank_0(lambda: _take(spec, taken))
     if state is None:
@@ -63,7 +63,7 @@ def validate(
         ((ticket, found),) = taken
         key = monitored({**history[-1], **means}, spec.monitor)
         sign = 1.0 if spec.monitor_mode == "min" else -1.0
-        if not math.isnan(means.get(key, math.nan)):  # else rank 0 of the training knows the best
+        if not math.isnan(means.get(key, math.nan)):  # otherwise rank 0 of the training determines the best
             former = results.best(key, sign, History(history[:-1]))
             if former is None or sign * means[key] < former:
                 spec.store.write_bytes(spec.store.checkpoint_path(spec.run_id, BEST), found.data)
@@ -72,7 +72,7 @@ def validate(
 
 
 def _take(spec: TrainSpec, taken: list[tuple[Ticket, Found]]) -> Found | None:
-    """Read the newest waiting checkpoint. It may be deleted during that, if a newer one arrives."""
+    """Read the newest waiting checkpoint. It may be deleted meanwhile, if a newer one arrives."""
     place, checkpoints = MeetingPlace(spec.store, spec.run_id), Checkpoints(spec.store, spec.run_id)
     while waiting := place.waiting():
         try:

@@ -1,4 +1,4 @@
-"""A DataFrame's features through a trained model.
+"""Applies a trained model to the features of a DataFrame.
 
 May import data, training and the runner. Doors: predict, outputs.
 """

@@ -1,4 +1,4 @@
-"""Outputs whose names and types the caller declares: planned from these, and taken from a model's results."""
+"""Outputs whose names and types the caller declares: plans columns, and takes their values from a model's results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ALIASES = {"byte": "tinyint", "short": "smallint", "integer": "int", "long": "b
 
 
 def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> tuple[Output, ...]:
-    """The columns for ``outputs``: a type for a column "prediction", or types by names.
+    """Return the columns for ``outputs``: a type for a column "prediction", or types by names.
 
     Raises:
-        TypeError, ValueError: no output is named, or a type is not supported.
+        TypeError, ValueError: No output is named, or a type is not supported.
     """
     asked = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
     if not asked:
@@ -36,7 +36,7 @@ def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> 
 def _declared(name: str, index: int, kind: str | DataType) -> Output:
     text = kind if isinstance(kind, str) else getattr(kind, "simpleString", lambda: None)()
     if not isinstance(name, str) or not isinstance(text, str):
-        raise TypeError(f"outputs has {name!r}: {kind!r}, expected a name and a type of Spark")
+        raise TypeError(f"outputs has {name!r}: {kind!r}, expected a name and a Spark type")
     inner = text.replace(" ", "").lower()
     depth = inner.count("array<")
     inner = inner.removeprefix("array<" * depth).removesuffix(">" * depth)
@@ -53,7 +53,7 @@ def _declared(name: str, index: int, kind: str | DataType) -> Output:
 
 
 def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
-    """The values of each declared output in a model's result for ``rows`` rows, on the CPU.
+    """Return the values of each declared output in a model's result for ``rows`` rows, on the CPU.
 
     Args:
         result: A mapping by the names of the outputs; a sequence of outputs in order; a list of mappings, one for each
@@ -62,7 +62,7 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
         rows: Number of rows.
 
     Raises:
-        ModelError: an output is missing, has another number of rows, or a shape that does not match its type.
+        ModelError: An output is missing, has another number of rows, or a shape that does not match its type.
     """
     found = [_values(each) for each in _each(result, plan, rows)]
     for values, output in zip(found, plan, strict=True):
@@ -79,8 +79,8 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
 
 
 def squeezed(rows: int) -> str:
-    """For messages: what may have removed the dimension of the rows from an output for one row."""
-    return ". squeeze() also removes that of a single row: name the dimension, as squeeze(-1)" if rows == 1 else ""
+    """Return a hint, for messages, at what may have removed the dimension of the rows from an output for one row."""
+    return ". squeeze() also removes the dimension of a single row: name it, as in squeeze(-1)" if rows == 1 else ""
 
 
 def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
@@ -91,7 +91,7 @@ def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
             return [[row[name] for row in result] for name in names]
         if rows > 1:
             raise ModelError(
-                f"the model returns {listed(lacking)} for a row, and outputs declares {listed(names)}: name outputs as "
+                f"the model returns {listed(lacking)} for a row, but outputs declares {listed(names)}: name outputs as "
                 "the model does"
             )
         result = lacking
@@ -101,7 +101,7 @@ def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
         if len(names) == len(result) == 1:
             return list(result.values())
         raise ModelError(
-            f"the model returns {listed(result)}, and outputs declares {listed(names)}: name outputs as the model does"
+            f"the model returns {listed(result)}, but outputs declares {listed(names)}: name outputs as the model does"
         )
     if len(plan) == 1:
         single = (
@@ -113,7 +113,7 @@ def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
         return [result[0] if single else result]
     if not isinstance(result, list | tuple) or len(result) != len(plan):
         what = f"{len(result)} outputs" if isinstance(result, list | tuple) else f"one {type(result).__name__}"
-        raise ModelError(f"the model returns {what}, and outputs declares {len(plan)}: {listed(names)}")
+        raise ModelError(f"the model returns {what}, but outputs declares {len(plan)}: {listed(names)}")
     return list(result)
 
 
@@ -121,7 +121,7 @@ def _values(value: Any) -> Values:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if not isinstance(value, np.ndarray) and hasattr(value, "numpy"):
-        value = value.numpy()  # TensorFlow's
+        value = value.numpy()  # a TensorFlow tensor
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return torch.from_numpy(np.ascontiguousarray(value))
     if hasattr(value, "tolist"):
@@ -139,7 +139,7 @@ def _check_shape(tensor: torch.Tensor, output: Output) -> None:
     would_do = "array<" * len(shape) + "float" + ">" * len(shape)
     raise ModelError(
         f"output {output.name!r} of the model is {str(tensor.dtype).removeprefix('torch.')} of shape "
-        f"{tuple(tensor.shape)}, and was declared as {output.spark_type}: expected "
+        f"{tuple(tensor.shape)}, but was declared as {output.spark_type}: expected "
         + (f"a list of {output.element}" if text else f"the shape {expected}")
         + f". Pool or reshape it in the model, or declare it as {would_do!r}"
     )

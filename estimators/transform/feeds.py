@@ -47,18 +47,18 @@ class ModelFeed(Protocol):
         """Names of the columns, in the order of the struct's fields."""
 
     def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        """The same rows, grouped into windows that :meth:`calls` may reorder."""
+        """Group the rows into windows, within which :meth:`calls` may reorder them."""
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], Any]:
-        """Calls of at most ``size`` rows, and the order of their rows as places in the window; None if unchanged."""
+        """Return calls of at most ``size`` rows, and the order of their rows in the window; None if unchanged."""
 
 
 @dataclass(frozen=True)
 class TensorFeed:
     """One tensor for each column.
 
-    Inputs and arguments are in the order of the struct's fields. Without ``names``, the model takes them in order.
-    ``what`` names the action, for messages.
+    Inputs and arguments have the order of the struct's fields. Without ``names``, the model takes them by position.
+    ``what`` names the action in messages.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -79,7 +79,7 @@ class TensorFeed:
         """See base class.
 
         Raises:
-            DataError: nulls, or lists of different lengths; raised by the iterator for what is decoded.
+            DataError: nulls, or lists of different lengths; for decoded values, the iterator raises it.
         """
         columns = [
             array if self._grows(spec.column) else feature(array, spec, self.decoders, self.what)
@@ -88,7 +88,7 @@ class TensorFeed:
         return self._calls(columns, len(window), size, device), None
 
     def _grows(self, column: Column) -> bool:
-        """Whether its values take much more memory than in Arrow, so that only those of a call are made at once."""
+        """Return whether values take much more memory than in Arrow, so that only one call's are made at once."""
         return column.name in self.decoders or column.encoding == "sparse"
 
     def _calls(self, window: list[Any], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
@@ -105,7 +105,7 @@ class TensorFeed:
                 if column.shape[1:] != shape:
                     raise DataError(
                         f"column {spec.column.name!r} in {self.what} has shape {tuple(column.shape[1:])} in row {at}, "
-                        f"and {shape} in row 0: make them one"
+                        f"but {shape} in row 0: give all rows the same shape"
                     )
             tensors = [spec.of(column) for spec, column in zip(self.inputs, columns, strict=True)]
             tensors = stacked(self.inputs, tensors, device)
@@ -116,10 +116,10 @@ class TensorFeed:
 
 
 def feature(array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str) -> Any:
-    """A feature's values (rows, *shape), or text as an array of str; ``what`` names the action in messages.
+    """Return a feature's values (rows, *shape), or text as an array of str; ``what`` names the action in messages.
 
     Raises:
-        DataError: there are nulls, or rows of different shapes.
+        DataError: There are nulls, or rows of different shapes.
     """
     column = spec.column
     if column.name not in decoders and column.dtype == "object":
@@ -139,7 +139,7 @@ class CollatedFeed:
     Attributes:
         columns: Names of the columns, in the order of the struct's fields.
         collate: Returns a tuple of arguments, a mapping of them by name, or a single argument.
-        names: Names of the arguments of ``collate``; none if it takes the lists in order.
+        names: Names of collate's arguments; none if it takes the lists by position.
         window: Number of rows among which rows of similar length form batches; None for the rows that Spark sends at
             once.
     """
@@ -190,7 +190,7 @@ class CollatedFeed:
             except Exception as error:
                 raise ModelError(
                     f"collate failed on {count} values of {listed(self.columns)}: {type(error).__name__}: {error}\n"
-                    "It is called with a list of values for each column, and returns what the model is called with"
+                    "It is called with a list of values for each column, and must return the model's arguments"
                 ) from error
             made = _moved(made, device)
             if isinstance(made, Mapping):
@@ -200,7 +200,7 @@ class CollatedFeed:
 
 
 def _longest_first(columns: Sequence[pa.Array]) -> Any:
-    """The order of the rows by the length of their text, bytes and lists; None if they have no length.
+    """Return the order of the rows by the length of their text, bytes and lists; None if they have no length.
 
     The longest rows come first, so a batch that takes too much memory fails at once, and the others reuse its memory.
     """
@@ -220,7 +220,7 @@ def _lengths(column: pa.Array) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same structure, with tensors on ``device``."""
+    """Return the same structure, with tensors on ``device``."""
     if isinstance(value, torch.Tensor):
         return moved(value, device)
     if isinstance(value, Mapping):

@@ -21,11 +21,11 @@ _ROW = "__spark_hvd_row"
 
 
 def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> DataFrame:
-    """``dataset`` with a column for each output that ``job`` plans; nothing is computed yet.
+    """Return ``dataset`` with a column for each output that ``job`` plans; nothing is computed yet.
 
     ``dataset`` must not have these columns. ``inputs`` has an expression for each column of the job's feed.
     """
-    # one expression for all columns: Spark runs it once, and only where one of them is used
+    # one expression for all columns, so that Spark runs it once, and only if one of them is used
     result = _predicted(job, inputs)
     columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(job.plan)]
     return _row_by_row(dataset).select("*", *columns).drop(_ROW)
@@ -35,7 +35,7 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
     """Check that columns can be appended.
 
     Raises:
-        DataError: one of them already exists, or is named twice.
+        DataError: One of them already exists, or is named twice.
     """
     fold = str if tells_case_apart(dataset.sparkSession) else str.casefold
     taken = {fold(column) for column in dataset.columns}
@@ -49,11 +49,11 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
 
 
 def _row_by_row(dataset: DataFrame) -> DataFrame:
-    """The same DataFrame and a column ``_ROW``, planned so that an Arrow UDF can stand on it.
+    """Return the DataFrame with a column ``_ROW``, planned so that an Arrow UDF works on it.
 
-    From Spark 4.3 on, a UDF directly on a columnar scan (Parquet, cached data) gets all columns as columns, and fails
-    on vectors, UNSUPPORTED_DATATYPE, also where it takes none. An explode into one row each hands over rows; unlike
-    other ways it lets filters through and keeps partitions as they are.
+    Since Spark 4.3, a UDF directly on a columnar scan (Parquet, cached data) gets all columns in columnar form, and
+    fails on vectors, UNSUPPORTED_DATATYPE, even if it does not use them. An explode into one row each passes on rows.
+    Unlike other ways, it lets filters through and keeps partitions as they are.
     """
     if any(isinstance(field.dataType, UserDefinedType) for field in dataset.schema.fields):
         return dataset.select("*", F.explode(F.array(F.lit(0))).alias(_ROW))
@@ -63,9 +63,9 @@ def _row_by_row(dataset: DataFrame) -> DataFrame:
 def _predicted(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
     ddl = ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
     columns = [each.alias(f"c{i}") for i, each in enumerate(inputs)]
-    if hasattr(F, "arrow_udf"):  # from Spark 4.1 on
+    if hasattr(F, "arrow_udf"):  # since Spark 4.1
         return F.arrow_udf(arrow_function(job), ddl)(F.struct(*columns))  # type: ignore[no-any-return]
-    for i, name in enumerate(job.feed.columns):  # pandas would make NaN of null
+    for i, name in enumerate(job.feed.columns):  # pandas would turn null into NaN
         message = f"column {name!r} has nulls: fill or drop them before transform or predict"
         columns[i] = F.coalesce(columns[i], F.raise_error(F.lit(message))).alias(f"c{i}")
     return F.pandas_udf(pandas_function(job), ddl)(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]

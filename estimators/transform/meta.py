@@ -1,4 +1,4 @@
-"""The inputs and outputs of a model: as fit learned them, or found from a DataFrame and two rows of zeros."""
+"""The inputs and outputs of a model: recorded by fit, or derived from a DataFrame and two rows of zeros."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Decoders = Mapping[str, Callable[[bytes], Any]]
 
 @dataclass(frozen=True, slots=True)
 class ModelMeta:
-    """What fit learned about a model's inputs and outputs.
+    """Facts about a model's inputs and outputs, recorded by fit.
 
     Attributes:
         inputs: The inputs, with their columns and shapes as in training.
@@ -49,19 +49,19 @@ class ModelMeta:
     epoch: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready dicts and lists."""
+        """Return dicts and lists that JSON can carry."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelMeta:
-        """The inverse of :meth:`to_json`."""
+        """Do the inverse of :meth:`to_json`."""
         return cls(
             tuple(
                 TensorSpec(
                     Column.from_json(i["column"]),
                     i["dtype"],
                     None if i["shape"] is None else tuple(i["shape"]),
-                    i.get("stacked", False),  # models that were saved before there were such have none
+                    i.get("stacked", False),  # models saved before this field existed lack it
                 )
                 for i in data["inputs"]
             ),
@@ -81,11 +81,11 @@ def inputs_of(
     dtypes: Sequence[str | None] | None = None,
     text: bool = False,
 ) -> tuple[TensorSpec, ...]:
-    """The inputs of a model from a DataFrame's columns. Without a dtype, they are float32, as in Horovod, or ``text``.
+    """Return a model's inputs from a DataFrame's columns; without a dtype, float32, as in Horovod, or ``text``.
 
     Raises:
-        ValueError: there is not one shape or dtype for each column.
-        DataError: a column is missing, or cannot become a tensor.
+        ValueError: There is not one shape or dtype for each column.
+        DataError: A column is missing, or cannot become a tensor.
     """
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
@@ -117,29 +117,29 @@ def inputs_as_trained(
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     dtypes: Sequence[str | None] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """The inputs of a model from a DataFrame's columns, if they are known from training.
+    """Return a model's inputs from a DataFrame's columns, if they are known from training.
 
     Numbers may be wider or narrower than in training, and vectors and arrays of numbers may replace each other. Shapes
     and dtypes are those of training unless others are given.
 
     Raises:
-        ValueError: there is another number of columns than in training, or not one shape or dtype for each.
-        DataError: a column is missing, or of another type than in training.
+        ValueError: There is another number of columns than in training, or not one shape or dtype for each.
+        DataError: A column is missing, or of another type than in training.
     """
     if len(names) != len(trained):
         was = listed(spec.column.name for spec in trained)
-        raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected as many")
+        raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected equally many")
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
     text = [name for name, spec in zip(names, trained, strict=True) if _is_text(spec.column, decoders)]
     specs, columns = [], columns_of(schema, names, decoders=decoders, text=text)
     for number, (column, spec) in enumerate(zip(columns, trained, strict=True)):
         before = spec.column
-        decoded = column.name in decoders  # its dtype in training was that of what the decoder made
+        decoded = column.name in decoders  # in training, its dtype was that of the decoder's result
         if before.spark_type and not decoded and _family(column) != _family(before):
             raise DataError(
                 f"column {column.name!r} is of type {column.spark_type}, but the model was trained with "
-                f"{before.spark_type}: cast it, or give the column that was meant in feature_columns"
+                f"{before.spark_type}: cast it, or name the intended column in feature_columns"
             )
         encoding = before.encoding if column.spark_type == "vector" else "plain"
         column = replace(column, dtype=before.dtype, shape=before.shape, encoding=encoding)
@@ -167,13 +167,13 @@ def probed_shapes(
     decoders: Decoders,
     labels: Sequence[str] = (),
 ) -> tuple[Shape, ...] | None:
-    """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
+    """Return the outputs' shapes for one row, from two rows of zeros through a copy of the model; None without rows.
 
     ``labels`` are the targets of the outputs, in order. In these rows, text is empty. Spark is asked for a row only if
     neither ``specs`` nor the metadata of a column has the shape.
 
     Raises:
-        ModelError: the model fails on them, or returns outputs by name in another order than ``labels``.
+        ModelError: The model fails on them, or returns outputs by name in another order than ``labels``.
     """
     shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
     if any(shape is None for shape in shapes):
@@ -193,7 +193,7 @@ def probed_shapes(
         )
         raise ModelError(
             f"the model does not run on two rows of zeros ({took}): {error}\nIt is called with one tensor for each of "
-            "feature_columns. If they have another shape or dtype than it takes, give input_shapes or input_dtypes."
+            "feature_columns. If the model needs another shape or dtype, pass input_shapes or input_dtypes."
         ) from error
     check_order(result, labels)
     return tuple(tuple(output.shape[1:]) for output in outputs)
@@ -204,7 +204,7 @@ def _own_dtype(spec: TensorSpec) -> str:
 
 
 def _batch_shape(dataset: DataFrame, spec: TensorSpec, decoders: Decoders) -> tuple[int, ...] | None:
-    """The shape of two rows of an input; None if it takes a row to find out and there is none."""
+    """Return the shape of two rows of an input; None if that takes a row and there is none."""
     column = spec.column
     if spec.shape is not None:
         each = spec.shape[1:] if spec.shape[0] == -1 else spec.shape

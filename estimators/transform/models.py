@@ -1,4 +1,4 @@
-"""The model in a Python worker, loaded once, with its weights in a file whose pages the executor's workers share."""
+"""The model in a Python worker: loaded once, with its weights in a file whose pages the executor's workers share."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     Sent = bytes | Broadcast[bytes]
 
 MODELS_KEPT = 4
-"""How many models a worker keeps loaded, and an executor keeps files of; the one not used for longest goes first."""
+"""How many models a worker keeps loaded, and an executor keeps files of; the least recently used goes first."""
 CHUNK = 64 << 20
-"""Bytes of weights in one broadcast: of those that a worker writes to the file it holds one at a time."""
+"""Bytes of weights per broadcast; a worker that writes them to the file holds one broadcast at a time."""
 _STRUCTURE, _WEIGHTS, _LOADING, _ALONE = "structure", "weights.safetensors", "loading", "alone"
 _loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
 _spare_modules = functools.cache(gc.freeze)
-"""Leaves what this worker has imported out of its collections of garbage. Spark's daemon has one after each task, and
-torch's objects cost it 0.1 s. It comes before the first model, which may go later."""
+"""Excludes everything that this worker has imported from garbage collection, before the first model, which may be
+dropped later. Spark's daemon collects garbage after each task, and torch's objects cost it 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelSource:
 
 
 def sent(packed: PackedModule, session: SparkSession, connect: bool) -> ModelSource:
-    """A packed module for the executors, sent by broadcasts or, over Spark Connect, which has none, in the plan."""
+    """Send a packed module to the executors, by broadcasts or, with Spark Connect, which has none, in the plan."""
     pieces = [packed.weights[at : at + CHUNK] for at in range(0, len(packed.weights), CHUNK)]
     if connect:
         return ModelSource(packed.digest(), packed.structure, tuple(pieces))
@@ -69,17 +69,17 @@ def sent(packed: PackedModule, session: SparkSession, connect: bool) -> ModelSou
 
 
 def model_of(source: ModelSource, device: torch.device) -> Any:
-    """The model, ready for inference on ``device``; cached in this process.
+    """Return the model, ready for inference on ``device``; cached in this process.
 
     Raises:
-        ModelError: there is no memory for it, or the task's previous worker was killed while it loaded the model.
+        ModelError: There is no memory for it, or the task's previous worker was killed while it loaded the model.
     """
     key = (source.key, str(device))
     if key not in _loaded:
         while len(_loaded) >= MODELS_KEPT:
             _loaded.popitem(last=False)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # a loader's model.cuda() goes there, too
+            torch.cuda.set_device(device)  # so that a loader's model.cuda() uses it, too
         _spare_modules()
         with memory_named("the model"):
             found = _load(source, device)
@@ -90,10 +90,10 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
 
 @contextmanager
 def memory_named(what: str, remedy: str = "") -> Iterator[None]:
-    """A context that turns out-of-memory errors, which each library words differently, into a ``ModelError``.
+    """Return a context that turns out-of-memory errors, which each library words differently, into a ModelError.
 
     Raises:
-        ModelError: ``what`` does not fit; the text has the memory available here, and what to change.
+        ModelError: ``what`` does not fit; the text gives the available memory, and what to change.
     """
     try:
         yield
@@ -107,13 +107,13 @@ def memory_named(what: str, remedy: str = "") -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "cuda out of memory" in text:
             raise ModelError(
                 f"{what} does not fit into the memory of the GPU on {host}: {said}Give each task a GPU of its own "
-                "(spark.task.resource.gpu.amount=1), have fewer tasks at a time on one, or take a smaller model (half "
-                "precision, quantised). nvidia-smi tells who uses it"
+                "(spark.task.resource.gpu.amount=1), run fewer tasks at a time on one, or use a smaller model (half "
+                "precision, quantised). nvidia-smi shows what uses it"
             ) from error
         raise ModelError(
             f"{what} does not fit into the memory of this Python worker on {host} ({_memory()}): {said}Give workers "
-            "more memory (spark.executor.memoryOverhead, or spark.executor.pyspark.memory where that is set), have "
-            "fewer at a time (a higher spark.task.cpus), or take a smaller model (half precision, quantised)"
+            "more memory (spark.executor.memoryOverhead, or spark.executor.pyspark.memory where that is set), run "
+            "fewer at a time (a higher spark.task.cpus), or use a smaller model (half precision, quantised)"
         ) from error
 
 
@@ -131,12 +131,12 @@ _NO_SHARING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES),
     *(errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM),  # locks are refused
 )
-"""Errors of a folder in which workers cannot share models; each then loads its own."""
+"""Errors of a folder in which workers cannot share models; each worker then loads its own."""
 
 
 def _load(source: ModelSource, device: torch.device) -> Any:
     folder = _folder()
-    if folder is None or (source.loader and device.type == "cuda"):  # what is on a GPU anyway shares nothing
+    if folder is None or (source.loader and device.type == "cuda"):  # models on a GPU share nothing anyway
         return _loaded_alone(source)
     try:
         with _locked(folder):
@@ -146,11 +146,11 @@ def _load(source: ModelSource, device: torch.device) -> Any:
     except OSError as error:
         if error.errno not in _NO_SHARING:
             raise
-    return _loaded_alone(source)  # without the lock: workers side by side
+    return _loaded_alone(source)  # without the lock, so that workers load in parallel
 
 
 def _shared(source: ModelSource, place: Path) -> Any:
-    """The model on the pages of its file, which the first worker writes. The lock must be held."""
+    """Map the model from its file, which the first worker writes. The lock must be held."""
     _check_predecessor(place)
     if (place / _STRUCTURE).exists():
         os.utime(place)
@@ -207,7 +207,7 @@ def _unpacked(structure: bytes, weights: Path) -> Any:
 
 
 def _folder() -> Path | None:
-    """The shared folder of this executor's workers, within Spark's own folder, which goes with it. None elsewhere."""
+    """Return the folder that this executor's workers share, in Spark's own folder; None elsewhere."""
     given = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
     if not given or not os.path.isdir(given):
         return None
@@ -234,7 +234,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _attempt() -> list[int]:
-    """Stage, partition and attempt of this task."""
+    """Return stage, partition and attempt of this task."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -260,13 +260,13 @@ def _check_predecessor(place: Path) -> None:
 
 
 class Shipped:
-    """A function that is unpickled in a worker at its first call, because Spark would fail before our code runs."""
+    """A function that is unpickled at its first call in a worker; otherwise Spark would fail before our code runs."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
         self.name, self._function, self._data = name, function, data
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call it; a ModelError where a worker lacks what it needs."""
+        """Call the function; raise a ModelError if a worker lacks what it needs."""
         if self._function is None:
             with lacking_named(self.name):
                 self._function = pickle.loads(self._data)
@@ -278,10 +278,10 @@ class Shipped:
 
 @contextmanager
 def lacking_named(what: str) -> Iterator[None]:
-    """A context that raises ``ModelError`` if a module, or a name in one, is missing while ``what`` is unpickled.
+    """Return a context that raises a ModelError if a module, or a name in one, is missing while unpickling ``what``.
 
     Raises:
-        ModelError: the text says what is missing, where, and what to do.
+        ModelError: The text says what is missing, where, and what to do.
     """
     try:
         yield

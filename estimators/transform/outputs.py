@@ -1,4 +1,4 @@
-"""Columns to append to a DataFrame: planned from the labels' types, then made from a model's outputs in Arrow."""
+"""Columns to append to a DataFrame: planned from the labels' types, then created from a model's outputs in Arrow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARROW = {
 _ODD = Head("other")
 Shape = tuple[int, ...]
 Values = torch.Tensor | list[Any]
-"""Of an output for some rows: (rows, *shape of a row), or a value for each."""
+"""An output for some rows: (rows, *shape of a row), or a value for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Output:
 
     Attributes:
         name: Name of the column.
-        index: Index of the model's output that it is made from.
+        index: Index of the model's output from which it is created.
         role: "value" (the output itself, in the label's type), "raw", "probability" or "prediction".
         spark_type: The column's type: "vector", or one that Spark parses.
         element: Type of the numbers that Python passes to Spark: "double", "bigint", "boolean" ...
@@ -78,13 +78,13 @@ class Output:
 
 
 def label_output(name: str, index: int, label_type: str, shape: Shape, head: Head = _ODD) -> Output:
-    """The column of output ``index`` in the type of its label, "" if unknown; ``shape`` is that of a row.
+    """Return the column of output ``index`` in the type of its label, "" if unknown; ``shape`` is that of a row.
 
-    ``head`` is the meaning of the output, which booleans depend on.
+    ``head`` is the meaning of the output, on which booleans depend.
 
     Returns:
         For a scalar label, a scalar of its type, or a vector if the output has several numbers. Vectors and arrays are
-        kept. For an unknown type: double or vector.
+        unchanged. For an unknown type: double or vector.
     """
     depth = label_type.count("array<")
     inner = label_type.removeprefix("array<" * depth).removesuffix(">" * depth)
@@ -101,7 +101,7 @@ def label_output(name: str, index: int, label_type: str, shape: Shape, head: Hea
 
 
 def head_outputs(head: Head, shape: Shape, raw: str, probability: str, prediction: str) -> tuple[Output, ...]:
-    """Spark ML's columns, by these names ("" leaves one out), for a model with one output of ``shape`` per row.
+    """Return Spark ML's columns, by these names ("" omits one), for a model with one output of ``shape`` per row.
 
     Returns:
         No columns if the head is "other" or ``shape`` does not match its kind: (classes,) or one number.
@@ -118,7 +118,7 @@ def head_outputs(head: Head, shape: Shape, raw: str, probability: str, predictio
 
 
 def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
-    """The columns of some rows.
+    """Return the columns of some rows.
 
     ``outputs`` are the model's, on the CPU; the first is a tensor if ``plan`` has columns of Spark ML.
 
@@ -126,7 +126,7 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
         A struct with the fields "c0", "c1" ... of ``plan``. NaN is null in integer columns.
 
     Raises:
-        ModelError: an output has several numbers per row instead of one, or values that its type cannot hold.
+        ModelError: An output has several numbers per row instead of one, or values that its type cannot hold.
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
@@ -146,14 +146,14 @@ def _array(tensor: Values, output: Output) -> pa.Array:
             return pa.array(tensor, output.arrow_type) if floats is None else floats
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             raise ModelError(
-                f"output {output.name!r} of the model was declared as {output.spark_type}, and not all of its "
-                f"{len(tensor)} values are that: {error}"
+                f"output {output.name!r} of the model was declared as {output.spark_type}, but not all of its "
+                f"{len(tensor)} values have this type: {error}"
             ) from error
     rows, shape = len(tensor), tuple(tensor.shape[1:])
     if not output.depth and rows and math.prod(shape) != 1:
         raise ModelError(
-            f"the model gives {math.prod(shape)} numbers a row for {output.name!r}, where one was expected. Its "
-            "output's shape was not known when transform was called (no rows then): call transform again."
+            f"the model returns {math.prod(shape)} numbers per row for {output.name!r}, expected one. Its "
+            "output's shape was unknown when transform was called, because there were no rows: call transform again."
         )
     array = _numbers(tensor.reshape(-1), output)
     lists = (math.prod(shape),) if output.depth == 1 else shape[: output.depth]
@@ -164,7 +164,7 @@ def _array(tensor: Values, output: Output) -> pa.Array:
 
 
 def _inferred(values: list[Any]) -> pa.Array | None:
-    """The values in the type that Arrow infers; None if it infers none for all of them."""
+    """Return the values in the type that Arrow infers; None if it infers none for all of them."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -172,12 +172,12 @@ def _inferred(values: list[Any]) -> pa.Array | None:
 
 
 def _floats(array: pa.Array, output: Output) -> pa.Array | None:
-    """Floating point numbers and decimals, in lists or not, converted as those of tensors; None if there are others.
+    """Convert floating point numbers and decimals, in lists or not, as those of tensors; None if there are others.
 
-    Arrow would truncate them.
+    Arrow itself would truncate them.
 
     Raises:
-        DataError, ModelError: a type cannot represent a number.
+        DataError, ModelError: A type cannot represent a number.
     """
     if pa.types.is_list(array.type):
         inner = _floats(array.values, output)

@@ -1,6 +1,6 @@
 """The Python side of transform and predict: Arrow batches in, Arrow batches of outputs out, on Spark's executors.
 
-A model is loaded once in each Python worker, which Spark keeps for many tasks, and stays until others evict it.
+A Python worker, which Spark keeps for many tasks, loads a model once and keeps it until others evict it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from spark_hvd.world.words import count
 
 T = TypeVar("T")
 _AHEAD = 2
-"""Calls that are made, decoded and moved to the device while the model computes the one before."""
+"""Number of calls that are prepared, decoded and moved to the device while the model computes the previous one."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Everything that a Python worker needs to know.
 
-    ``outputs`` is the number of tensors, in order; None if ``plan`` declares names and types.
+    ``outputs`` is the number of tensors, by position; None if ``plan`` declares names and types.
     """
 
     model: ModelSource
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def arrow_function(job: Prediction) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
-    """``job`` as a function for ``pyspark.sql.functions.arrow_udf``."""
+    """Return ``job`` as a function for ``pyspark.sql.functions.arrow_udf``."""
 
     def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         yield from predictions(job, batches)
@@ -61,7 +61,7 @@ def arrow_function(job: Prediction) -> Callable[[Iterator[pa.Array]], Iterator[p
 
 
 def pandas_function(job: Prediction) -> Callable[[Iterator[pd.DataFrame]], Iterator[pd.DataFrame]]:
-    """``job`` as a function for ``pandas_udf``, for Spark before 4.1."""
+    """Return ``job`` as a function for ``pandas_udf``, for Spark before 4.1."""
 
     def predict(batches: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
         for result in predictions(job, map(_from_pandas, batches)):
@@ -71,15 +71,15 @@ def pandas_function(job: Prediction) -> Callable[[Iterator[pd.DataFrame]], Itera
 
 
 def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    """The outputs for the rows of each batch, a struct of the feed's columns.
+    """Yield the outputs for the rows of each batch, a struct of the feed's columns.
 
     Raises:
         DataError: nulls, or lists of different lengths, in a column.
-        ModelError: the model cannot be loaded, fails, or returns something unexpected.
+        ModelError: The model cannot be loaded, fails, or returns something unexpected.
     """
     cores, device = _resources(job.use_gpu)
     share_cores(cores)
-    torch.set_num_threads(cores)  # tasks run side by side: each with torch's default would start a thread for all cores
+    torch.set_num_threads(cores)  # with torch's default, each of several tasks would start a thread per core
     model = model_of(job.model, device)
     here = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one, because not every tokenizer is thread-safe
@@ -110,11 +110,11 @@ class _Window:
         """Make the arguments of the next call."""
         if self._begin is not None:
             self._calls, self.order = self._begin()
-            self._begin = None  # it has the rows
+            self._begin = None  # drop the reference: it holds the rows
         made = next(self._calls)
         self._left -= 1
         if not self._left:
-            self._calls = iter(())  # the calls have the columns
+            self._calls = iter(())  # drop the reference: the calls hold the columns
         return made
 
 
@@ -131,9 +131,9 @@ def _begun(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; some are started before they are asked for.
+    """Yield the same items, of which some are started before they are requested.
 
-    It reads on before it yields one: only then is the thread at work while the model is, if a window is a call or two.
+    It reads on before it yields one: only then does the thread work while the model does, if a window has few calls.
     """
     held: deque[T] = deque()
     for item in items:
@@ -144,9 +144,9 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
-    """The model's outputs for some rows, on the CPU."""
+    """Return the model's outputs for some rows, on the CPU."""
     with (
-        memory_named(f"a batch of {given.rows} rows", "Give a smaller batch_size, or cut what is longest. "),
+        memory_named(f"a batch of {given.rows} rows", "Use a smaller batch_size, or cut the longest rows. "),
         torch.inference_mode(),
     ):
         try:
@@ -167,11 +167,11 @@ def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
 
 
 def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> list[torch.Tensor]:
-    """The outputs of a model of tensors for some rows, on the CPU.
+    """Return the outputs, for some rows, of a model that takes tensors; on the CPU.
 
     Raises:
-        ModelError: an output has another number of rows than the inputs, or outputs are named like ``labels``, with
-            which they are compared in order, but come in another order.
+        ModelError: An output has another number of rows than the inputs; or outputs have the names of ``labels``, with
+            which they are compared by position, but in another order.
     """
     result, outputs = called(model, inputs)
     check_order(result, labels)
@@ -179,17 +179,17 @@ def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> l
 
 
 def called(model: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The result of a model for some rows, and its outputs; see :func:`run`."""
+    """Return the result of a model for some rows, and its outputs; see :func:`run`."""
     with torch.inference_mode():
         result = model(*inputs)
         return result, _tensors(result, len(inputs[0]))
 
 
 def check_order(result: Any, labels: Sequence[str]) -> None:
-    """See :func:`run`."""
+    """Check the order of named outputs; see :func:`run`."""
     if isinstance(result, Mapping) and (names := list(result)) != list(labels) and set(names) == set(labels):
         raise ModelError(
-            f"the model returns a dict with {listed(names)}, and the labels are {listed(labels)}: outputs are taken in "
+            f"the model returns a dict with {listed(names)}, but the labels are {listed(labels)}: outputs are taken in "
             "order, regardless of their names. List the labels in the order of the model"
         )
 
@@ -200,13 +200,13 @@ def _tensors(result: Any, rows: int) -> list[torch.Tensor]:
         if not output.ndim or len(output) != rows:
             raise ModelError(
                 f"output {number} of the model has the shape {tuple(output.shape)} for {count(rows, 'row')}: its first "
-                f"number must be that of the rows{squeezed(rows)}"
+                f"number must be the number of rows{squeezed(rows)}"
             )
     return outputs
 
 
 def _together(parts: list[list[Values]], order: Any, job: Prediction) -> pa.StructArray:
-    """The columns of a window, joined from ``parts``, whose rows have the places ``order``."""
+    """Return the columns of a window, joined from ``parts``, whose rows have the positions ``order``."""
     back = None if order is None else np.argsort(order)
     if not parts:
         return pa.array([], pa.struct([(f"c{i}", output.arrow_type) for i, output in enumerate(job.plan)]))
@@ -221,7 +221,7 @@ def _together(parts: list[list[Values]], order: Any, job: Prediction) -> pa.Stru
 
 
 def _resources(use_gpu: bool) -> tuple[int, torch.device]:
-    """The cores and the device of this task: the GPU that Spark assigned, or else one chosen by its partition."""
+    """Return the cores and the device of this task: the GPU that Spark assigned, or one chosen by its partition."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -238,6 +238,6 @@ def _resources(use_gpu: bool) -> tuple[int, torch.device]:
 
 
 def _from_pandas(frame: pd.DataFrame) -> pa.StructArray:
-    # from numpy arrays: pandas' own conversion takes NaN for null
+    # from numpy arrays, as pandas' own conversion turns NaN into null
     arrays = [pa.array(frame[name].to_numpy(), from_pandas=False) for name in frame.columns]
     return pa.StructArray.from_arrays(arrays, names=[str(name) for name in frame.columns])

@@ -1,6 +1,6 @@
-"""From values to a model's inputs, and from its outputs to predictions; and by these, a model as MLflow's pyfunc.
+"""Converts values to a model's inputs, and its outputs to predictions; also serves a model as MLflow's pyfunc.
 
-This file goes along with a model that is logged to MLflow, to where there is no spark_hvd: it imports nothing of it.
+This file is copied into models logged to MLflow, for places without spark_hvd: it must not import anything of it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ ELEMENTS = {
 
 
 def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Tensor]:
-    """Spark ML's columns of an output.
+    """Return Spark ML's columns for an output.
 
     Args:
         output: Scores (rows, classes), (rows, 1) or (rows,).
         kind: "multiclass", "binary" or "regression".
-        given: What the scores are: "logits", "log_probabilities", "probabilities"; "logarithm" of a regression whose
-            predictions are their exponentials.
+        given: Kind of the scores: "logits", "log_probabilities", "probabilities"; "logarithm" for a regression whose
+            predictions are the exponentials of the outputs.
 
     Returns:
-        "raw" and "probability" (rows, classes), "prediction" (rows,), float64; of a regression only the last.
+        "raw" and "probability" (rows, classes), "prediction" (rows,), float64; for a regression only the last.
+
+    Raises:
+        ValueError: the scores are complex numbers.
     """
-    scores = output.double().unsqueeze(-1).flatten(1)  # (rows,) too
+    _require_real(output, "output")
+    scores = output.double().unsqueeze(-1).flatten(1)  # also for (rows,)
     if kind == "regression":
         return {"prediction": scores.exp() if given == "logarithm" else scores}
     if kind == "binary":
@@ -50,12 +54,20 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
     else:
         scores = scores.log() if given == "probabilities" else scores
         probability = torch.softmax(scores, 1)
-    # of equal scores the first class wins, as in Spark ML
+    # of equal scores, the first class wins, as in Spark ML
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
 
 
+def _require_real(tensor: torch.Tensor, what: str) -> None:
+    if tensor.is_complex():
+        raise ValueError(
+            f"{what} of the model is {str(tensor.dtype).removeprefix('torch.')}, and columns hold real numbers: have "
+            "the model return its abs(), its real part, or torch.view_as_real(...)"
+        )
+
+
 def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tensor:
-    """Floating point numbers, and of those beyond a decimal of so many digits the nearest that it has; NaN stays."""
+    """Replace numbers beyond a decimal's range with the nearest number that it has; NaN stays."""
     limit = Fraction(10**precision - 1, 10**scale)
     high = float(limit)
     high = high if high <= limit else math.nextafter(high, 0)
@@ -63,41 +75,42 @@ def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tenso
 
 
 def _nested(value: Any) -> Any:
-    """A value of a column as one array; Spark gives pandas nested lists as arrays of arrays."""
+    """Return a value of a column as one array; Spark gives pandas nested lists as arrays of arrays."""
     array = np.asarray(value)
     return np.stack([_nested(each) for each in array]) if array.dtype == object and array.ndim else array
 
 
 def _rounded(number: float, scale: int) -> float:
-    """A number with so many digits behind the point, as Spark rounds it."""
+    """Round a number to this many decimal places, as Spark does."""
     if not math.isfinite(number):
         return number
     return float(Decimal(repr(number)).quantize(Decimal(1).scaleb(-scale), ROUND_HALF_UP, Context(prec=60)))
 
 
 def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) -> tuple[Any, Any]:
-    """An output's numbers in the type of its column.
+    """Convert an output's numbers to the type of its column.
 
-    Integers stay the numbers they are. Floating point numbers are rounded to integers, to the nearest that the type
-    has, and to narrower floating point; booleans come from a threshold.
+    Integers are converted exactly. Floating point numbers are rounded to the nearest integer of the type, or to
+    narrower floating point; booleans follow from a threshold. NaN is no integer, and neither true nor false.
 
     Args:
         flat: The numbers, (n,).
         element: The type, a key of :data:`ELEMENTS`.
-        threshold: Above which numbers are true.
-        name: Of the column, for messages.
+        threshold: Value above which numbers are true.
+        name: Name of the column, for messages.
 
     Returns:
-        An array (n,); and which of them an integer cannot be (NaN), or None.
+        An array (n,), and a mask of the values that the type cannot represent (NaN), or None.
 
     Raises:
-        ValueError: the type does not have an integer, or is too narrow for the size of a number.
+        ValueError: The type cannot represent an integer, or is too narrow for a number; or numbers are complex.
     """
+    _require_real(flat, f"output {name!r}")
     dtype = ELEMENTS[element]
     if flat.dtype == dtype:
         return flat.numpy(), None
     if dtype == torch.bool:
-        return (flat > threshold).numpy(), None
+        return (flat > threshold).numpy(), flat.double().isnan().numpy()
     if flat.dtype.is_floating_point and not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         # the largest double below 2**63 is 2**63 - 1024
@@ -117,14 +130,14 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
         kind = str(flat.dtype).removeprefix("torch.")
         raise ValueError(
             f"output {name!r} of the model has the {kind} {flat[odd][0].item()}, which its column of type {element} "
-            "cannot hold. Declare a wider type (bigint, double), or have the model return what fits"
+            "cannot hold. Declare a wider type (bigint, double), or make the model return numbers that fit"
         )
     return found.numpy(), None
 
 
 def _changed(before: Any, after: Any) -> Any:
-    """Which integers are others after a conversion."""
-    if after.dtype.kind == "f":  # below 2**24 and 2**53 all are exact; 2**63 would not come back
+    """Return a mask of integers that a conversion has changed."""
+    if after.dtype.kind == "f":  # all integers below 2**24 and 2**53 are exact; 2**63 would not come back
         exact = 2 ** (24 if after.itemsize == 4 else 53)
         large = (before > exact) | (before < -exact)
         large[large] = [int(one) != int(two) for one, two in zip(before[large], after[large], strict=True)]
@@ -135,7 +148,7 @@ def _changed(before: Any, after: Any) -> Any:
 
 
 def _converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
-    """Values in another dtype: integers and booleans exactly, as in training; floating point numbers rounded."""
+    """Convert values to another dtype: integers and booleans exactly, as in training; floating point is rounded."""
     kind = getattr(torch, dtype)
     found = tensor.to(kind)
     if not kind.is_floating_point and tensor.dtype not in (kind, torch.bool):
@@ -148,7 +161,7 @@ def _converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 
 class ScoredModel:
-    """What MLflow calls: a DataFrame of pandas in, one of predictions out, with the columns of ``transform``.
+    """The object that MLflow calls: it takes a pandas DataFrame and returns one with the columns of ``transform``.
 
     Args:
         model: A ``torch.nn.Module``.
@@ -161,16 +174,16 @@ class ScoredModel:
         self.model, self.plan = model.eval(), plan
 
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Predictions for each row, indexed as the rows are.
+        """Return predictions for each row, with the rows' index.
 
-        Vectors and arrays are lists or numpy arrays; ``params`` are not used.
+        Vectors and arrays are lists or numpy arrays; ``params`` is not used.
 
         Raises:
-            ValueError: A column is missing, or has values of another kind or of several lengths.
+            ValueError: A column is missing, or has values of the wrong kind or of different lengths.
         """
         wanted = [each["name"] for each in self.plan["inputs"]]
         if missing := [name for name in wanted if name not in model_input.columns]:
-            raise ValueError(f"the rows have no column {missing[0]!r}, which the model takes: expected {wanted}")
+            raise ValueError(f"the rows have no column {missing[0]!r}, which the model needs: expected {wanted}")
         size, found = self.plan["batch_size"], []
         for at in range(0, len(model_input), size):
             found.append(self._predicted(model_input.iloc[at : at + size]))
@@ -239,12 +252,16 @@ class ScoredModel:
             values = np.array([_rounded(each, digits[1]) for each in values.tolist()], np.float64)
         if output["depth"]:
             shape = tensor.shape[1:] if output["depth"] > 1 else (-1,)
+            if missing is not None and missing.any():
+                values = np.where(missing, None, values.astype(object))
             return list(values.reshape(len(tensor), *shape).tolist())
-        return values if missing is None or not missing.any() else pd.arrays.IntegerArray(values, missing)
+        if missing is None or not missing.any():
+            return values
+        return (pd.arrays.BooleanArray if values.dtype == bool else pd.arrays.IntegerArray)(values, missing)
 
 
 def _load_pyfunc(path: str) -> ScoredModel:
-    """What MLflow calls to load the model from its folder. It runs the code in its pickle: only load what you trust."""
+    """Load the model from its folder, for MLflow. This runs the code in its pickle: only load what you trust."""
     with open(os.path.join(path, "plan.pkl"), "rb") as file:
         plan = pickle.load(file)
     model = torch.load(os.path.join(path, "model.pt"), map_location="cpu", weights_only=False)

@@ -19,12 +19,12 @@ class Address:
     """An address of this host, and the interface that has it."""
 
     interface: str | None
-    """The interface that has the address; None where none has it, as behind some kinds of NAT."""
+    """The interface that has the address; None if none has it, as behind some kinds of NAT."""
     ip: str
 
 
 def own_addresses() -> list[Address]:
-    """The addresses of all interfaces that are up, as the kernel orders them, IPv4 before IPv6; none link-local."""
+    """Return the addresses of all interfaces that are up, in the kernel's order, IPv4 before IPv6; none link-local."""
     stats = psutil.net_if_stats()
     found = [
         Address(name, each.address)
@@ -65,9 +65,9 @@ def choose_address(
     if alone:
         return Address(by_ip["127.0.0.1"].interface if "127.0.0.1" in by_ip else None, "127.0.0.1")
     raise NoAddressError(
-        f"ranks on other hosts cannot reach this host, {host}: that name stands for "
-        f"{', '.join(_resolved(host)) or 'no address'} here, and the way to the driver begins at none better. It "
-        f'has {_listed(own)}. Name the interface or network of the cluster, for instance interfaces=["10.0.0.0/8"].'
+        f"ranks on other hosts cannot reach this host, {host}: that name resolves to "
+        f"{', '.join(_resolved(host)) or 'no address'} here, and the route to the driver offers no better address. It "
+        f'has {_listed(own)}. Name the interface or network of the cluster, for example interfaces=["10.0.0.0/8"].'
     )
 
 
@@ -99,7 +99,7 @@ def check_wishes(wanted: Sequence[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name means the loopback interface, which is a different machine for others."""
+    """Tell whether a host name means the loopback interface, and so another machine on each host."""
     found = _resolved(host)
     return bool(found) and all(ipaddress.ip_address(ip).is_loopback for ip in found)
 
@@ -112,10 +112,10 @@ def _resolved(host: str) -> list[str]:
 
 
 def way_to(host: str) -> str:
-    """The address of this machine from which packets to a host would leave. Sends nothing.
+    """Return the address of this machine from which packets to a host would leave, without sending any.
 
     Raises:
-        OSError: the name is unknown, or there is no route.
+        OSError: The name is unknown, or there is no route.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

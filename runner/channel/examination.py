@@ -11,8 +11,8 @@ class Examination:
 
     Attributes:
         cpu: Cores used by the rank and its child processes, over a second: 1.0 is one core.
-        status: Status of its process in psutil's words: "running", "sleeping", "stopped", "disk-sleep" ...
-        stacks: The Python stacks of its threads; empty if it wrote none, for example because it is stopped.
+        status: Status of the rank's process, as psutil names it: "running", "sleeping", "stopped", "disk-sleep" ...
+        stacks: The Python stacks of the rank's threads; empty if it wrote none, for example because it is stopped.
     """
 
     cpu: float

@@ -14,11 +14,11 @@ import struct
 from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""On this signal a rank writes the stack of each of its threads to the file that its supervisor gave it."""
+"""On this signal, a rank writes the stack of each of its threads to the file that its supervisor gave it."""
 NOTICES = (signal.SIGTERM, *([signal.SIGPWR] if hasattr(signal, "SIGPWR") else []))
-"""Signals that say that a machine or container will go. A driver elsewhere than on Linux knows only one."""
+"""Signals that announce the end of a machine or container. SIGPWR exists only on Linux; a driver may run elsewhere."""
 REQUEST_LENGTH = struct.Struct("!I")
-"""Before each request to a fork server."""
+"""The length that precedes each request to a fork server."""
 _LENGTHS = struct.Struct("!IQ")
 _LARGE = 1 << 20
 
@@ -27,7 +27,7 @@ def send_frame(sock: socket.socket, header: dict[str, Any], payload: bytes | mem
     """Send one frame, blocking until it is written.
 
     Raises:
-        OSError: the other end is gone.
+        OSError: The other end is gone.
     """
     head = json.dumps(header).encode()
     sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)
@@ -36,7 +36,7 @@ def send_frame(sock: socket.socket, header: dict[str, Any], payload: bytes | mem
 
 
 def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], memoryview] | None:
-    """Receive one frame from a blocking socket; ``None`` when the other end has closed."""
+    """Receive one frame from a blocking socket; return None when the other end has closed."""
     prefix = recv_exactly(sock, _LENGTHS.size)
     if prefix is None:
         return None
@@ -49,7 +49,7 @@ def recv_frame(sock: socket.socket) -> tuple[dict[str, Any], memoryview] | None:
 
 
 def recv_exactly(sock: socket.socket, count: int) -> memoryview | None:
-    """Receive ``count`` bytes from a blocking socket; ``None`` when it closes before that."""
+    """Receive ``count`` bytes from a blocking socket; return None if it closes before that."""
     data = view = _memory(count)
     while view:
         received = sock.recv_into(view)
@@ -60,10 +60,10 @@ def recv_exactly(sock: socket.socket, count: int) -> memoryview | None:
 
 
 def _memory(count: int) -> memoryview:
-    """Memory for so many bytes.
+    """Allocate ``count`` bytes.
 
-    A large bytearray is filled with zeros, and copied, while no other thread can run. For gigabytes, this takes longer
-    than a task may be silent. The kernel makes mapped pages only when they are written, without Python's lock.
+    Python fills a large bytearray with zeros while no other thread can run. For gigabytes, this takes longer than a
+    task may be silent. The kernel makes mapped pages only when they are written, and without Python's lock.
     """
     if count < _LARGE:
         return memoryview(bytearray(count))
@@ -85,7 +85,7 @@ class FrameReader:
         self._filled = 0
 
     def read(self) -> tuple[dict[str, Any], memoryview] | None:
-        """Read what is there now (call when readable); return a frame when it is complete."""
+        """Read the bytes that have arrived, and return a frame once it is complete. Call this when readable."""
         try:
             received = self._sock.recv_into(self._buffer[self._filled :])
         except OSError:  # a peer killed with unread data resets the connection

@@ -1,4 +1,4 @@
-"""The hub as a socket: a ZeroMQ ROUTER with CURVE keys made for one run, and the tasks' end of it.
+"""The hub's socket: a ZeroMQ ROUTER with CURVE keys made for one run.
 
 Every message is one small JSON object. Both ends authenticate, the server by its key, the tasks by a key pair from
 Spark's closure, so a stranger can neither read nor send messages (https://rfc.zeromq.org/spec/26).
@@ -25,31 +25,31 @@ from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
 Listener = Callable[[int, "Message | Vitals | Examination"], None]
-"""Takes what a rank sends that the hub does not decide on: its vitals, the result of an examination, or a message:
-"output" of whole lines ("out" or "err"), or "profile" as StepProfiler sends it. Rank -1 stands for no particular rank.
-The hub's thread calls it; it must not block."""
+"""Gets the messages of a rank that need no decision: its vitals, the result of an examination, or a message, which is
+"output" of complete lines ("out" or "err") or "profile" as StepProfiler sends it. Rank -1 means no particular rank. The
+hub's thread calls it, so it must not block."""
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _MOST_A_TURN = 1000
-"""Messages taken before the clock and the driver's questions get their turn: ranks may print without pause."""
+"""Maximum number of messages before clock ticks and the driver's questions get a turn: ranks may print nonstop."""
 _CONNECTIONS_EACH = 2
-"""Connections of one rank's task: the second is for its signs of life."""
+"""Connections per rank; the second one is for heartbeats."""
 _HANDSHAKE_MS = 5000
-"""How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
+"""Milliseconds that a new connection gets to authenticate; ZeroMQ's default is 30 s."""
 _PATIENCE = 5.0
-"""Seconds for the sockets to close, of which sending what is queued may take one."""
+"""Seconds for the sockets to close, including up to one second to send queued messages."""
 
 
 class HubServer:
-    """Runs a hub's decisions behind a socket, in its own thread.
+    """Runs a hub's decisions behind a socket, in a separate thread.
 
     The first malformed message, or error of ours, ends the run: tasks are told to stop, and :attr:`failure` says why.
     ``public_host`` is the address that tasks connect to, if it differs from the one to listen on. The hub listens on
-    one of ``ports``; None for any. ``listener`` takes the ranks' other messages; None to ignore them.
+    one of ``ports``; None means any. ``listener`` gets the ranks' other messages; None ignores them.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
-        OSError: no port of `ports` is free.
+        OSError: No port of `ports` is free.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HubServer:
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
         self.failure: RuntimeError | None = None
-        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
+        """The error that ended this hub's work, which the driver's loop raises; None if there is none."""
         self._observes = True
         require_descriptors("the driver's channel to its ranks")
         self._context = zmq.Context()
@@ -95,19 +95,19 @@ class HubServer:
         self._thread.start()
 
     def stop(self, reason: str) -> None:
-        """Ask every rank to stop; returns at once."""
+        """Ask every rank to stop, and return at once."""
         self._ask(lambda: self._state.stop(reason))
 
     def examine(self, rank: int | None = None) -> None:
-        """Let one rank's task, or all (None), examine its process and tell the listener; returns at once."""
+        """Let one rank's task, or all (None), examine its process and tell the listener. Returns at once."""
         self._ask(lambda: self._state.tell({"type": "examine"}, rank))
 
     def profile(self, rank: int, number: int, steps: int) -> None:
-        """Let a rank profile its next ``steps``, and tell the listener in messages of this number; returns at once."""
+        """Let a rank profile its next ``steps``, and tell the listener in messages of this number. Returns at once."""
         self._ask(lambda: self._state.tell({"type": "profile", "number": number, "steps": steps}, rank))
 
     def wait_gone(self, timeout: float) -> bool:
-        """Wait until no rank's process is left, as far as this hub knows; at most ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds until no rank's process is left, as far as this hub knows; tell whether."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             with self._lock:
@@ -117,13 +117,13 @@ class HubServer:
         return False
 
     def close(self) -> None:
-        """Send what is queued, stop the thread, free the port. Idempotent."""
+        """Send queued messages, stop the thread, free the port. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(_PATIENCE)  # libzmq 4.3.5 may never end a context, see channel.CoordinatorSockets
 
     def _ask(self, question: Callable[[], list[Send]]) -> None:
-        """Let the hub's thread query the state soon; from any thread."""
+        """Let the hub's thread query the state soon. Callable from any thread."""
         self._questions.append(question)
 
     def _release_sockets(self) -> None:
@@ -158,7 +158,7 @@ class HubServer:
             _log.exception("the hub failed")
             self.failure = RuntimeError(
                 f"the hub of this run failed ({type(error).__name__}: {error}) and all ranks were stopped. This is a "
-                "defect of spark_hvd: please report it, with the traceback that the driver has logged."
+                "bug in spark_hvd: please report it, with the traceback that the driver has logged."
             )
             self.failure.__cause__ = error
             self._stop_all()
@@ -170,7 +170,7 @@ class HubServer:
             self._drain()
         decisions: list[Send] = []
         with self._lock:
-            while self._questions:  # first: a stop is to be asked for also where a clock tick fails
+            while self._questions:  # before the clock tick, which may fail: a stop must get through
                 decisions += self._questions.popleft()()
         self._send(decisions)
         with self._lock:
@@ -193,7 +193,7 @@ class HubServer:
                 self._take(identity, message | {"payload": b"".join(frames[1:])})
 
     def _take(self, identity: bytes, message: Message) -> None:
-        if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
+        if message["type"] == "alive":  # arrives on a separate connection, see Heartbeat
             self._socket.send_multipart([identity, b'{"type": "alive"}'])
         if message["type"] in ASIDE:
             with self._lock:
@@ -210,17 +210,17 @@ class HubServer:
             self._send(decisions)
 
     def _refuse(self, error: ValueError) -> None:
-        """Reject a malformed message: nothing else from that task can be relied on."""
+        """Fail because of a malformed message: nothing else from that task can be relied on."""
         if self.failure is None:
             self.failure = RuntimeError(
-                f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
-                "with different versions of spark_hvd are the usual reason: install the same one everywhere."
+                f"the driver got a malformed message and all ranks were stopped: {error}. The usual reason is that "
+                "driver and executors have different versions of spark_hvd: install the same one everywhere."
             )
             self._stop_all()
 
     def _stop_all(self) -> None:
         self.stop("the hub failed")
-        # Besides, past the decisions, in which the defect may be. A task that is told twice stops once.
+        # Also without the state machine, in which the bug may be. A second message to a task does no harm.
         self._send([Send(rank, self._state.FAREWELL) for rank in self._identities])
 
     def _pass_on(self, message: Message) -> None:
@@ -228,18 +228,16 @@ class HubServer:
         if self._listener is None:
             return
         try:
-            said: Message | Vitals | Examination = message
+            news: Message | Vitals | Examination = message
             if message["type"] == "vitals":
-                said = decode_vitals(message["vitals"], self._state.most_ranks)
+                news = decode_vitals(message["vitals"], self._state.most_ranks)
             elif message["type"] == "examined":
-                said = Examination(message["cpu"], message["status"], message["stacks"])
-            self._listener(message["rank"], said)
+                news = Examination(message["cpu"], message["status"], message["stacks"])
+            self._listener(message["rank"], news)
         except Exception as error:
             level = logging.WARNING if self._observes else logging.DEBUG
             self._observes = False
-            _log.log(
-                level, "what rank %d tells of itself cannot be shown (%s); the run goes on", message["rank"], error
-            )
+            _log.log(level, "the messages of rank %d cannot be shown (%s); the run continues", message["rank"], error)
 
     def _send(self, decisions: list[Send]) -> None:
         for decision in decisions:
@@ -253,12 +251,12 @@ class Hub(HubServer):
     _state: HubState
 
     def snapshot(self) -> tuple[set[int], list[int]]:
-        """(ranks that said hello, ranks that failed in the order heard) as known now."""
+        """Return the ranks that have said hello, and those that have failed, in the order heard."""
         with self._lock:
             return set(self._state.attempts), list(self._state.failed)
 
     def values(self) -> dict[int, bytes]:
-        """The pickled values, by rank, that came here and not in Spark's result."""
+        """Return the pickled values, by rank, that ranks sent to the hub instead of Spark."""
         with self._lock:
             return dict(self._state.values)
 
@@ -270,5 +268,5 @@ class Hub(HubServer):
 
     @property
     def fell_back(self) -> bool:
-        """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
+        """Whether some tasks could not reach this hub, so that all ranks meet at rank 0's hub instead."""
         return self._state.fell_back

@@ -1,4 +1,4 @@
-"""A task's connection to the hub: an authenticated ZeroMQ DEALER that sends no more than a hub takes at once."""
+"""A task's connection to the hub: an authenticated ZeroMQ DEALER, with messages no larger than the hub accepts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HUB = 0
 
 
 class Heartbeat:
-    """A task's heartbeat: a thread that sends the hub a sign of life every second, and receives its answers.
+    """A thread that sends the hub a heartbeat every second, and receives the answers, until :meth:`close`.
 
     It is a thread because the supervisor sometimes waits for the fork server or for output to drain. It has its own
     connection, so that no output is queued before it. ZeroMQ's own heartbeats would close a connection whose other end
-    is only suspended, and lose what is queued on it; TCP keeps both. It ends with :meth:`close`. The socket, which is
-    connected to the hub, now belongs to the thread.
+    is only suspended, and lose the messages queued on it; TCP keeps both. ``socket``, which is connected to the hub,
+    then belongs to the thread.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], message: dict[str, Any]) -> None:
@@ -34,13 +34,13 @@ class Heartbeat:
         self._message = json.dumps(message).encode()
         self._liveness = LivenessTracker()
         self._liveness.record_heartbeat(_HUB, time.monotonic())
-        self._lock = threading.Lock()  # the thread records answers, others ask for how long there was none
+        self._lock = threading.Lock()  # the thread records answers, while others read the time since the last one
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="spark_hvd-heartbeat", daemon=True)
         self._thread.start()
 
     def silence(self) -> float:
-        """Seconds since the hub's last answer, to within a second or two."""
+        """Return the seconds since the hub's last answer, to within a second or two."""
         with self._lock:
             return self._liveness.expired(0.0, time.monotonic()).get(_HUB, 0.0)
 
@@ -52,7 +52,7 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._socket:
             while True:
-                with contextlib.suppress(zmq.Again):  # not connected, or cut off: nothing is to pile up
+                with contextlib.suppress(zmq.Again):  # not connected, or cut off: heartbeats must not pile up
                     self._socket.send(self._message, zmq.NOBLOCK)
                 if self._closing.wait(BEAT / 2):
                     return
@@ -75,7 +75,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Address of a hub and the keys to talk to it. A secret: send it only through Spark's own channels."""
+    """Address of a hub, and the keys for it. This is a secret: send it only through Spark's own channels."""
 
     host: str
     port: int
@@ -90,18 +90,18 @@ class HubAddress:
 
 
 MAX_MESSAGE = 4 << 20
-"""Bytes that a hub takes as one message. Whoever connects may announce any size, and libzmq allocates it at once."""
+"""Maximum size of a message to a hub, in bytes. Otherwise anybody could announce any size, which libzmq allocates."""
 _MAX_TEXT = 64 << 10
 _PART = 1 << 20
 _PATIENCE = 5.0
-"""Seconds without an answer of the hub after which it is handed nothing more."""
+"""Seconds without an answer from the hub after which a link gives up sending it a value."""
 
 
 class Link:
     """A task's connection to the hub.
 
-    Call :meth:`wait_connected` first; nothing sent before can have arrived. With a host, the link sends heartbeats from
-    hello on. Ranks beside their hub have no host, and send none.
+    Call :meth:`wait_connected` first; nothing arrives before. With a host, the link sends heartbeats after hello. Ranks
+    on the hub's machine have no host, and send none.
     """
 
     def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
@@ -126,7 +126,7 @@ class Link:
         return socket
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait until both ends have authenticated, at most ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds until both ends have authenticated.
 
         Returns:
             False if they did not in time; then nothing has reached, or will ever reach, the hub.
@@ -146,16 +146,16 @@ class Link:
             self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
 
     def hub_silence(self) -> float:
-        """Seconds since the hub last answered this task's heartbeats."""
+        """Return the seconds since the hub last answered this task's heartbeats; 0 if it sends none."""
         return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
-        """Send one message; lost if the hub has gone."""
+        """Send one message, which is lost if the hub is gone."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(self._encoded(type_, fields))
 
     def try_send(self, type_: str, **fields: Any) -> bool:
-        """Send one message unless the hub is slow; False means to try again later, or never."""
+        """Send one message and return True, or return False if the hub is too slow for it now."""
         try:
             self.socket.send(self._encoded(type_, fields), zmq.NOBLOCK)
         except zmq.Again:
@@ -166,7 +166,7 @@ class Link:
         """Send a value of any size, in parts, and wait until the hub has it.
 
         Returns:
-            Whether the hub has it; False if it no longer answers, or tells this task to stop.
+            Whether the hub has the value; False if it no longer answers, or tells this task to stop.
         """
         parts = range(0, max(len(value), 1), _PART)
         for number, start in enumerate(parts):
@@ -186,13 +186,13 @@ class Link:
     def _encoded(self, type_: str, fields: dict[str, Any]) -> bytes:
         message = {"type": type_, "rank": self.rank, **fields}
         body = json.dumps(message).encode()
-        if len(body) > MAX_MESSAGE:  # the hub would cut the connection; an exception's text can be as long as it likes
+        if len(body) > MAX_MESSAGE:  # the hub would cut the connection; an exception's text may have any length
             cut = {key: value[:_MAX_TEXT] if isinstance(value, str) else value for key, value in message.items()}
             body = json.dumps(cut).encode()
         return body
 
     def receive(self) -> Message | None:
-        """Take one message, or None when there is none now."""
+        """Return one message, or None if none has arrived."""
         try:
             message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -200,11 +200,11 @@ class Link:
         return message
 
     def wait(self, timeout: float) -> Message | None:
-        """Wait for one message, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds for one message."""
         return self.receive() if self.socket.poll(int(timeout * 1000)) else None
 
     def close(self, *, discard: bool = False) -> None:
-        """Close; sends what is queued first (2 s at most) unless ``discard``."""
+        """Close the connection. Unless ``discard``, send queued messages first, for 2 s at most."""
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._monitor.close(0)

@@ -20,9 +20,9 @@ ASIDE: Kinds = {
     "profile": {"number": int, "part": int, "parts": int, "data": str, "error": str | None},
     "examined": {"cpu": int | float, "status": str, "stacks": str},
 }
-"""Kinds that decide nothing."""
+"""Kinds of messages that need no decision."""
 _NUMBERS = int | float
-_VITALS = {  # what the user gives for a count may be a float
+_VITALS = {  # users may pass a float for a count
     name: {int: _NUMBERS, float: _NUMBERS, int | None: _NUMBERS | None, float | None: _NUMBERS | None}.get(hint, hint)
     for name, hint in get_type_hints(Vitals).items()
 }
@@ -32,7 +32,7 @@ def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
     """Decode one message. ``kinds`` have the types of their fields; a field that may be None may be absent.
 
     Raises:
-        ValueError: it is not a valid message of a task of this run; says why.
+        ValueError: It is not a valid message of a task of this run. The text says why.
     """
     try:
         message = json.loads(body)
@@ -62,7 +62,7 @@ def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
     """Decode a rank's record.
 
     Raises:
-        ValueError: it is not a valid record of a rank of this run; says why.
+        ValueError: It is not a valid record of a rank of this run. The text says why.
     """
     for each in fields(Vitals):
         name, value = each.name, record.get(each.name)
@@ -93,7 +93,7 @@ def _are_numbers(value: object) -> bool:
 def _is_underway(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
-    ranks = value.get("ranks", ())  # to be there, if only as None
+    ranks = value.get("ranks", ())  # must be present, if only as None
     known = ranks is None or (isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks))
     return known and isinstance(value.get("seconds"), _NUMBERS)
 

@@ -1,8 +1,8 @@
 """Limits the number of unauthenticated connections, so that strangers cannot use up the driver's descriptors.
 
-libzmq accepts every connection, and drops unauthenticated ones when the time for the handshake is over. If descriptors
-run out meanwhile, its accept loop spins, and the driver cannot open files. libzmq cannot stop accepting for a moment
-either: unbinding would also cut the connections of tasks.
+libzmq accepts every connection, and drops unauthenticated ones after the time for the handshake. If descriptors run out
+before that, its accept loop spins, and the driver cannot open files. libzmq cannot pause accepting, either: unbinding
+would also cut the connections of tasks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _ENOUGH = 1 << 16
 
 
 SOCKETS = 24
-"""What one ZeroMQ context with a few sockets opens at once. Without room for them libzmq ends the process."""
+"""Files that a ZeroMQ context with a few sockets opens at once. If it cannot open them, libzmq ends the process."""
 
 
 class Newcomers:
     """Cuts the oldest silent connections if there are too many.
 
-    The listener must not be bound yet. All ``expected`` connections may be silent for a moment. The object belongs to
-    the socket's thread.
+    ``listener`` must not be bound yet. ``expected`` is the number of legitimate connections, all of which may be silent
+    for a moment. Only the socket's thread may use this object.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:
         self._listener = listener
         self.events = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        """Is readable when there is something to :meth:`look` at."""
+        """Readable when :meth:`look` should be called."""
         self._most = expected + min(_STRANGERS, _descriptors() // 4)
         self._silent: dict[int, None] = {}  # descriptors, the oldest first
 
@@ -61,7 +61,7 @@ class Newcomers:
         self.events.close(0)
 
     def _cut(self, descriptor: int) -> None:
-        """Have libzmq see the connection end. Its number may be another file's by now, so a copy is looked at first."""
+        """Shut a connection down, so that libzmq closes it. Check first that the number is still this connection's."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             port = int(self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
             if connection.getsockname()[1] == port:
@@ -69,7 +69,7 @@ class Newcomers:
 
 
 def _descriptors() -> int:
-    """The limit of descriptors of this process, raised as far as it may, because a large run needs many."""
+    """Return this process's limit of descriptors, after raising it as far as allowed: a large run needs many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -82,10 +82,10 @@ def _descriptors() -> int:
 
 
 def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
-    """Check that this process can open so many more files.
+    """Check that this process can open ``number`` more files.
 
     Raises:
-        OSError: it cannot; says what to do.
+        OSError: It cannot. The text says what to do.
     """
     held: list[int] = []
     try:
@@ -95,8 +95,8 @@ def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise OSError(
             error.errno,
-            f"{purpose} needs {number} more open files, and this process can open {len(held)} (its limit is {limit}: "
-            f"{error.strerror}). Next: close files, or raise the limit where it is started, ulimit -n 65536",
+            f"{purpose} needs {number} more open files, but this process can open {len(held)} (its limit is {limit}: "
+            f"{error.strerror}). Next: close files, or raise the limit where the process is started, ulimit -n 65536",
         ) from error
     finally:
         for fd in held:

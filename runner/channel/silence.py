@@ -1,4 +1,4 @@
-"""Which peers have been silent for how long, without a clock. Time in which the listener slept does not count."""
+"""Tracks, without a clock, how long peers have been silent. Time for which the listener slept does not count."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BEAT = 1.0
-"""Seconds between two signs of life of a task."""
+"""Seconds between two heartbeats of a task."""
 SILENT_AFTER = 7.0
-"""Seconds without a sign of life after which a task counts as lost. They travel over TCP, which sends again after 0.2,
-0.6, 1.4, 3 and 6.2 s what a broken network has swallowed: an interruption of five seconds is survived."""
+"""Seconds without a heartbeat after which a task counts as lost. TCP repeats lost data after 0.2, 0.6, 1.4, 3 and
+6.2 s, so a run survives a network that is down for five seconds."""
 HUB_PATIENCE = 30.0
-"""Seconds without an answer of the hub after which a task ends its rank. Much longer than the hub's own patience, since
-ranks train without the hub: a driver that is suspended or starved for twenty seconds must not end a healthy run. Only
-once a host is cut off for good is somebody needed who ends its ranks, and then nothing is lost by waiting."""
+"""Seconds without an answer from the hub after which a task ends its rank. This is much longer than SILENT_AFTER,
+because ranks train without the hub: a driver that is suspended or starved for twenty seconds must not end a healthy
+run. Tasks must end their ranks only if a host is cut off for good, and then it does no harm to wait."""
 _AWAKE = 1.0
-"""Who looks less often than this has been suspended, or starved, in between."""
+"""Seconds; if two readings of the time are further apart, the reader was suspended or starved in between."""
 _SUSPENDED = 5.0
-"""Only for longer gaps do the deadlines of others wait: on a busy machine gaps of a second or two add up."""
+"""Seconds; only longer gaps postpone the deadlines of others. On a busy machine, gaps of a second or two add up."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class AwakeClock:
     _slept: float = 0.0
 
     def at(self, now: float) -> float:
-        """The time now; called several times a second."""
+        """Return the time of this clock; called several times a second."""
         if self._looked is not None and now - self._looked > _SUSPENDED:
             self._slept += now - self._looked - _AWAKE
         self._looked = now
@@ -37,7 +37,7 @@ class AwakeClock:
 
 @dataclass(slots=True)
 class LivenessTracker:
-    """When each of a listener's peers was last heard; peers that were never heard are not waited for."""
+    """Records when each of a listener's peers was last heard. It ignores peers that were never heard."""
 
     _heard: dict[int, float] = field(default_factory=dict)
     _ticked: float | None = None
@@ -46,7 +46,7 @@ class LivenessTracker:
         return peer in self._heard
 
     def record_heartbeat(self, peer: int, now: float) -> None:
-        """Note a sign of life."""
+        """Note that a peer is alive."""
         self._heard[peer] = now
 
     def forget(self, peer: int) -> None:
@@ -56,12 +56,12 @@ class LivenessTracker:
     def tick(self, now: float) -> None:
         """Note that the listener is awake; called several times a second."""
         if self._ticked is not None and (slept := now - self._ticked - _AWAKE) > 0:
-            # What was sent meanwhile may still lie in the kernel, so everybody gets the time back.
+            # Messages that arrived meanwhile may still be unread, so all peers get this time back.
             self._heard = {peer: min(now, heard + slept) for peer, heard in self._heard.items()}
         self._ticked = now
 
     def expired(self, seconds: float, now: float) -> dict[int, float]:
-        """The peers that have been silent for at least ``seconds``, and for how long."""
+        """Return the peers that have been silent for at least ``seconds``, and for how long."""
         return {peer: now - heard for peer, heard in self._heard.items() if now - heard >= seconds}
 
 
@@ -74,7 +74,7 @@ def describe(silent: Mapping[int, float], hosts: Mapping[int, str]) -> str:
     for rank in sorted(silent):
         ranks.setdefault(hosts.get(rank, "an unknown host"), []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))} on {host} "
-        f"(last heard {max(silent[rank] for rank in there):.1f} s ago)"
-        for host, there in ranks.items()
+        f"rank{'s' if len(of_host) > 1 else ''} {', '.join(map(str, of_host))} on {host} "
+        f"(last heard {max(silent[rank] for rank in of_host):.1f} s ago)"
+        for host, of_host in ranks.items()
     )

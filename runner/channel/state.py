@@ -1,7 +1,7 @@
 """The hub's decisions as a pure state machine: messages and clock ticks in, messages to ranks out.
 
-The tasks of one run meet in the hub. It does no training work: it passes on the port of rank 0's store, tells all tasks
-when a rank has failed or gone silent, and lets all leave together at the end. It runs on the driver, or in rank 0's
+The tasks of a run meet in the hub, which does no training work. It passes on the port of rank 0's store, tells all
+tasks if a rank has failed or gone silent, and lets all leave together at the end. It runs on the driver, or in rank 0's
 task if executors cannot reach the driver.
 """
 
@@ -19,11 +19,11 @@ Kinds = Mapping[str, Mapping[str, type | UnionType]]
 """Kinds of messages, with the types of their fields."""
 
 FALLBACK_AFTER = 10.0
-"""Seconds after the latest hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
+"""Seconds after the latest hello at which the hub no longer waits for missing ranks, and all meet elsewhere."""
 FALLBACK_AFTER_HERE = 30.0
-"""The same where tasks are on the hub's machine: they reach it as soon as they are up."""
+"""The same for tasks on the hub's machine, which reach it once they are up."""
 ECHO_GRACE = 1.0
-"""Seconds to wait, after an error that looks like an echo, for the cause of it."""
+"""Seconds to wait for the cause of an error that looks like an echo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Send:
 
 
 class HubLogic(Protocol):
-    """What a hub decides: messages and clock ticks in, messages out. It does no I/O, and is called by one thread."""
+    """The decisions of a hub: messages and clock ticks in, messages out. It does no I/O, and one thread calls it."""
 
     KINDS: ClassVar[Kinds]
     """The messages that :meth:`handle` takes."""
     FAREWELL: ClassVar[Message]
-    """What makes a task stop."""
+    """The message that makes a task stop."""
 
     @property
     def senders(self) -> range:
@@ -51,13 +51,13 @@ class HubLogic(Protocol):
         """How many ranks a world of this run can have."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
-        """Take one message of a task."""
+        """Handle one message of a task."""
 
     def record_heartbeat(self, rank: int, now: float) -> None:
-        """Take anything as a sign of life."""
+        """Note that a task is alive."""
 
     def tick(self, now: float) -> list[Send]:
-        """Take note of the time; called several times a second."""
+        """Decide what follows from the time; called several times a second."""
 
     def stop(self, reason: str) -> list[Send]:
         """Tell every task to stop, with the reason."""
@@ -72,11 +72,11 @@ class HubLogic(Protocol):
 
 @dataclass(slots=True)
 class HubState(HubLogic):
-    """Membership of one run.
+    """The state of a static run's hub.
 
-    Ranks may run for ``timeout`` seconds after all have met; None for no limit. With ``may_fall_back``, they can meet
-    elsewhere if some cannot reach this hub. Pickled values that together exceed ``max_result_bytes`` are sent here
-    instead of through the heap of Spark's driver; None for no limit.
+    Ranks may run for ``timeout`` seconds after all have met; None means no limit. With ``may_fall_back``, they can meet
+    elsewhere if some cannot reach this hub. If the pickled values together exceed ``max_result_bytes``, ranks send them
+    here rather than through the heap of Spark's driver; None means no limit.
     """
 
     KINDS: ClassVar[Kinds] = {
@@ -95,7 +95,7 @@ class HubState(HubLogic):
     may_fall_back: bool = False
     max_result_bytes: int | None = None
     attempts: dict[int, int] = field(default_factory=dict)
-    store: tuple[str, int] | None = None  # where rank 0's listens
+    store: tuple[str, int] | None = None  # the address of rank 0's store
     ready: set[int] = field(default_factory=set)
     ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
     values: dict[int, bytes] = field(default_factory=dict)  # those that did not go through Spark
@@ -118,7 +118,7 @@ class HubState(HubLogic):
         self.record_heartbeat(rank, now)
         match message["type"]:
             case "hello":
-                if message.get("host"):  # it will give signs of life from now on
+                if message.get("host"):  # the task sends heartbeats from now on
                     self.hosts[rank] = message["host"]
                     self.liveness.record_heartbeat(rank, now)
                 return self._hello(rank, message["attempt"], now)
@@ -176,12 +176,12 @@ class HubState(HubLogic):
         return self._to_all(message)
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
-        if self._going_since is None:  # tasks and ranks take the next message for the one that they wait for
+        if self._going_since is None:  # tasks and ranks still wait for "met" or "go", and expect no other message
             return []
         return [send for send in self._to_all(message) if rank in (None, send.rank)]
 
     def describe_lost(self) -> str:
-        """The ranks that have gone silent, with hosts and times."""
+        """Name the ranks that have gone silent, with hosts and times."""
         return describe(self.lost, self.hosts)
 
     @property
@@ -207,8 +207,8 @@ class HubState(HubLogic):
         return len(self.ended_ok) + len(self.failed) == self.size
 
     def _lose(self, now: float) -> list[Send]:
-        # The ranks of a host beat at different moments: those that will be over the limit within a beat or two are
-        # named along with the first.
+        # The ranks of a host send heartbeats at different moments, so also name those that will exceed the limit
+        # within a heartbeat or two.
         for rank, seconds in self.liveness.expired(SILENT_AFTER - 2 * BEAT, now).items():
             self.lost[rank] = seconds
             self.liveness.forget(rank)
@@ -227,9 +227,9 @@ class HubState(HubLogic):
     def _hello(self, rank: int, attempt: int, now: float) -> list[Send]:
         known = self.attempts.setdefault(rank, attempt)
         if known != attempt:
-            # Spark started this task again. The first attempt may have trained for hours: never run fn twice unasked.
+            # Spark started this task again. The first attempt may have trained for hours, so do not run fn twice.
             return [Send(rank, {"type": "refuse", "first_attempt": known})]
-        self._last_hello = now  # not the first: many tasks on few cores start their Python one after the other
+        self._last_hello = now  # the latest, because many tasks on few cores start one after the other
         if self.stopped is not None:
             return [Send(rank, {"type": "stop", "reason": self.stopped, "culprit": None})]
         if self.fell_back:
@@ -257,9 +257,9 @@ class HubState(HubLogic):
         return []
 
     def _release(self) -> list[Send]:
-        # Collecting more would exhaust the driver's Java heap and end the whole application.
-        too_much = self.max_result_bytes is not None and sum(self.ended_ok.values()) > self.max_result_bytes
-        return self._to_all({"type": "release", "hand_over": too_much})
+        # Larger values would exhaust the driver's Java heap and end the application.
+        too_large = self.max_result_bytes is not None and sum(self.ended_ok.values()) > self.max_result_bytes
+        return self._to_all({"type": "release", "hand_over": too_large})
 
     def _to_all(self, message: Message) -> list[Send]:
         return [Send(rank, message) for rank in sorted(self.attempts)]

@@ -28,18 +28,18 @@ from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
-from spark_hvd.world.env import HOROVODS
+from spark_hvd.world.env import HOROVOD_DIALECT
 
 _INTERRUPTED = 130
 _FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.jax"}
 _OPTIONS = {**options_of(RunConfig), **options_of(ElasticConfig)}
 _OURS = {"env", "verbose", *HERE}
-"""Options that the command line has in its own way, or not at all."""
+"""Options of the functions that the command line lacks or declares itself."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM: ends the ranks as Ctrl-C does."""
+    """SIGTERM, which ends the ranks like Ctrl-C."""
 
 
 def _build(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -53,7 +53,7 @@ _conf = click.option("--conf", multiple=True, callback=pairs, metavar="KEY=VALUE
 
 
 def check_build_option() -> click.Option:
-    """Horovod's option, in place of a command."""
+    """Return the option that Horovod has instead of a command."""
     return click.Option(
         ["-cb", "--check-build"], is_flag=True, is_eager=True, expose_value=False, callback=_build,
         help="Show what is available, then exit.",
@@ -81,15 +81,15 @@ def _check_build() -> None:
 @main.command(context_settings=_HELP)
 @_master
 @_conf
-@click.option("--store", metavar="URL", help="The store of an estimator: written and read on every host.")
+@click.option("--store", metavar="URL", help="An estimator's store; every host writes to it and reads from it.")
 @run_options(
     RunConfig, ["num_proc", "backend", "procs_per_task", "cpus_per_proc", "gpus_per_proc", "interfaces", "ports"]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
-    """Examine whether a run of N ranks will work on this cluster, and if not, why not.
+    """Examine whether a run of N ranks will work on this cluster, and if not, say why.
 
-    Without --master, and outside of spark-submit, this machine is examined. Exit code 0: no error; 1: errors.
+    Without --master, and outside of spark-submit, it examines this machine. The exit code is 0 without errors, else 1.
     """
     from spark_hvd.runner.diagnosis.examine import doctor as examine
 
@@ -111,17 +111,17 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--mpi", "controller", flag_value="mpi", help="The same as --backend mpi.")
 @click.option(
     "--env", multiple=True, callback=variables, metavar="NAME[=VALUE]",
-    help="A variable of the ranks. Every user of this machine sees a VALUE given here, in ps; without one it is "
-    "that of this program.",
+    help="A variable of the ranks. Without a VALUE, they get this program's. Every user of this machine can see, in "
+    "ps, a VALUE given here.",
 )  # fmt: skip
 @click.option(
     "--data", multiple=True, callback=data_sets, metavar="NAME=PATH",
-    help="Parquet, Delta or Iceberg that ranks read in place: hvd.get_dataset_shard(NAME) in the script.",
+    help="Parquet, Delta or Iceberg data that ranks read in place: hvd.get_dataset_shard(NAME) in the script.",
 )  # fmt: skip
 @click.option("--py-files", callback=listed, metavar="A,B", help=".py and .zip files that the script imports from.")
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
-@click.option("--horovod", is_flag=True, help="Horovod's numbers and errors, also where the script does not import it.")
+@click.option("--horovod", is_flag=True, help="Use Horovod's numbers and errors even if the script does not import it.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
 @tuning_options
 @refused_options
@@ -144,13 +144,13 @@ def run(
 ) -> None:
     """Run a Python script on N ranks, each as __main__ with the arguments given.
 
-    With --master (or under spark-submit) on a Spark cluster, else as processes on this machine, without Java. The
-    exit code is 0, or that of the rank that failed first.
+    With --master, or under spark-submit, the ranks run on a Spark cluster, otherwise as processes on this machine,
+    without Java. The exit code is 0, or that of the rank that failed first.
 
     \b
     spark-hvd run -np 2 train.py --epochs 3
     spark-hvd run -np 8 --master spark://host:7077 --py-files models.py train.py
-    """  # noqa: D301 - click keeps the lines behind this character as they are
+    """  # noqa: D301 - click does not wrap the lines after this character
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="spark-hvd: %(message)s")
     program = _read_script(script, arguments, module)
     env = {**_dialect(program, horovod), **tuning_env(options), **env}
@@ -166,17 +166,17 @@ def run(
 
 
 def _dialect(program: Script, asked: bool) -> dict[str, str]:
-    """The variable by which ranks have Horovod's dialect, if the script imports ``horovod``, or it is asked for."""
+    """Return the variable that gives ranks Horovod's dialect, if the user or the script's imports ask for it."""
     imported = program.imported()
     theirs = {name for name in imported if name.partition(".")[0] == "horovod"}
     ours = imported & _FACES
     if theirs and ours:
         click.echo(
-            f"spark-hvd: {os.path.basename(program.name)} imports {min(theirs)} and {min(ours)}: a run has one "
-            "dialect, so both have Horovod's numbers and errors (docs/migrating-from-horovod.md).",
+            f"spark-hvd: {os.path.basename(program.name)} imports {min(theirs)} and {min(ours)}. A run has one "
+            "dialect, so both use Horovod's numbers and errors (docs/migrating-from-horovod.md).",
             err=True,
         )
-    return dict(HOROVODS) if asked or theirs else {}
+    return dict(HOROVOD_DIALECT) if asked or theirs else {}
 
 
 def _check_multiple(num_proc: int | None, each: int | None) -> None:
@@ -185,7 +185,7 @@ def _check_multiple(num_proc: int | None, each: int | None) -> None:
 
 
 def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Script:
-    # horovodrun takes a command; people are used to `horovodrun -np 4 python train.py`.
+    # Accept `-np 4 python train.py`, too: horovodrun takes a command.
     if not module and re.fullmatch(r"python[\d.]*", os.path.basename(script)):
         rest = [argument for argument in arguments if argument != "-u"]
         module = rest[:1] == ["-m"]
@@ -197,7 +197,7 @@ def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Scrip
         return Script.read(script, arguments)
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(
-            f"{script}: {getattr(error, 'strerror', None) or error}. Expected a Python script, or a module behind -m."
+            f"{script}: {getattr(error, 'strerror', None) or error}. Expected a Python script, or a module after -m."
         ) from error
     except SyntaxError as error:
         raise click.ClickException(f"{type(error).__name__} in {script}, line {error.lineno}: {error.msg}") from error
@@ -210,8 +210,8 @@ def _run_here(program: Script, py_files: list[str], given: dict[str, Any]) -> No
     start = run_elastic_local if is_elastic(given) else run_local
     check_taken(given, start)
     if "num_proc" not in given:
-        raise click.UsageError("-np is missing: how many ranks? (Or --master, to use every slot of a cluster.)")
-    for path in py_files:  # ranks get this process' sys.path
+        raise click.UsageError("-np is missing: how many ranks? (Or give --master, to use every slot of a cluster.)")
+    for path in py_files:  # ranks get this process's sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
     start(renamed(run_script, os.path.basename(program.name)), args=(program,), **folded(given))
 
@@ -232,7 +232,7 @@ def _run_on_spark(
 
 @contextmanager
 def _ending_well() -> Iterator[None]:
-    """Turn what a run raises into a message and an exit code, without a traceback of ours."""
+    """Turn the exceptions of a run into a message and an exit code, without our own traceback."""
 
     def terminate(signum: int, frame: FrameType | None) -> NoReturn:
         raise _TerminatedError
@@ -245,7 +245,7 @@ def _ending_well() -> Iterator[None]:
     except KeyboardInterrupt:
         _leave("interrupted; all ranks were stopped", _INTERRUPTED)
     except RankFailedError as error:
-        # the class says nothing that its message does not
+        # The class's name adds nothing to its message.
         text = str(error).replace(f"{ScriptExitError.__module__}.{ScriptExitError.__qualname__}: ", "")
         _leave(text, exit_code_of(error))
     except (RunError, ValueError, TypeError) as error:
@@ -255,7 +255,7 @@ def _ending_well() -> Iterator[None]:
 
 
 def exit_code_of(error: RankFailedError) -> int:
-    """The exit code of the rank that failed first: what its script gave to sys.exit, 128 + its signal, or 1."""
+    """Return the exit code of the rank that failed first: its script's own, 128 + its signal, or 1."""
     if isinstance(error.__cause__, ScriptExitError):
         return error.__cause__.code
     code = error.first.exitcode
@@ -270,7 +270,7 @@ def _leave(text: str, code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # As a file under spark-submit: this folder is no place to import from, its modules have common names.
+    # spark-submit runs this file and puts its folder on the path, where modules with common names would shadow others.
     if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
     main()

@@ -1,4 +1,4 @@
-"""``horovodrun``: ``spark-hvd run`` in Horovod's dialect, with its options for hosts where those are this machine."""
+"""``horovodrun``: ``spark-hvd run`` in Horovod's dialect, with its options for hosts if they name this machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spark_hvd.runner.cli.horovodrun import LEVELS
 from spark_hvd.runner.compat.horovod import check_hosts
 
 _HOSTS = (
-    click.Option(["-H", "--hosts"], metavar="HOST:SLOTS", help="This machine: localhost:4. Others: --master."),
-    click.Option(["-hostfile", "--hostfile"], metavar="FILE", help="Lines of `localhost slots=4`; this machine."),
+    click.Option(["-H", "--hosts"], metavar="HOST:SLOTS", help="This machine: localhost:4. For others use --master."),
+    click.Option(["-hostfile", "--hostfile"], metavar="FILE", help="Lines of `localhost slots=4`, for this machine."),
     click.Option(
         ["--host-discovery-script"], metavar="FILE",
-        help="Prints lines of localhost:4; asked once, for --max-np. Spark finds other hosts: --master.",
+        help="Prints localhost:4; called once, for --max-np. For other hosts use --master.",
     ),
     click.Option(["--log-level"], type=click.Choice(LEVELS, case_sensitive=False), help="What ranks log."),
 )  # fmt: skip
@@ -34,7 +34,7 @@ def _horovodrun(
     if len(given) > 1:
         raise click.UsageError("expected one of -H, --hostfile and --host-discovery-script")
     if given and values["master"] is not None:
-        raise click.UsageError("--master: Spark decides on which hosts ranks run. Leave -H and the like out.")
+        raise click.UsageError("--master: Spark decides on which hosts ranks run. Leave -H and similar options out.")
     listed = hosts if hosts is not None else _listed(hostfile, host_discovery_script)
     try:
         slots = check_hosts(listed, values["num_proc"])
@@ -49,7 +49,7 @@ def _horovodrun(
 
 
 def _listed(hostfile: str | None, script: str | None) -> str | None:
-    """The hosts of a file, or of a script's output, as -H takes them."""
+    """Read the hosts from a file or a script's output, in the form of -H."""
     try:
         if hostfile is not None:
             with open(hostfile) as file:

@@ -1,4 +1,4 @@
-"""The options of ``horovodrun``: which become variables of the ranks, and why others have no place here."""
+"""The options of ``horovodrun``: those that become variables of the ranks, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class _Tuning:
     """An option that becomes one of Horovod's variables, which the core reads.
 
     Attributes:
-        variable: Its name.
+        variable: The name of the variable.
         kind: The type of the option's value; None for a flag.
         meaning: The line in ``--help``.
-        text: From the value to the variable's text.
+        text: Converts the value to the variable's text.
     """
 
     variable: str
@@ -34,26 +34,26 @@ TUNING: Mapping[str, _Tuning] = {
     "--fusion-threshold-mb": _Tuning(
         "HOROVOD_FUSION_THRESHOLD", int, "MiB up to which collectives travel together.", lambda mb: str(mb << 20)
     ),
-    "--cache-capacity": _Tuning("HOROVOD_CACHE_CAPACITY", int, "Names that are negotiated by a bit."),
+    "--cache-capacity": _Tuning("HOROVOD_CACHE_CAPACITY", int, "Number of names that ranks negotiate by one bit each."),
     "--timeline-filename": _Tuning("HOROVOD_TIMELINE", str, "Record a timeline to this file, on rank 0's host."),
-    "--timeline-mark-cycles": _Tuning("HOROVOD_TIMELINE_MARK_CYCLES", None, "Mark rounds of decisions in it.", _flag),
+    "--timeline-mark-cycles": _Tuning("HOROVOD_TIMELINE_MARK_CYCLES", None, "Mark rounds of decisions there.", _flag),
     "--hierarchical-allreduce/--no-hierarchical-allreduce": _Tuning(
         "HOROVOD_HIERARCHICAL_ALLREDUCE", None, "Sum in a host's memory first, then between hosts; the default.", _flag
     ),
     "--autotune": _Tuning("HOROVOD_AUTOTUNE", None, "Tune bucket sizes in the first steps.", _flag),
-    "--autotune-log-file": _Tuning("HOROVOD_AUTOTUNE_LOG", str, "CSV file of what was tried."),
+    "--autotune-log-file": _Tuning("HOROVOD_AUTOTUNE_LOG", str, "CSV file of the trials."),
     "--autotune-warmup-samples": _Tuning("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int, "Samples that do not count."),
-    "--autotune-steps-per-sample": _Tuning("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int, "Steps of a sample."),
-    "--autotune-bayes-opt-max-samples": _Tuning("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int, "Samples at most."),
-    "--no-stall-check": _Tuning("HOROVOD_STALL_CHECK_DISABLE", None, "Do not say which ranks are waited for.", _flag),
+    "--autotune-steps-per-sample": _Tuning("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int, "Steps per sample."),
+    "--autotune-bayes-opt-max-samples": _Tuning("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int, "Maximum of samples."),
+    "--no-stall-check": _Tuning("HOROVOD_STALL_CHECK_DISABLE", None, "Do not name ranks that others wait for.", _flag),
     "--stall-check-warning-time-seconds": _Tuning(
-        "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "When to say which ranks a collective waits for."
+        "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "Seconds until a collective that waits names the missing ranks."
     ),
     "--stall-check-shutdown-time-seconds": _Tuning(
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "When such a collective fails; 0 for never."
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "Seconds until such a collective fails; 0 means never."
     ),
 }
-"""The options that mean something here."""
+"""The options that have an effect here."""
 
 _SPARK_PLACES = (
     "Spark decides on which hosts ranks run. Use --master spark://host:7077, yarn or k8s://..., with --conf "
@@ -61,8 +61,8 @@ _SPARK_PLACES = (
 )
 _NO_SSH = "No ssh is used: Spark's executors start the ranks. Leave it out."
 _NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."
-_ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
-_DEFAULT = "It is so by default. Leave it out."
+_ALWAYS = "There is nothing to choose: docs/collectives.md says what happens on one host and between hosts."
+_DEFAULT = "This is the default. Leave it out."
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -78,9 +78,9 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--binding-args",): (1, _NOT_BOUND),
     ("--thread-affinity",): (1, _NOT_BOUND),
     ("--tcp",): (0, "Use --env FI_PROVIDER=tcp with --backend mpi."),
-    ("--num-nccl-streams",): (1, "torch decides on NCCL's streams. Leave it out."),
-    ("--gloo-timeout-seconds",): (1, "Use --start-timeout for meeting, --collective-timeout for collectives."),
-    ("--cycle-time-ms",): (1, "Nothing happens in cycles here. Leave it out."),
+    ("--num-nccl-streams",): (1, "torch chooses NCCL's streams. Leave it out."),
+    ("--gloo-timeout-seconds",): (1, "Use --start-timeout for connecting, --collective-timeout for collectives."),
+    ("--cycle-time-ms",): (1, "There are no cycles here. Leave it out."),
     ("--hierarchical-allgather", "--no-hierarchical-allgather"): (0, _ALWAYS),
     ("--torus-allreduce", "--no-torus-allreduce"): (0, _ALWAYS),
     ("--network-interface",): (1, "Use --interfaces."),
@@ -89,17 +89,17 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--stall-check",): (0, _DEFAULT),
     ("--autotune-gaussian-process-noise",): (1, "The search uses no Gaussian process. Leave it out."),
     ("--mpi-threads-disable", "--no-mpi-threads-disable"): (0, "One thread at a time uses MPI. Leave it out."),
-    ("--output-filename",): (1, "Every line has its rank in front: redirect this program's output instead."),
+    ("--output-filename",): (1, "Every line begins with its rank: redirect this program's output instead."),
     ("--config-file",): (1, "Put options into a shell script, and settings of Spark into its spark-defaults.conf."),
     ("--disable-cache",): (0, "Nothing is cached between runs. Leave it out."),
     ("-prefix-timestamp", "--prefix-output-with-timestamp"): (
         0,
-        "Lines have their rank in front and no time: pipe this program's output through a tool such as ts.",
+        "Lines begin with their rank and have no time: pipe this program's output through a tool such as ts.",
     ),
     ("--log-with-timestamp", "--log-without-timestamp"): (0, "Set the format of logging in the script."),
     ("--log-level",): (1, "Use --verbose, or logging in the script."),
 }
-"""Options, the number of values that they take, and what to do instead."""
+"""The options that are refused: the number of values that each takes, and what to do instead."""
 
 
 def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,13 +111,13 @@ def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tuning_env(values: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of those options that were given; takes them out of what click passed."""
+    """Return the variables of the options of TUNING that were given; ``values`` is what click passed."""
     given = {name: values[name.split("/")[0].lstrip("-").replace("-", "_")] for name in TUNING}
     return {TUNING[name].variable: TUNING[name].text(value) for name, value in given.items() if value is not None}
 
 
 def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add hidden options that say why they have no place here."""
+    """Add hidden options, each of which raises an error that says what to do instead."""
     for names, (values, reason) in REFUSED.items():
         kind: dict[str, Any] = {"is_flag": True} if values == 0 else {"nargs": values}
         command = click.option(

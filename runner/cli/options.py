@@ -1,4 +1,4 @@
-"""The options that the commands share with the functions below them, made from the declarations of those."""
+"""The options that the commands share with the functions they call, generated from the functions' declarations."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FLAGS = {
     "max_num_proc": ("--max-np", "--max-num-proc"),
     "cooldown_range": ("--blacklist-cooldown-range",),
 }
-"""Names that are not the option's own: most are horovodrun's. The last is the one that errors name."""
+"""Flags that differ from the option's name, mostly horovodrun's. Errors name the last of each."""
 
 _ABOVE_0 = click.FloatRange(min=0, min_open=True)
 _ELASTIC = options_of(ElasticConfig).keys() - options_of(RunConfig).keys() | {"min_num_proc"}
 
 
 def pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """A click callback: the names and values of NAME=VALUE."""
+    """Parse NAME=VALUE texts into a dict; a click callback."""
     wrong = [value for value in values if not value.partition("=")[1] or value.startswith("=")]
     if wrong:
         raise click.BadParameter(f"{wrong[0]!r}: expected NAME=VALUE")
@@ -37,34 +37,34 @@ def pairs(context: click.Context, parameter: click.Parameter, values: Sequence[s
 
 
 def data_sets(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """A click callback: the paths of NAME=PATH; each name once."""
+    """Parse NAME=PATH texts into a dict, and refuse a repeated name; a click callback."""
     wrong = [value for value in values if not all(value.partition("="))]
     if wrong:
         raise click.BadParameter(f"{wrong[0]!r}: expected NAME=PATH, such as train=s3://bucket/train")
     names = [value.partition("=")[0] for value in values]
     if twice := [name for name in names if names.count(name) > 1]:
         raise click.BadParameter(
-            f"{twice[0]!r} is given twice: expected one path for a name; a folder holds many files"
+            f"{twice[0]!r} is given twice: expected one path for a name; a folder may hold many files"
         )
     return pairs(context, parameter, values)
 
 
 def variables(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """A click callback: those of NAME=VALUE, or of NAME alone, which this program's environment knows."""
+    """Parse NAME=VALUE texts into a dict, taking NAME alone from this program's environment; a click callback."""
     unset = [value for value in values if "=" not in value and value not in os.environ]
     if unset:
         raise click.BadParameter(f"{unset[0]!r}: expected NAME=VALUE, or the name of a variable that is set here")
-    whole = [value if "=" in value else f"{value}={os.environ[value]}" for value in values]
-    return pairs(context, parameter, whole)
+    complete = [value if "=" in value else f"{value}={os.environ[value]}" for value in values]
+    return pairs(context, parameter, complete)
 
 
 def listed(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
-    """A click callback: the parts of A,B."""
+    """Split A,B at its commas; a click callback."""
     return [part.strip() for part in (value or "").split(",") if part.strip()]
 
 
 def run_options(config: type[CommonConfig], names: Iterable[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add options that ``config`` declares to a click command; those not given arrive as None or an empty list."""
+    """Add options that ``config`` declares to a click command; if not given, they arrive as None or an empty list."""
     declared = options_of(config)
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,15 +77,15 @@ def run_options(config: type[CommonConfig], names: Iterable[str]) -> Callable[[C
 
 
 def is_elastic(given: Mapping[str, Any]) -> bool:
-    """Whether these options ask for an elastic run: any that only such runs have, unless restarts are asked for."""
+    """Tell whether the options ask for an elastic run: one is for elastic runs only, and none is for restarts."""
     return "max_restarts" not in given and not _ELASTIC.isdisjoint(given)
 
 
 def check_taken(given: dict[str, Any], start: Callable[..., Any]) -> None:
-    """Check that ``start`` has the given options; one without meaning there is removed.
+    """Check that ``start`` takes the given options, and remove an option that has no meaning there.
 
     Raises:
-        click.UsageError: it lacks an option; the text says which runs have it.
+        click.UsageError: ``start`` lacks an option. The text says which runs have it.
     """
     from spark_hvd.runner.elastic.run import run_elastic
     from spark_hvd.runner.launch.run import run
@@ -115,7 +115,7 @@ def _flags(name: str) -> tuple[str, ...]:
 
 
 def _form(name: str, declared: Option) -> dict[str, Any]:
-    """How click reads the option: its type and its placeholder in the help."""
+    """Return the arguments for click: the option's type and its placeholder in the help."""
     if declared.choices:
         return {"type": click.Choice(declared.choices)}
     if declared.least is not None:
@@ -134,7 +134,7 @@ def _form(name: str, declared: Option) -> dict[str, Any]:
 
 
 def _help(name: str, declared: Option) -> str:
-    """The option's text, for somebody who has a script."""
+    """Return the option's text, reworded for scripts."""
     if name == "min_num_proc":
         return "Elastic: minimum number of ranks. With --max-restarts: the number that is enough for a restart."
     text = declared.text.replace("`", "").replace(". fn ", ". The script ")

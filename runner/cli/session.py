@@ -1,4 +1,4 @@
-"""Where the command line gets its Spark session from: spark-submit, a master that was named, or none."""
+"""The Spark session of the command line: that of spark-submit, or a new one for the given master."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 def is_submitted() -> bool:
-    """Whether spark-submit started this program: it has chosen the master then, and waits for a session."""
+    """Tell whether spark-submit started this program; if so, it has chosen the master."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 @contextmanager
 def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[SparkSession]:
-    """A session for one command, stopped after it. Without a master, that of spark-submit or spark-defaults.conf.
+    """Yield a session for one command, and stop it afterwards.
+
+    If ``master`` is None, spark-submit or spark-defaults.conf names the master.
 
     Raises:
-        ClusterError: Spark cannot be started, or not reached.
+        ClusterError: Spark cannot be started or reached.
     """
     try:
         check_pyspark()
@@ -46,7 +48,7 @@ def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[
         where = "" if master is None else f" at {master}"
         raise ClusterError(
             f"no Spark session{where}: {first}. Check the address of the master, Java (spark-hvd check-build), and "
-            "--conf spark.driver.host=<an address of this machine that executors reach>."
+            "--conf spark.driver.host=<an address of this machine that executors can reach>."
         ) from error
     try:
         yield spark
@@ -56,9 +58,9 @@ def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[
 
 
 def ship(spark: SparkSession, files: list[str]) -> None:
-    """Send Python files (.py, .zip, .egg) to the executors, onto their ``sys.path``."""
+    """Send Python files (.py, .zip, .egg) to the executors, and add them to their ``sys.path``."""
     for path in files:
-        if is_connect(spark):  # a classic session of 3.5 has the method, too, and raises
+        if is_connect(spark):  # do not test for the method: a classic session of 3.5 has it, and raises
             spark.addArtifacts(path, pyfile=True)
         else:
             spark.sparkContext.addPyFile(path)

@@ -1,4 +1,4 @@
-"""Launchers of others by their own names: TorchDistributor, HorovodRunner and Horovod, as existing programs call them.
+"""The launchers TorchDistributor, HorovodRunner and Horovod's, as existing programs call them, implemented by ours.
 
 May import elastic and what is below it. Door: ``spark_hvd.compat``.
 """

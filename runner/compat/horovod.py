@@ -1,4 +1,4 @@
-"""Horovod's launchers: ``horovod.spark.run`` and ``run_elastic``, and ``horovod.run``, over ours."""
+"""Horovod's launchers, implemented by ours: ``horovod.spark.run`` and ``run_elastic``, and ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, TextIO
 from spark_hvd.runner.launch.arguments import folded
 from spark_hvd.runner.launch.local import run_local
 from spark_hvd.runner.launch.run import run
-from spark_hvd.world.env import HOROVODS, read_patience
+from spark_hvd.world.env import HOROVOD_DIALECT, read_patience
 
-_PLACES = "Spark decides on which hosts ranks run: use horovod.spark.run; without it, ranks run on this machine"
+_PLACES = "Spark decides on which hosts ranks run: use horovod.spark.run. Without Spark, ranks run on this machine"
 _OF_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
@@ -33,14 +33,14 @@ def run_on_spark(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """``horovod.spark.run``: :func:`spark_hvd.run` with Horovod's arguments, in its dialect.
+    """Do what ``horovod.spark.run`` does: :func:`spark_hvd.run` with Horovod's arguments, in its dialect.
 
     Returns:
-        What fn returned on every rank, in rank order.
+        The return values of fn, in rank order.
 
     Raises:
-        ValueError: an argument has no place here; the text says what instead.
-        RunError: as :func:`spark_hvd.run`.
+        ValueError: An argument is not supported. The message says what to use instead.
+        RunError: As raised by :func:`spark_hvd.run`.
     """
     _refuse(extra_mpi_args=(extra_mpi_args, "MPI is started without mpirun: set its variables by env="))
     _refuse(executable=(executable, "set PYSPARK_PYTHON"))
@@ -67,14 +67,14 @@ def run_elastic_on_spark(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """``horovod.spark.run_elastic``: :func:`spark_hvd.run_elastic` with Horovod's arguments, in its dialect.
+    """Do what ``horovod.spark.run_elastic`` does: :func:`spark_hvd.run_elastic` with Horovod's arguments and dialect.
 
     Returns:
-        What fn returned on every rank, in rank order.
+        The return values of fn, in rank order.
 
     Raises:
-        ValueError: an argument is wrong.
-        RunError: as :func:`spark_hvd.run_elastic`.
+        ValueError: An argument is wrong.
+        RunError: As raised by :func:`spark_hvd.run_elastic`.
     """
     from spark_hvd.runner.elastic.run import run_elastic
 
@@ -117,14 +117,14 @@ def run_here(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """``horovod.run``: :func:`spark_hvd.run_local` with Horovod's arguments, in its dialect; ranks on this machine.
+    """Do what ``horovod.run`` does, on this machine: :func:`spark_hvd.run_local` with Horovod's arguments and dialect.
 
     Returns:
-        What func returned on every rank, in rank order.
+        The return values of func, in rank order.
 
     Raises:
-        ValueError: an argument has no place here, such as another host; the text says what instead.
-        RunError: as :func:`spark_hvd.run_local`.
+        ValueError: An argument is not supported, such as another host. The message says what to use instead.
+        RunError: As raised by :func:`spark_hvd.run_local`.
     """
     ranks = num_proc if np is None else np
     check_hosts(hosts, ranks)
@@ -132,7 +132,7 @@ def run_here(
         _refuse(**{name: (value, _PLACES)})
     _refuse(mpi_args=(mpi_args, "MPI is started without mpirun: set its variables in os.environ"))
     _refuse(executable=(executable, "ranks run in the Python of this program"))
-    _refuse(output_filename=(output_filename, "every line has its rank in front: redirect this program's output"))
+    _refuse(output_filename=(output_filename, "every line begins with its rank: redirect this program's output"))
     least = min_np if min_num_proc is None else min_num_proc
     most = max_np if max_num_proc is None else max_num_proc
     more = _common(start_timeout, nics=network_interfaces or network_interface)
@@ -145,18 +145,18 @@ def run_here(
 
 
 def options_of_run(use_mpi: bool | None = None, use_gloo: bool | None = None, **more: Any) -> dict[str, Any]:
-    """What our run is given for arguments of ``horovod.spark.run``, which Horovod's SparkBackend takes too."""
+    """Translate arguments of ``horovod.spark.run``, which Horovod's SparkBackend also takes, into those of ours."""
     return {"backend": _backend(use_mpi, use_gloo), **_common(**more)}
 
 
 def check_hosts(hosts: str | None, ranks: int | None) -> int:
-    """Make sure that ``hosts``, "localhost:4", is this machine, with slots for that many ranks.
+    """Check that ``hosts``, such as "localhost:4", names this machine and has slots for so many ranks.
 
     Returns:
         The number of slots; 0 if no host is named.
 
     Raises:
-        ValueError: it is not.
+        ValueError: Another host is named, or there are too few slots.
     """
     slots = 0
     for entry in (hosts or "").split(","):
@@ -166,10 +166,10 @@ def check_hosts(hosts: str | None, ranks: int | None) -> int:
         if name not in (*_OF_THIS_HOST, socket.gethostname(), socket.getfqdn()):
             raise ValueError(f"hosts={hosts!r}: {name} is not this machine. {_PLACES}.")
         if not count.isdecimal() or not int(count):
-            raise ValueError(f"hosts={hosts!r}: expected a number of slots behind the host, as localhost:4")
+            raise ValueError(f"hosts={hosts!r}: expected a number of slots after the host, such as localhost:4")
         slots += int(count)
     if hosts and ranks is not None and ranks > slots:
-        raise ValueError(f"hosts={hosts!r} with {ranks} ranks: expected {ranks} slots or more, as localhost:{ranks}")
+        raise ValueError(f"hosts={hosts!r} with {ranks} ranks: expected {ranks} slots or more: localhost:{ranks}")
     return slots
 
 
@@ -183,11 +183,11 @@ def _common(
     prefix_output_with_timestamp: bool = False,
 ) -> dict[str, Any]:
     if prefix_output_with_timestamp:
-        warnings.warn("prefix_output_with_timestamp: lines have their rank in front and no time", stacklevel=3)
+        warnings.warn("prefix_output_with_timestamp: lines begin with their rank and have no time", stacklevel=3)
     patience = start_timeout if start_timeout is not None else read_patience("SPARK_START_TIMEOUT", "START_TIMEOUT")
     interfaces = nics.split(",") if isinstance(nics, str) else [*(nics or ())]
     given = {"start_timeout": patience, "interfaces": interfaces or None, "stdout": stdout, "stderr": stderr}
-    return {"env": {**HOROVODS, **(env or {})}, "verbose": min(int(verbose), 1), **folded(_without_none(given))}
+    return {"env": {**HOROVOD_DIALECT, **(env or {})}, "verbose": min(int(verbose), 1), **folded(_without_none(given))}
 
 
 def _backend(use_mpi: bool | None, use_gloo: bool | None) -> str | None:
@@ -199,7 +199,7 @@ def _backend(use_mpi: bool | None, use_gloo: bool | None) -> str | None:
 def _refuse(**arguments: tuple[Any, str]) -> None:
     for name, (value, instead) in arguments.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} has no place here: {instead}")
+            raise ValueError(f"{name}={value!r} is not supported: {instead}")
 
 
 def _without_none(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from spark_hvd.runner.launch.local import run_local
 from spark_hvd.runner.launch.run import run
-from spark_hvd.world.env import HOROVODS
+from spark_hvd.world.env import HOROVOD_DIALECT
 
 _VERBOSITY = {"log_callback_only": 0, "all": 1}
 
@@ -39,15 +39,15 @@ class HorovodRunner:
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Run ``main(**kwargs)`` on every rank.
 
-        It may import ``horovod``, with Horovod's own numbers: see :mod:`spark_hvd.horovod`.
+        ``main`` may import ``horovod``, which then has Horovod's own numbers: see :mod:`spark_hvd.horovod`.
 
         Returns:
             The return value of rank 0.
 
         Raises:
-            RunError: as :func:`spark_hvd.run`.
+            RunError: As raised by :func:`spark_hvd.run`.
         """
-        options: dict[str, Any] = {"kwargs": kwargs, "verbose": self._verbose, "env": HOROVODS}
+        options: dict[str, Any] = {"kwargs": kwargs, "verbose": self._verbose, "env": HOROVOD_DIALECT}
         if self.num_processor < 0:
             return run_local(main, num_proc=-self.num_processor, **options)[0]
         return run(main, num_proc=self.num_processor or None, **options)[0]

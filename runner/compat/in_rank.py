@@ -1,4 +1,4 @@
-"""In the rank: the environment that torchrun gives, and no process group but what the function makes itself."""
+"""Gives a rank torchrun's environment, and no process group other than the one that the function creates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def run_function(
     one_node: bool,
     rows: str | None = None,
 ) -> Any:
-    """Call a function as torchrun's process would; its value is rank 0's.
+    """Call a function in torchrun's environment, and return its value on rank 0; None on the other ranks.
 
-    ``rows`` is the data set of :func:`get_spark_partition_data_loader`, if the run has one.
+    ``rows`` names the data set of :func:`get_spark_partition_data_loader`, if the run has one.
     """
     if rows is not None:
-        from spark_hvd.runner.compat.partition import open_partition  # and so pyarrow, 0.1 s
+        from spark_hvd.runner.compat.partition import open_partition  # imports pyarrow, which takes 0.1 s
 
         open_partition(rows)
     first = who.rank() == 0
@@ -36,16 +36,17 @@ def run_function(
 
 
 def run_file(script: Script, one_node: bool) -> None:
-    """Run a script as torchrun's process would."""
+    """Run a script in torchrun's environment."""
     with _as_torchrun(one_node):
         run_script(script)
 
 
 @contextmanager
 def _as_torchrun(one_node: bool) -> Iterator[None]:
-    """Leave the world that the ranks have met in, and tell where they can meet again: at the same store.
+    """Leave the ranks' world, and set torchrun's variables, so that the function can make its own with the same store.
 
-    Unless ranks are one node's, each is a node of its own, as a Spark task is there: it sees one GPU, number 0.
+    Without ``one_node``, each rank counts as a node, as each Spark task does for TorchDistributor: it sees one GPU,
+    number 0.
     """
     import torch.distributed as dist
 
@@ -65,5 +66,5 @@ def _as_torchrun(one_node: bool) -> Iterator[None]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     yield
-    if dist.is_initialized():  # what is not destroyed here would be as the interpreter ends, with a warning
+    if dist.is_initialized():  # otherwise torch destroys the group at the exit, with a warning
         dist.destroy_process_group()

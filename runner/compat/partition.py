@@ -1,4 +1,4 @@
-"""In the rank: a DataFrame's rows as PySpark's private loader gives them, a list of columns for each batch."""
+"""Reads a DataFrame's rows in a rank as PySpark's private loader does: a list of columns for each batch."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _opened: list[tuple[DataSource, int, int]] = []
 
 
 def open_partition(name: str) -> None:
-    """Learn where this rank's rows are. To be called by all ranks, in a world."""
+    """Find this rank's rows. All ranks must call this, in a world."""
     _opened[:] = [(source_here(name, source_of(name)), who.rank(), who.size())]
 
 
 def get_spark_partition_data_loader(
     num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
 ) -> DataLoader[list[Any]]:
-    """This rank's rows of the DataFrame, in a function that :meth:`TorchDistributor.train_on_dataframe` runs.
+    """Load this rank's rows of the DataFrame, in a function that :meth:`TorchDistributor.train_on_dataframe` runs.
 
     Args:
-        num_samples: Rows in an epoch: the first ones; if there are fewer, they are repeated.
-        batch_size: Rows in a batch.
-        num_workers: Threads that read ahead, at least one.
-        prefetch_factor: Has no effect; the threads read ahead as far as memory for a window allows.
+        num_samples: Rows per epoch, from the first; if the rank has fewer, they are repeated.
+        batch_size: Rows per batch.
+        num_workers: Threads that read ahead; at least one.
+        prefetch_factor: Has no effect. The threads read ahead as far as the memory for a window allows.
 
     Returns:
         Batches as lists of the columns: numbers as tensors (rows,) of dtype float64 or int64, arrays and vectors of one
         length as tensors (rows, length) of their own dtype, other values as lists.
 
     Raises:
-        DataError: not in such a function, or fewer rows than ranks.
+        DataError: It is not called in such a function, or there are fewer rows than ranks.
     """
     if not _opened:
         raise DataError(
@@ -69,7 +69,7 @@ class _PartitionRows(IterableDataset[list[Any]]):
         self._sharding = source.sharding(batch_size, False, self._asked)
         if not self._sharding.batches(Position(), rank, size):
             has = f"{count(source.rows, 'row')} for {count(size, 'rank')}"
-            raise DataError(f"the DataFrame has {has}: expected one for each at least")
+            raise DataError(f"the DataFrame has {has}: expected at least one for each")
 
     def __iter__(self) -> Iterator[list[Any]]:
         reader = self._source.open(self._asked, ColumnForm(torch_batch, None, torch.cat))
@@ -83,17 +83,17 @@ class _PartitionRows(IterableDataset[list[Any]]):
 
 
 def _in_batches(columns: Iterator[list[Any]], rows: int, size: int) -> Iterator[list[Any]]:
-    """Cut batches of ``size`` rows out of others, ``rows`` in all."""
+    """Regroup batches into ones of ``size`` rows, with ``rows`` rows in total."""
     held: list[list[Any]] = []
-    there = 0
+    held_rows = 0
     while rows:
-        want = min(size, rows)
-        while there < want:
+        wanted = min(size, rows)
+        while held_rows < wanted:
             held.append(next(columns))
-            there += len(held[-1][0])
-        together = [_joined(parts) for parts in zip(*held, strict=True)]
-        yield [values[:want] for values in together]
-        held, there, rows = [[values[want:] for values in together]], there - want, rows - want
+            held_rows += len(held[-1][0])
+        joined = [_joined(parts) for parts in zip(*held, strict=True)]
+        yield [values[:wanted] for values in joined]
+        held, held_rows, rows = [[values[wanted:] for values in joined]], held_rows - wanted, rows - wanted
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
@@ -103,7 +103,7 @@ def _joined(parts: tuple[Any, ...]) -> Any:
 
 
 def _as_collated(values: Any) -> Any:
-    """The dtype that torch makes of Python's numbers, as PySpark's loader hands them over."""
+    """Convert to the dtypes of PySpark's loader, which torch makes of Python's numbers."""
     if not isinstance(values, torch.Tensor) or values.dim() > 1:
         return values
     return values.double() if values.is_floating_point() else values.long()

@@ -37,7 +37,7 @@ class TorchDistributor:
     Raises:
         ValueError: ``num_processes`` is less than 1.
         RuntimeError: GPUs are requested, but Spark's settings provide none.
-        ClusterError: a Spark session is needed, but there is none.
+        ClusterError: A Spark session is needed, but there is none.
     """
 
     __module__ = "spark_hvd.compat"
@@ -70,14 +70,14 @@ class TorchDistributor:
 
         Raises:
             ValueError: ``kwargs`` are given with a file.
-            OSError, SyntaxError: the file cannot be read, or is not Python.
+            OSError, SyntaxError: The file cannot be read, or is not Python.
             RuntimeError: ``spark.ssl.enabled`` is set, but tensors would be sent unencrypted.
-            RunError: as raised by :func:`spark_hvd.run`; also a RuntimeError.
+            RunError: As raised by :func:`spark_hvd.run`; also a RuntimeError.
         """
         if callable(train_object):
             return self._start(run_function, train_object, (train_object, args, kwargs, self.local_mode))
         if kwargs:
-            raise ValueError(f"{next(iter(kwargs))}=...: a file takes arguments of a command line, and none by name")
+            raise ValueError(f"{next(iter(kwargs))}=...: a file takes arguments of a command line, not keywords")
         script = Script.read(train_object, [str(argument) for argument in args])
         return self._start(run_file, os.path.basename(train_object), (script, self.local_mode))
 
@@ -93,11 +93,11 @@ class TorchDistributor:
             The function's return value on rank 0.
 
         Raises:
-            ValueError: in local mode.
-            RuntimeError, RunError: as raised by :meth:`run`.
+            ValueError: In local mode.
+            RuntimeError, RunError: As raised by :meth:`run`.
         """
         if self.local_mode:
-            raise ValueError("local_mode=True: expected local_mode=False, since tasks of Spark have the rows")
+            raise ValueError("local_mode=True: expected local_mode=False, because Spark tasks have the rows")
         call = (train_function, args, kwargs, False, ROWS)
         return self._start(run_function, train_function, call, data={ROWS: spark_dataframe})
 
@@ -116,49 +116,49 @@ class TorchDistributor:
         return run(function, args, num_proc=self.num_processes, procs_per_task=self._each, **options)[0]
 
     def _check_encryption(self) -> None:
-        """Refuse what the cluster's settings forbid.
+        """Refuse to run if the cluster's settings require encryption.
 
         Raises:
             RuntimeError: TLS is on, and not ignored.
         """
         if not _is_true(_TLS):
             return
-        said = f"{_TLS}=true: this cluster's traffic has TLS encryption, and tensors between ranks have none"
+        text = f"{_TLS}=true: this cluster's traffic has TLS encryption, but tensors between ranks have none"
         if not _is_true(_IGNORE_TLS):
-            raise RuntimeError(f"{said}. Where that may be so, set {_IGNORE_TLS} to true")
-        _log.warning("%s (%s=true)", said, _IGNORE_TLS)
+            raise RuntimeError(f"{text}. If that is acceptable, set {_IGNORE_TLS} to true")
+        _log.warning("%s (%s=true)", text, _IGNORE_TLS)
 
     def _gpus_of_task(self) -> int:
-        """GPUs of a task, which has as many ranks.
+        """Return the number of GPUs of a task, which is also its number of ranks.
 
         Raises:
-            RuntimeError: it has none, or ranks do not divide by them.
+            RuntimeError: A task has no GPU, or the number of ranks is not a multiple of its GPUs.
         """
         each = int(_setting(_TASK_GPUS) or 0)
         if each < 1:
             raise RuntimeError(f"use_gpu=True, but {_TASK_GPUS} is unset: set it, or use_gpu=False")
         if self.num_processes % each:
             raise RuntimeError(
-                f"num_processes={self.num_processes} with {_TASK_GPUS}={each}: expected a multiple of it, as each task "
-                "has a rank for each of its GPUs"
+                f"num_processes={self.num_processes} with {_TASK_GPUS}={each}: expected a multiple of {each}, because "
+                "each task has a rank for each of its GPUs"
             )
         return each
 
     def _take_gpus_of_driver(self) -> None:
-        """Choose the driver's GPUs for the ranks, and fewer ranks where there are fewer.
+        """Choose the driver's GPUs for the ranks, and reduce the number of ranks if there are fewer GPUs.
 
         Raises:
-            RuntimeError: the driver has none.
+            RuntimeError: The driver has no GPUs.
         """
-        there = int(_setting(_DRIVER_GPUS) or 0)
-        if there < 1:
+        gpus = int(_setting(_DRIVER_GPUS) or 0)
+        if gpus < 1:
             raise RuntimeError(
                 f"use_gpu=True in local mode, but the driver has no GPUs: {_DRIVER_GPUS} is unset. Set it, or "
                 "use_gpu=False"
             )
-        if self.num_processes > there:
-            _log.warning("num_processes=%d, but %s=%d: %d ranks", self.num_processes, _DRIVER_GPUS, there, there)
-            self.num_processes = there
+        if self.num_processes > gpus:
+            _log.warning("num_processes=%d, but %s=%d: %d ranks", self.num_processes, _DRIVER_GPUS, gpus, gpus)
+            self.num_processes = gpus
         self._visible = ",".join(_gpus_owned()[: self.num_processes])
 
 
@@ -171,7 +171,7 @@ def _is_true(key: str) -> bool:
 
 
 def _gpus_owned() -> list[str]:
-    """The driver's GPUs: those it sees, or that Spark found. Of a client of Spark Connect, Spark knows none."""
+    """Return the GPUs that the driver sees, or that Spark found; none for a Spark Connect client."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return visible.split(",")
     session = active_session(None)

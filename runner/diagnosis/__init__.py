@@ -1,4 +1,4 @@
-"""Will run() work here, and if not, why not.
+"""The doctor: checks whether ``run`` will work here, and says why if not.
 
 May import launch and what is below it. Doors: examine, report.
 """

@@ -1,4 +1,4 @@
-"""What is available in this Python: frameworks, transports, Spark, Java; ``spark-hvd check-build``."""
+"""``spark-hvd check-build``: lists the frameworks and transports, the Spark and the Java that this Python can use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = 120.0
 
 
 def check_build() -> str:
-    """The text that ``spark-hvd check-build`` prints; takes seconds, since everything is imported."""
+    """Return the text that ``spark-hvd check-build`` prints. Takes seconds, because it imports every package."""
     packages = packages_of(ask(PROGRAM, {"packages": _PACKAGES}, _SECONDS))
     return describe(packages, java_version(), process_managers(), petastorm())
 
@@ -29,7 +29,7 @@ def check_build() -> str:
 def describe(
     packages: Mapping[str, Package], java: str | None, managers: Mapping[str, str], petastorm: str | None
 ) -> str:
-    """Lay out what was found, as ``horovodrun --check-build`` does."""
+    """Format the findings like ``horovodrun --check-build``."""
     torch, mpi = packages["torch"], packages["mpi4py"]
     library = " ".join(str(mpi.detail.get("library", "")).split())
     nccl = torch.detail.get("nccl_version") or ("built in, but no GPU here" if torch.detail.get("nccl") else None)
@@ -74,7 +74,7 @@ def _line(title: str, found: str | None, otherwise: str) -> str:
 
 
 def java_version() -> str | None:
-    """The version of the Java that Spark would start, or None."""
+    """Return the version of the Java that Spark would start, or None."""
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if java is None:
@@ -88,7 +88,7 @@ def java_version() -> str | None:
 
 
 def petastorm() -> str | None:
-    """The version of Petastorm, which is not imported: by itself it does not work with today's pyarrow."""
+    """Return the version of Petastorm, without importing it: alone, it does not work with a current pyarrow."""
     try:
         return importlib.metadata.version("petastorm")
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def petastorm() -> str | None:
 
 
 def process_managers() -> dict[str, str]:
-    """Paths of the MPI process managers on this host, by name."""
+    """Return the paths of the MPI process managers on this host, by name."""
     found = {}
     for name, program in (("MPICH", "mpiexec.hydra"), ("Open MPI", "orted")):
         with contextlib.suppress(MpiMissingError):

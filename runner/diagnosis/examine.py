@@ -1,4 +1,4 @@
-"""``doctor``: whether ``run(num_proc=N)`` will work on this Spark application, and if not, why not and what to do."""
+"""``doctor``: checks whether ``run(num_proc=N)`` will work on this Spark application, and if not, says what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COLLECTIVE_SECONDS = 30.0
 _TASKS_NEED = ("spark_hvd", "zmq", "psutil", "cloudpickle")
 
 
-@launcher(RunConfig, store="The store of an estimator, or its URL: it is written and read on every host.")
+@launcher(RunConfig, store="An estimator's store, or its URL; every host writes to it and reads from it.")
 def doctor(
     config: RunConfig,
     spark: SparkSession | None = None,
@@ -61,23 +61,23 @@ def doctor(
     """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
 
     It checks settings, slots and GPUs; Python, packages, memory and disks on the driver and every executor host; the
-    connections between hosts; the store; and finally an all-reduce in a run. A check that fails to work is itself a
-    finding. Each check has a deadline: a healthy application takes about ten seconds, a broken one at most a few
+    connections between hosts; the store; and finally an all-reduce in a run. If a check itself breaks, that is a
+    finding, too. Each check has a deadline: a healthy application takes about ten seconds, a broken one at most a few
     minutes. Pass the options that the run will have.
 
     Returns:
-        The report: print it, or put it on the last line of a notebook cell. ``report.ok`` is False if a run would fail.
+        The report. Print it, or put it on the last line of a notebook cell. ``report.ok`` is False if a run would fail.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
-        ClusterError: there is no session.
+        ValueError, TypeError: An argument is wrong.
+        ClusterError: There is no session.
     """
-    # A session that was stopped is a finding, too.
+    # A session that is passed in may have been stopped, which is a finding rather than an error.
     return _Examination(spark or on_spark.active_session(None), config, store).report()
 
 
 class _Examination:
-    """One examination: each step looks, and what it sees becomes findings; a step that breaks becomes one itself."""
+    """One examination. Each step adds findings; a step that raises becomes a finding itself."""
 
     def __init__(self, spark: SparkSession, config: RunConfig, store: str | Store | None) -> None:
         self._spark = spark
@@ -103,14 +103,14 @@ class _Examination:
 
     def _examine(self, facts: SparkFacts, resources: TaskResources) -> None:
         self._add("settings", lambda: check_spark(facts))
-        there = facts.slots or facts.asked or 1
+        slots = facts.slots or facts.asked or 1
         try:
-            self._step("executors", lambda: self._look(facts, there))
+            self._step("executors", lambda: self._look(facts, slots))
         finally:
             if self._store is not None:
                 self._step("store", self._store.clean)
         self._judge_hosts()
-        tasks = min(there, facts.asked or there)
+        tasks = min(slots, facts.asked or slots)
         if self._can_run(facts):
             where = self._ports, self._config.interfaces
             network = self._step(
@@ -121,14 +121,14 @@ class _Examination:
                 self._run(tasks * self._config.procs_per_task)
 
     def _task_resources(self) -> TaskResources:
-        """What each task takes; where the application cannot give that, what it gives by itself."""
+        """Plan what each task takes; if the application cannot provide that, fall back to its own amounts."""
         config = self._config
         ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
         try:
             return task_resources(self._spark, ask)
-        except ClusterError as lacking:
-            found, verb, remedy = str(lacking).partition(" Start it with ")
-            self._findings.append(error("task resources", found, f"{verb}{remedy}".strip()))
+        except ClusterError as problem:
+            found, start_with, settings = str(problem).partition(" Start it with ")
+            self._findings.append(error("task resources", found, f"{start_with}{settings}".strip()))
             return task_resources(self._spark, Ask(procs_per_task=config.procs_per_task))
 
     def _step(self, check: str, act: Callable[[], Any]) -> Any:
@@ -140,7 +140,7 @@ class _Examination:
             text = str(broken).strip().splitlines() or [""]
             found = f"this check broke: {type(broken).__name__}: {text[0][:400]}"
             where = f"({last.filename}:{last.lineno})"
-            self._findings.append(error(check, found, f"A defect of the doctor, or of what it met {where}; report it"))
+            self._findings.append(error(check, found, f"A bug of the doctor, or of what it called {where}: report it"))
             return None
 
     def _add(self, check: str, findings: Callable[[], Iterable[Finding]]) -> None:
@@ -163,12 +163,12 @@ class _Examination:
             self._add("store", lambda: check_store(store.url, store.driver, trials))
 
     def _can_run(self, facts: SparkFacts) -> bool:
-        """Whether it makes sense to start a barrier stage; what would stop one is among the findings already."""
-        lacking = any(host.packages[name].version is None for host in self._hosts for name in _TASKS_NEED)
+        """Tell whether a barrier stage can start. If not, other findings already say why."""
+        incomplete = any(host.packages[name].version is None for host in self._hosts for name in _TASKS_NEED)
         refused = any(f.check == "dynamic allocation" and f.level is Level.ERROR for f in self._findings)
-        if facts.slots == 0 or refused or lacking or not self._hosts:
+        if facts.slots == 0 or refused or incomplete or not self._hosts:
             self._findings.append(
-                Finding("network", Level.WARNING, "not tried: no ranks can start, see above", "Mend the errors first")
+                Finding("network", Level.WARNING, "not tried: no ranks can start, see above", "Fix the errors first")
             )
             return False
         return True
@@ -182,13 +182,12 @@ class _Examination:
             self._add("resources", partial(check_resources, host, ranks, size))
         self._add("GPUs", lambda: check_gpus(facts, hosts, found, config.backend, config.gpus_per_proc))
         if found:
-            way = partial(check_driver, network.driver, found, connect=facts.connect)
-            self._add("executor to driver", way)
+            self._add("executor to driver", partial(check_driver, network.driver, found, connect=facts.connect))
             self._add("rank to rank", lambda: check_ranks(found, self._ports))
             self._add("clock", lambda: check_clocks(clocks_ahead(found, network.during)))
 
     def _run(self, ranks: int) -> None:
-        """Let the ranks of a run like any other all-reduce; on GPUs in a second run, so that each has its own error."""
+        """All-reduce in an ordinary run, and on GPUs in a second one, so that each can fail with its own error."""
         torch = [host.packages["torch"] for host in self._hosts]
         if any(package.version is None for package in torch):
             return
@@ -221,16 +220,15 @@ class _Examination:
             self._findings.append(ok("all-reduce", f"{what}: the sum is right, the run took {took:.1f} s"))
         except Exception as failed:
             first = (str(failed).strip().splitlines() or [""])[0][:600]
-            found = f"{what}: {type(failed).__name__}: {first}"
-            remedy = f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error"
-            self._findings.append(error("all-reduce", found, remedy))
+            remedy = f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the complete error"
+            self._findings.append(error("all-reduce", f"{what}: {type(failed).__name__}: {first}", remedy))
 
 
 def all_reduced(device: str) -> None:
     """All-reduce in the ranks of a run.
 
     Raises:
-        RuntimeError: the sum is wrong.
+        RuntimeError: The sum is wrong.
     """
     import torch
 
@@ -238,11 +236,11 @@ def all_reduced(device: str) -> None:
 
     total = hvd.allreduce(torch.ones(1 << 18, device=device), op=hvd.Sum)
     if not bool((total == hvd.size()).all()):
-        raise RuntimeError(f"rank {hvd.rank()} got {total.max().item()} where {hvd.size()} ranks sum ones")
+        raise RuntimeError(f"rank {hvd.rank()} got {total.max().item()} for the sum of ones over {hvd.size()} ranks")
 
 
 class _StoreTrials:
-    """The store tried on the driver first, whose file every host then looks for."""
+    """Tries the store, first on the driver, which leaves a file that every host then looks for."""
 
     def __init__(self, store: str | Store) -> None:
         self.url = store if isinstance(store, str) else store.url
@@ -255,7 +253,7 @@ class _StoreTrials:
         return {**self._place, "name": name, "expect": expect, "leave": leave}
 
     def begin(self) -> dict[str, Any] | None:
-        """Try it here; returns what hosts are to do, or None if there is no use."""
+        """Try the store here, and return the arguments for the hosts' trials; None if this one failed."""
         answer = probe.ask(PROGRAM, {"store": self._arguments("driver", None, True)}, FACTS_SECONDS)
         self.driver = StoreTrial(**answer["store"]) if "store" in answer else StoreTrial("answer", answer["error"])
         if self.driver.failed_step is not None:
@@ -263,5 +261,5 @@ class _StoreTrials:
         return self._arguments(socket.gethostname(), "driver", False)
 
     def clean(self) -> None:
-        """Remove everything that the trials have left."""
+        """Remove every file that the trials have left."""
         probe.ask(PROGRAM, {"clean": {**self._place, "remove_root": self.driver.existed is False}}, FACTS_SECONDS)

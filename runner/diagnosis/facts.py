@@ -1,4 +1,4 @@
-"""What one machine is like, as the doctor's checks see it; the program :mod:`probe` finds it out."""
+"""The facts about one machine that the doctor checks; the program :mod:`probe` collects them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PACKAGES = ("spark_hvd", "numpy", "pyarrow", "cloudpickle", "zmq", "psutil", "fs
 
 @dataclass(frozen=True)
 class Package:
-    """An import that was tried: its version, or why there is none."""
+    """The result of an import: the package's version, or why it has none."""
 
     version: str | None = None
     error: str | None = None
     missing: bool = False
-    """Whether it is simply not installed."""
+    """Whether the package is not installed, rather than broken."""
     detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A directory: bytes in all and free, or why it cannot be used."""
+    """A directory: the total and free bytes of its file system, or why it cannot be used."""
 
     path: str
     total: int = 0
@@ -35,14 +35,14 @@ class Disk:
 
 @dataclass(frozen=True)
 class StoreTrial:
-    """How a host got on with the store."""
+    """The result of a host's trial of the store."""
 
     failed_step: str | None = None
     error: str | None = None
     shared: bool | None = None
-    """Whether it sees the file that the driver wrote; None if it did not look."""
+    """Whether the host sees the file that the driver wrote; None if it did not look."""
     existed: bool | None = None
-    """Whether the store was there before; None if that is not known."""
+    """Whether the store existed before; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HostFacts:
     """One machine, or one container, as seen from inside. Sizes are in bytes."""
 
     key: str
-    """Tells machines, containers and network namespaces apart, whatever they are called."""
+    """Identifies the machine, container or network namespace, whatever its name."""
     name: str
     python: str
     executable: str
@@ -69,7 +69,7 @@ class HostFacts:
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> HostFacts:
-        """Make facts of an answer of the program."""
+        """Parse an answer of the program."""
         shaped = {
             "packages": packages_of(answer),
             "shm": Disk(**answer["shm"]),
@@ -80,5 +80,5 @@ class HostFacts:
 
 
 def packages_of(answer: dict[str, Any]) -> dict[str, Package]:
-    """The packages of an answer of the program."""
+    """Parse the packages in an answer of the program."""
     return {name: Package(**package) for name, package in answer["packages"].items()}

@@ -1,4 +1,4 @@
-"""From GPU settings, assignments and devices to findings: who gets which GPU, and who gets one twice."""
+"""Checks GPU settings, devices and assignments: which rank gets which GPU, and whether two would get the same."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_gpus(
     backend: str | None,
     gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
-    """Whether every rank has a GPU of its own, where there are any."""
+    """Check that every rank has its own GPU, if there are GPUs."""
     if not hosts:
         return
     devices = {host.key: _devices(host) for host in hosts}
     configured = _EXECUTOR in spark.settings or _TASK in spark.settings
     asked = configured or gpus_per_proc or backend == "nccl"
     if not asked and not any(devices.values()):
-        yield ok("GPUs", "none asked for and none found: ranks compute on the CPU, and Gloo carries")
+        yield ok("GPUs", "none asked for and none found: ranks compute on the CPU and communicate over Gloo")
         return
     yield from _check_settings(spark, gpus_per_proc)
     yield from _check_torch(hosts, devices, backend)
@@ -51,12 +51,12 @@ def _check_settings(spark: SparkFacts, gpus_per_proc: int | None) -> Iterator[Fi
     elif 0 < _number(task) < 1:
         yield warning(
             "GPU settings",
-            f"{_TASK}={task}: {int(1 / _number(task))} ranks share one GPU; NCCL refuses that, Gloo carries instead",
+            f"{_TASK}={task}: {int(1 / _number(task))} ranks share one GPU; NCCL refuses that, so ranks use Gloo",
             f'--conf {_TASK}=1, or run(..., backend="gloo")',
         )
     elif executor or task:
-        said = [f"{key}={spark.get(key)}" for key in (_EXECUTOR, _TASK, _SCRIPT) if spark.get(key)]
-        yield ok("GPU settings", ", ".join(said))
+        settings = [f"{key}={spark.get(key)}" for key in (_EXECUTOR, _TASK, _SCRIPT) if spark.get(key)]
+        yield ok("GPU settings", ", ".join(settings))
 
 
 def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], backend: str | None) -> Iterator[Finding]:
@@ -64,16 +64,16 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
     for host in blind:
         detail = host.packages["torch"].detail if "torch" in host.packages else {}
         if not detail:
-            continue  # no torch at all is a finding of its own
+            continue  # check_packages reports a missing torch
         built = f"CUDA {detail['cuda']}" if detail.get("cuda") else "without CUDA"
         visible = f", CUDA_VISIBLE_DEVICES={host.visible_gpus!r}" if host.visible_gpus is not None else ""
         why = detail.get("why") or ""
-        remedy = "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH
+        remedy = "nvidia-smi   # does NVIDIA's driver see one there?" if detail.get("cuda") else _CUDA_TORCH
         yield Finding(
             "CUDA",
             Level.ERROR if backend == "nccl" else Level.WARNING,
             f"torch on {host.name} sees no GPU (built {built}{visible}): ranks there compute on the CPU"
-            f"{why and f'. It says: {why[:200]}'}",
+            f"{why and f'. torch says: {why[:200]}'}",
             "A newer driver there, or a torch that is built for an older CUDA" if "too old" in why else remedy,
         )
     if not blind:
@@ -81,7 +81,7 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
 
 
 def _check_peers(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> Iterator[Finding]:
-    """Whether NCCL can go from GPU to GPU on a machine."""
+    """Check that NCCL can copy directly between the GPUs of a machine."""
     machines: dict[str, list[HostFacts]] = {}
     for host in hosts:
         if devices[host.key]:
@@ -91,9 +91,9 @@ def _check_peers(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> I
             one, other = without[0]
             yield warning(
                 "GPU peers",
-                f"{len(without)} pairs of GPUs on {host.name} have no peer access, {one} and {other} for one: between "
-                "them NCCL goes through the host's memory",
-                "nvidia-smi topo -p2p r   # shows all pairs; in virtual machines, ACS has to be off",
+                f"{len(without)} pairs of GPUs on {host.name} have no peer access, {one} and {other} for one: NCCL "
+                "copies between them through the host's memory",
+                "nvidia-smi topo -p2p r   # shows all pairs; in virtual machines, ACS must be off",
             )
     for together in (hosts for hosts in machines.values() if len(hosts) > 1):
         counts = ", ".join(f"{len(devices[host.key])} in {host.name}" for host in together)
@@ -112,7 +112,7 @@ def _check_assignment(
     backend: str | None,
     gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
-    """What the ranks of a run would agree on, and addresses of GPUs that are not there."""
+    """Check how the ranks of a run would share the GPUs, and that each assigned GPU exists."""
     places, procs = {host.key: host for host in hosts}, spark.procs_per_task
     names = [host.name for host in hosts]
     tasks = [task for task in tasks if task.key in places]

@@ -1,4 +1,4 @@
-"""From what the hosts are like to findings: Python and packages, memory and disks, clocks, the store."""
+"""Checks the hosts: Python and packages, memory and disks, clocks, the store."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _GIB = 1 << 30
 _SHM_LEAST = 512 * _MIB
 _DISK_LEAST = _GIB
 _MEMORY_LEAST = 512 * _MIB
-"""Free memory for one rank below which it may well be killed: torch with a small model."""
+"""Free memory per rank, in bytes; with less, a rank may be killed. Enough for torch and a small model."""
 _CLOCK_MOST = 2.0
 
-# What has to be there; what differs only deserves a warning where it is not exactly ours.
+# Each of these must be installed. A different version is an error for spark_hvd, and a warning for the others.
 _NEEDED = ("spark_hvd", "torch", "pyarrow", "numpy", "cloudpickle", "zmq", "psutil", "fsspec")
 _INSTALL = {"zmq": "pyzmq"}
 
 
 def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """Whether all run one Python: what cloudpickle makes of a function is read by the same minor version only."""
+    """Check that all hosts run one minor version of Python: others cannot load what cloudpickle made of a function."""
     wrong = [host for host in hosts if _minor(host.python) != _minor(driver.python)]
     for host in wrong:
         yield error(
             "Python",
-            f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: functions "
-            "pickled by one minor version cannot be read by another",
+            f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: one minor "
+            "version cannot load functions that another has pickled",
             f"--conf spark.pyspark.python=/path/to/python{_minor(driver.python)}   # the same on every host",
         )
     if not wrong:
@@ -39,7 +39,7 @@ def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Find
 
 
 def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
-    """Whether every host has what ranks import, in the driver's version."""
+    """Check that every host has the packages that ranks import, in the driver's versions."""
     bad = False
     needed = [*_NEEDED, "mpi4py"] if backend == "mpi" else [*_NEEDED]
     for name in needed:
@@ -72,7 +72,7 @@ def _compare(name: str, driver: HostFacts, here: Package, host: HostFacts, there
         )
     if here.version is None or here.version == there.version:
         return None
-    # ranks speak to the driver and to each other in spark_hvd's own messages; all else is compared for surprises
+    # The messages between ranks and driver belong to one version of spark_hvd; other differences are only suspicious.
     return Finding(
         "packages",
         Level.ERROR if name == "spark_hvd" else Level.WARNING,
@@ -91,7 +91,7 @@ def _check_mpi(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | Non
         yield Finding(
             "MPI library",
             Level.ERROR if backend == "mpi" else Level.WARNING,
-            f"hosts have different ones, which do not speak to each other: {_by_value(libraries)}",
+            f"hosts have different libraries, which cannot communicate with each other: {_by_value(libraries)}",
             f"pip install mpi4py=={driver.packages['mpi4py'].version} mpich   # on every host",
         )
     elif libraries:
@@ -101,25 +101,25 @@ def _check_mpi(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | Non
 
 
 def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
-    """Whether a host has room for its ranks. ``ranks`` is 0 for the driver."""
-    here = "no rank" if not ranks else count(ranks, "rank")
-    problems = list(_check_room(host, ranks, here, size))
+    """Check that a host has room for its ranks. ``ranks`` is 0 for the driver, ``size`` is the number of all ranks."""
+    ranks_text = "no rank" if not ranks else count(ranks, "rank")
+    problems = list(_check_room(host, ranks, ranks_text, size))
     yield from problems
     if not problems:
         free = min((disk.free for disk in host.disks), default=0)
         yield ok(
             "resources",
-            f"{host.name}: {host.cores:g} cores for {here}, memory {words.size(host.memory_free)} free, "
+            f"{host.name}: {host.cores:g} cores for {ranks_text}, memory {words.size(host.memory_free)} free, "
             f"/dev/shm {words.size(host.shm.free)} free, disk {words.size(free)} free, {host.open_files} open files",
         )
 
 
-def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[Finding]:
+def _check_room(host: HostFacts, ranks: int, ranks_text: str, size: int) -> Iterator[Finding]:
     threads = int(host.threads) if host.threads and host.threads.isdigit() else 1
     if ranks * threads > max(host.cores, 1):
         yield warning(
             "cores",
-            f"{here} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
+            f"{ranks_text} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
             "wait for each other",
             f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
             if ranks <= host.cores
@@ -128,14 +128,14 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
     if ranks and host.memory_free / ranks < _MEMORY_LEAST:
         yield warning(
             "memory",
-            f"{words.size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
+            f"{words.size(host.memory_free)} free on {host.name} for {ranks_text}; torch alone takes 300 MB each",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
     if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
         yield warning(
             "/dev/shm",
             f"{words.size(host.shm.free)} of {words.size(host.shm.total)} free on {host.name}: DataLoader workers and "
-            'NCCL pass tensors through it, and die of "Bus error" when it is full',
+            'NCCL pass tensors through it, and are killed by "Bus error" when it is full',
             "docker run --shm-size=4g ...\n"
             "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
         )
@@ -154,7 +154,7 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
                 f"{words.size(disk.free)} of {words.size(disk.total)} free at {disk.path} on {host.name}",
                 f"du -xhd1 {disk.path} | sort -h   # or another spark.local.dir",
             )
-    needed = 256 + 16 * size  # sockets between ranks, files of readers
+    needed = 256 + 16 * size  # sockets between ranks, and files of data readers
     if 0 < host.open_files < needed:
         yield warning(
             "open files",
@@ -164,7 +164,7 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
 
 
 def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
-    """Whether clocks agree; ``ahead`` has the seconds by which each host's is ahead of the driver's."""
+    """Check that the clocks agree; ``ahead`` says by how many seconds each host is ahead of the driver."""
     for name, offset in ahead.items():
         if abs(offset) > _CLOCK_MOST:
             yield warning(
@@ -176,7 +176,7 @@ def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -> Iterator[Finding]:
-    """Whether the driver and the hosts, by name, can use the store, and whether it is the same one for all."""
+    """Check that the driver and all hosts (by name) can use the store, and that it is the same for all."""
     bad = False
     for place, trial in {"the driver": driver, **hosts}.items():
         if trial.failed_step is not None:
@@ -186,8 +186,8 @@ def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -
             bad = True
             yield error(
                 "store",
-                f"{place} does not see what the driver wrote to {url}: each has a directory of its own there",
-                "A store that all hosts share: s3://, gs://, abfs://, hdfs://, or a path on NFS",
+                f"{place} does not see the file that the driver wrote to {url}: each has its own directory there",
+                "Use a store that all hosts share: s3://, gs://, abfs://, hdfs://, or a path on NFS",
             )
     if not bad:
         yield ok("store", f"{url}: created, written, read, renamed and deleted on driver and every host")
@@ -208,14 +208,14 @@ def _why(package: Package | None) -> str:
 
 
 def _pinned(name: str, version: str | None) -> str:
-    if name == "spark_hvd":  # which no index has: the wheel that docs/quickstart.md builds
+    if name == "spark_hvd":  # on no package index: name the wheel that docs/quickstart.md builds
         return f"dist/spark_hvd-{version}-py3-none-any.whl"
     package = _INSTALL.get(name, name)
     return f"'{package}=={version.partition('+')[0]}'" if version and version != "unknown" else package
 
 
 def _by_value(values: Mapping[str, str]) -> str:
-    """The values, each with the names that have it; without names where all have the same."""
+    """List the values, each with the names that have it; without names if all have the same value."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
         names[value].append(name)

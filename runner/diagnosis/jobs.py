@@ -1,4 +1,4 @@
-"""The doctor's Spark jobs: facts from every slot, then who can connect to whom. None may hang, and none raises."""
+"""The doctor's Spark jobs, which collect facts from every host and test connections. None may hang, and none raises."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FACTS_SECONDS = 60.0
-"""For all imports on a host together, and for its trial of the store."""
+"""Time limit for all imports on a host together, and another for its trial of the store."""
 _MOST_TASKS = 2000
 _GATHER_SECONDS = 180.0
 _NETWORK_SECONDS = 60.0
 
 
 def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources) -> SparkFacts:
-    """What the driver knows of the application; waits some seconds for executors that are still registering."""
+    """Collect what the driver knows about the application; wait some seconds for executors that still register."""
     import pyspark
 
     lacking, counted = "", None
@@ -50,7 +50,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         counted = wait_for_slots(spark, asked, 20.0, resources)
     except NotEnoughSlotsError as few:
         lacking = str(few)
-    except ClusterError:  # a client of Spark Connect whose server does not tell how many there are
+    except ClusterError:  # a Spark Connect server that does not say how many slots it has
         pass
     connect, slots = on_spark.is_connect(spark), task_slots(spark, resources)
     if slots is None and asked is None:
@@ -83,10 +83,10 @@ def _installed() -> Iterator[str]:
 def gather(
     spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[str, Any] | None, problems: list[Finding]
 ) -> tuple[HostFacts | None, list[HostFacts]]:
-    """Facts of this machine and of every host, by an ordinary job: it needs no barrier, and works with too few slots.
+    """Collect facts about this machine and every host in an ordinary job, which works even with too few slots.
 
     Returns:
-        The facts of this machine, if there are any, and those of the executors' hosts.
+        The facts about this machine, None if it gave none, and those about the executors' hosts.
     """
     name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
     asked: dict[str, Any] = {"packages": PACKAGES, "dirs": local_dirs}
@@ -110,7 +110,7 @@ def gather(
 
 
 def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The task as a nested function, with the program as text: it runs where no spark_hvd is installed."""
+    """Return the task as a nested function that holds the program's text, so that it runs without spark_hvd."""
     seconds = FACTS_SECONDS
 
     def spark_hvd_doctor_task(batches: Iterator[Any]) -> Iterator[Any]:
@@ -150,9 +150,10 @@ def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]]
 
 @dataclass
 class NetworkTrial:
-    """Who reached whom.
+    """The connections that were tried.
 
-    ``driver`` is where it listened, if it could; ``during`` is its time when the job began and when it ended.
+    ``driver`` is the address on which the driver listened, if it could. ``during`` is the driver's time at the start
+    and at the end of the job, in seconds since the epoch.
     """
 
     driver: tuple[str, int] | None = None
@@ -168,7 +169,7 @@ def try_network(
     resources: TaskResources,
     problems: list[Finding],
 ) -> NetworkTrial:
-    """Let the tasks of a barrier stage connect to the driver and to each other; ``problems`` takes what goes wrong."""
+    """Let the tasks of a barrier stage connect to the driver and to each other, and add failures to ``problems``."""
     network = NetworkTrial()
     with contextlib.ExitStack() as closing:
         address = None
@@ -188,8 +189,8 @@ def try_network(
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
             remedy = (
-                "See the Stages page of the Spark UI: other jobs may hold the slots, or tasks of this one hang because "
-                "executors, which also fetch what a job needs from each other, cannot reach each other"
+                "See the Stages page of the Spark UI. Other jobs may hold the slots, or tasks may hang because "
+                "executors, which fetch broadcast data from each other, cannot reach each other"
             )
             problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
@@ -200,12 +201,12 @@ def try_network(
 
 
 def _failed(check: str, problem: Exception, tasks: int) -> Finding:
-    """What a run would say of a job that failed."""
+    """Return a finding with the message that a run would give for a failed job."""
     return error(check, str(translate(problem, tasks))[:600], "See the log of the executor")
 
 
 def _ended(job: TaskJob, seconds: float) -> bool:
-    """Wait for a job; one that takes longer is cancelled."""
+    """Wait for a job to end, cancel it after ``seconds``, and tell whether it ended by itself."""
     try:
         job.wait(seconds)
     finally:  # also when the user interrupts

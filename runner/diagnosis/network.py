@@ -1,4 +1,4 @@
-"""Who can connect to whom: a task tries the connections a run needs, from the place of a rank, and what follows."""
+"""Tests the connections that a run needs, from inside a task, and checks the results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 3.0
 ALL_PAIRS_UP_TO = 16
-"""Hosts up to which every pair is tried; beyond, each tries its neighbour and the first."""
+"""With up to this many hosts, every pair is tried; with more, each host tries its neighbour and the first host."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """What every task is to try. ``hub`` is the driver's, if it has one that executors could know."""
+    """What every task should try. ``hub`` is the driver's hub, if it has one."""
 
     hub: HubAddress | None
     ports: PortRange | None
@@ -41,19 +41,19 @@ class NetworkPlan:
 
 @dataclass(frozen=True, slots=True)
 class TaskNetwork:
-    """What one task found out.
+    """The results of one task.
 
     Attributes:
         partition: Number of the task.
-        key: Its machine.
-        name: Its machine's own name.
-        address: By which other ranks will reach it; None if it has no such address.
-        port: Where it listened; None if it cannot.
+        key: Key of its machine; see :func:`~spark_hvd.runner.diagnosis.probe.host_key`.
+        name: Host name of its machine.
+        address: The address by which other ranks will reach it; None if it has none.
+        port: The port on which it listened; None if it could not.
         bind_error: Why it has no address, or cannot listen there.
-        gpus: Addresses of the GPUs that Spark assigned; None without any.
-        reaches_driver: Whether it does; None where the driver does not listen.
-        peers: Of tasks on other hosts, by partition, why it cannot connect to them; None if it can.
-        clock: Its machine's time in seconds since the epoch, while the stage ran.
+        gpus: Addresses of the GPUs that Spark assigned; None if it assigned none.
+        reaches_driver: Whether it reaches the driver; None if the driver does not listen.
+        peers: For each task that it tried, by partition, why it cannot connect; None if it can.
+        clock: Time of its machine while the stage ran, in seconds since the epoch.
     """
 
     partition: int
@@ -69,14 +69,14 @@ class TaskNetwork:
 
 
 def targets(index: int, count: int) -> list[int]:
-    """Which of ``count`` hosts number ``index`` tries to reach: all others, or of many its neighbour and the first."""
+    """Return which of ``count`` hosts number ``index`` tries: all others or, of many, its neighbour and the first."""
     if count <= ALL_PAIRS_UP_TO:
         return [other for other in range(count) if other != index]
     return sorted({0, (index + 1) % count} - {index})
 
 
 def run_network_task(plan: NetworkPlan, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Yield what one barrier task has found out; there is no payload."""
+    """Yield the results of one barrier task; there is no payload."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -101,7 +101,7 @@ def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
             me["address"] = choose_address(
                 hosts[partition], plan.interfaces, towards, alone=alone, own=own_addresses()
             ).ip
-            # The kernel completes connections to a listener: nobody has to accept them.
+            # The kernel completes connections to a listener, so nobody has to accept them.
             listener = closing.enter_context(contextlib.closing(listen(me["address"], plan.ports)))
             me["port"] = listener.getsockname()[1]
         except NoAddressError as error:
@@ -111,12 +111,12 @@ def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
         reaches = None if plan.hub is None else reach_hub(plan.hub, partition)
         everyone = [json.loads(card) for card in context.allGather(json.dumps(me))]
         peers = _try_peers(me, everyone)
-        context.barrier()  # nobody stops listening before all have tried
+        context.barrier()  # keep listening until all tasks have tried
     return TaskNetwork(**me, reaches_driver=reaches, peers=peers, clock=time.time())
 
 
 def reach_hub(hub: HubAddress, rank: int) -> bool:
-    """Whether a task can speak to the driver's hub."""
+    """Tell whether a task can connect to the driver's hub."""
     link = Link(hub, rank)
     try:
         return link.wait_connected(CONNECT_SECONDS)
@@ -125,7 +125,7 @@ def reach_hub(hub: HubAddress, rank: int) -> bool:
 
 
 def reach(host: str, port: int) -> str | None:
-    """Connect to a listener, and leave; why that failed, or None."""
+    """Connect to a listener and close the connection; return why that failed, or None."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as error:
@@ -138,7 +138,7 @@ def _text(error: OSError) -> str:
 
 
 def _try_peers(me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[int, str | None]:
-    """Connect to one task on each host that this one is to try; only the first task of a host does."""
+    """If this is the first task of its host, connect to one task on each host that it should try."""
     first: dict[str, dict[str, Any]] = {}
     for card in everyone:
         first.setdefault(card["key"], card)
@@ -147,7 +147,7 @@ def _try_peers(me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[i
     hosts = list(first.values())
     index = [card["key"] for card in hosts].index(me["key"])
     chosen = [hosts[other] for other in targets(index, len(hosts)) if hosts[other].get("port")]
-    # On its own host it tries the last task there: ranks of one host connect to each other as well.
+    # On its own host it tries the last task, because ranks of one host connect to each other, too.
     same_host = [card for card in everyone if card["key"] == me["key"] and card.get("port")]
     chosen += same_host[-1:]
     with ThreadPoolExecutor(16, "spark_hvd-reach") as pool:
@@ -158,18 +158,18 @@ def _try_peers(me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[i
 def check_driver(
     driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], *, connect: bool = False
 ) -> Iterator[Finding]:
-    """Whether executors reach the driver.
+    """Check that executors reach the driver.
 
-    ``driver`` is where it listened, if it could; a client of Spark ``connect`` tells the address of its way to the
-    server.
+    ``driver`` is the address on which it listened, if it could. ``connect`` marks a Spark Connect client, which listens
+    on the local address of its route to the server.
     """
-    setting = "--conf spark.driver.host=<an address that executors reach>"
+    setting = "--conf spark.driver.host=<an address that executors can reach>"
     if connect:
-        setting = "# or run this program on a host that executors reach, such as one of the cluster"
+        setting = "# or run this program on a host that executors can reach, such as one of the cluster"
     if driver is None:
         yield warning(
             "executor to driver",
-            "the driver has no address for executors: ranks meet among themselves, and their output stays in the "
+            "the driver has no address for executors: ranks connect without it, and their output stays in the "
             "executors' logs",
             setting if connect else f"--conf spark.driver.bindAddress=0.0.0.0 {setting}",
         )
@@ -187,7 +187,7 @@ def check_driver(
 
 
 def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterator[Finding]:
-    """Whether ranks can listen on an address of their own, and reach each other there."""
+    """Check that each rank can listen on an address, and that ranks reach each other there."""
     allowed = "any port" if ports is None else f"ports {ports}"
     by_partition = {task.partition: task for task in tasks}
     deaf = [task for task in tasks if task.bind_error is not None]
@@ -196,7 +196,7 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
             found, remedy = f"{task.name}: {task.bind_error}", 'run(..., network=Network(interfaces=["10.0.0.0/8"]))'
         else:
             found = f"{task.name} cannot listen on {task.address}, {allowed}: {task.bind_error}"
-            remedy = "ss -ltnp   # who holds the ports there; or a wider range in ports="
+            remedy = "ss -ltnp   # shows who holds the ports there; or give a wider range in ports="
         yield error("rank to rank", found, remedy)
     tried = [(task, by_partition[other], why) for task in tasks for other, why in task.peers.items()]
     broken = [each for each in tried if each[2] is not None]
@@ -205,7 +205,7 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
             "rank to rank",
             f"{task.name} ({task.address}) cannot connect to {other.name} ({other.address}:{other.port}): {why}",
             f"nc -vz {other.address} {other.port}   # from {task.name}, while something listens there\n"
-            'Open the hosts to each other for all ports, or give network=Network(ports="30000-30100") and open these',
+            'Open all ports between the hosts, or give network=Network(ports="30000-30100") and open those',
         )
     if tried and not broken and not deaf:
         hosts = len({task.key for task in tasks})
@@ -213,9 +213,9 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
 
 
 def clocks_ahead(tasks: Sequence[TaskNetwork], during: tuple[float, float]) -> dict[str, float]:
-    """Seconds by which hosts' clocks are ahead of the driver's, at least; below 0 behind it.
+    """Return by how many seconds, at least, each host's clock is ahead of the driver's; negative if it is behind.
 
-    ``during`` is the driver's time before and after they ran: a clock between the two may be right.
+    ``during`` is the driver's time before and after the tasks ran. A clock between the two may be right, and gives 0.
     """
     began, ended = during
     return {task.name: max(task.clock - ended, 0.0) + min(task.clock - began, 0.0) for task in tasks}

@@ -1,7 +1,7 @@
-"""A program that says what one machine is like, as one JSON object: its packages, its resources, the store from there.
+"""A program that reports facts about one machine as a JSON object: packages, resources, and access to the store.
 
-The doctor sends its text to every host (`python -c`), also where spark_hvd is not installed or is another version:
-standard library only. Imports and the store may crash or hang, so each is tried in a child of this program.
+The doctor sends the program's text to every host (`python -c`), even if spark_hvd is missing there or has another
+version, so it uses the standard library only. Imports and the store may crash or hang, so a child process tries each.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from typing import Any
 
 
 def ask(program: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Run this program in a process of its own.
+    """Run this program in a new process.
 
-    ``seconds`` is the time for all imports together, and as much for the store.
+    ``seconds`` limits all imports together, and then, separately, the trial of the store.
 
     Returns:
-        Its answer; ``{"error": ...}`` where there is none.
+        The program's answer; ``{"error": ...}`` if it gave none.
     """
-    # -c looks into the working directory first, which others may write to.
+    # With -c, Python searches the working directory first, to which others may be able to write.
     only_the_path = "import sys; sys.path = [entry for entry in sys.path if entry]\n"
     process = subprocess.Popen(
         [sys.executable, "-c", only_the_path + program],
@@ -49,16 +49,17 @@ def ask(program: str, arguments: dict[str, Any], seconds: float) -> dict[str, An
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Answer what was asked for.
+    """Collect the facts that were asked for.
 
     Args:
-        arguments: ``packages`` to import; ``dirs`` beside the temporary one whose disks matter, for the facts of this
-            machine; ``store``, a trial of it, or ``clean``, the end of one; ``claim``, a name: of the processes of this
-            machine that come with one name at a time, the first one answers; ``seconds``.
+        arguments: ``packages`` lists packages to import. ``dirs`` asks for this machine's resources, with the disks of
+            these directories besides the temporary one. ``store`` has the arguments of a trial of the store, ``clean``
+            those for its cleanup. ``claim`` is a name: if several processes of this machine have the same name at a
+            time, only the first answers. ``seconds`` is the time limit.
     """
     with socket.socket(socket.AF_UNIX) as claim:
         if "claim" in arguments:
-            try:  # an abstract name goes with its process, and leaves no file
+            try:  # an abstract name disappears with its process and leaves no file
                 claim.bind(f"\0{arguments['claim']}")
             except OSError:
                 return {}
@@ -76,18 +77,18 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def isolated(act: Callable[[], Any], seconds: float) -> tuple[Any, str]:
-    """Call a function in a child process; whatever it starts is killed when ``seconds`` are over.
+    """Call a function in a child process, and kill it and all processes that it started after ``seconds``.
 
     Returns:
-        Its value, if it came to one, and how the child ended.
+        The function's value, or None if it gave none, and how the child ended.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.setsid()  # so that what it starts can be ended with it
-        silence = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # packages print what they like when they are imported
-            os.dup2(silence, stream)
+        os.setsid()  # so that the processes that it starts can be killed with it
+        devnull = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # packages may print anything when they are imported
+            os.dup2(devnull, stream)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(act()).encode())
         os._exit(0)
@@ -111,12 +112,12 @@ def isolated(act: Callable[[], Any], seconds: float) -> tuple[Any, str]:
 
 
 def packages(names: list[str], seconds: float) -> dict[str, dict[str, Any]]:
-    """What comes of importing packages, in this order; ``seconds`` are for all of them together."""
+    """Import packages in this order and report on each; ``seconds`` limits all imports together."""
     found: dict[str, dict[str, Any]] = {}
     deadline = time.monotonic() + seconds
     for name in names:
         if (left := deadline - time.monotonic()) <= 0:
-            found[name] = {"error": f"not tried: the imports before took {seconds:.0f} s"}
+            found[name] = {"error": f"not tried: the imports before it took {seconds:.0f} s"}
             continue
         package, ending = isolated(lambda: _package(name), left)  # noqa: B023 - called now
         found[name] = package or {"error": f"importing it {ending}"}
@@ -129,7 +130,7 @@ def _package(name: str) -> dict[str, Any]:
         detail = _DETAILS[name](module) if name in _DETAILS else {}
     except ModuleNotFoundError as error:
         return {"missing": error.name == name, "error": f"ModuleNotFoundError: {error}"}
-    except BaseException as error:  # an import may raise anything, SystemExit too
+    except BaseException as error:  # an import may raise anything, even SystemExit
         return {"error": f"{type(error).__name__}: {error}"}
     return {"version": str(getattr(module, "__version__", "unknown")), "detail": detail}
 
@@ -140,7 +141,7 @@ def _torch(torch: Any) -> dict[str, Any]:
     if torch.version.cuda and not cuda:
         try:
             torch.cuda.init()
-        except Exception as error:  # no driver, or one that is too old: in torch's own words
+        except Exception as error:  # torch says whether the driver is missing or too old
             why = str(error).strip().partition("\n")[0]
     pairs = [(one, other) for other in range(torch.cuda.device_count() if cuda else 0) for one in range(other)]
     return {
@@ -156,7 +157,7 @@ def _torch(torch: Any) -> dict[str, Any]:
 
 
 def _mpi(mpi4py: Any) -> dict[str, Any]:
-    mpi4py.rc.initialize = False  # to know the library's version takes no MPI_Init, which may hang
+    mpi4py.rc.initialize = False  # the library's version is available without MPI_Init, which may hang
     mpi = importlib.import_module("mpi4py.MPI")
     return {"library": mpi.Get_library_version().strip("\0 \n").splitlines()[0]}
 
@@ -165,7 +166,7 @@ _DETAILS = {"torch": _torch, "mpi4py": _mpi}
 
 
 def resources(dirs: list[str]) -> dict[str, Any]:
-    """What this machine or container has. Sizes are in bytes."""
+    """Return the resources of this machine or container. Sizes are in bytes."""
     memory, free = _memory()
     return {
         "key": host_key(),
@@ -184,7 +185,7 @@ def resources(dirs: list[str]) -> dict[str, Any]:
 
 
 def host_key() -> str:
-    """The same in all processes of one machine or container, and another in each other one."""
+    """Return a key that identifies this machine or container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [_text("/proc/sys/kernel/random/boot_id")[:8], str(os.stat("/proc/self/ns/net").st_ino)]
@@ -192,13 +193,13 @@ def host_key() -> str:
 
 
 def machine_of(key: str) -> str:
-    """The same for all containers of one machine: as far as they tell, by the start of their kernel."""
+    """Return the part of a host key that all containers of one machine share: the boot ID of their kernel."""
     parts = key.split("/")
     return parts[1] if len(parts) == 3 else key
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Size and free space of a directory's file system, or why no file can be written there."""
+    """Return size and free space of a directory's file system, or why no file can be written there."""
     try:
         usage = shutil.disk_usage(path)
         with tempfile.TemporaryFile(dir=path):
@@ -208,8 +209,8 @@ def disk(path: str) -> dict[str, Any]:
 
 
 def _cores() -> float:
-    """Cores that this process may use: the affinity mask or the container's quota, whichever is less."""
-    # A driver elsewhere than on Linux has no affinity mask.
+    """Return the cores that this process may use: the affinity mask or the container's quota, whichever is less."""
+    # There is no affinity mask outside of Linux, where a driver may run.
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError):
         quota, period = _text("/sys/fs/cgroup/cpu.max").split()
@@ -219,7 +220,7 @@ def _cores() -> float:
 
 
 def _memory() -> tuple[int, int]:
-    """Memory of the machine or container in bytes: in all, and available."""
+    """Return the total and the available memory of the machine or container, in bytes."""
     amounts = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError):
         for line in _text("/proc/meminfo").splitlines():
@@ -242,9 +243,9 @@ def _text(path: str) -> str:
 def _try_store(
     url: str, options: dict[str, Any], folder: str, name: str, expect: str | None, leave: bool
 ) -> dict[str, Any]:
-    """Create, write, read, rename and delete below ``url``.
+    """Create, write, read, rename and delete files below ``url``.
 
-    ``expect`` is a file that the driver has left there; ``leave`` keeps the one written for others to find.
+    ``expect`` names a file that the driver has left there. With ``leave``, the file stays for others to find.
     """
     step, found = "open", {}
     try:
@@ -260,7 +261,7 @@ def _try_store(
         fs.pipe_file(path, content)
         step = "read"
         if fs.cat_file(path) != content:
-            raise OSError(f"{path} has other content than was written a moment ago")
+            raise OSError(f"{path} does not have the content that was just written")
         step = "rename"
         fs.mv(path, other)
         if leave:
@@ -277,7 +278,7 @@ def _try_store(
 
 
 def _clean(url: str, options: dict[str, Any], folder: str, remove_root: bool) -> dict[str, Any]:
-    """Remove the folder of the trial, and the store's root if it came with it."""
+    """Remove the folder of the trial and, with ``remove_root``, the store's root if it is empty."""
     import fsspec
 
     fs, root = fsspec.core.url_to_fs(url, **options)

@@ -1,4 +1,4 @@
-"""What the doctor found, as a table or as JSON."""
+"""The doctor's report, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """A finding that all is well."""
+    """Return a finding that all is well."""
     return Finding(check, Level.OK, found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """A finding that makes a run slower or less safe than it could be."""
+    """Return a finding that makes a run slower or less safe than it could be."""
     return Finding(check, Level.WARNING, found, remedy)
 
 
 def error(check: str, found: str, remedy: str = "") -> Finding:
-    """A finding that makes a run fail."""
+    """Return a finding that makes a run fail."""
     return Finding(check, Level.ERROR, found, remedy)
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All findings of one examination. It prints as a table, also in a notebook.
+    """All findings of one examination, which print as a table, also in a notebook.
 
     Attributes:
         subject: What was examined: the number of ranks and the Spark master.
@@ -91,19 +91,19 @@ class Report:
         return [finding for finding in self.findings if finding.level is Level.WARNING]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain data: ``ok``, ``subject``, ``seconds``, and ``findings`` as a list of dictionaries."""
+        """Return the report as a dict of ``ok``, ``subject``, ``seconds``, and ``findings``, a list of dicts."""
         findings = [{**asdict(finding), "level": finding.level.value} for finding in self.findings]
         return {"ok": self.ok, "subject": self.subject, "seconds": round(self.seconds, 3), "findings": findings}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`as_dict` as JSON text."""
+        """Return the report as JSON text, with the keys of :meth:`as_dict`."""
         return json.dumps(self.as_dict(), indent=indent)
 
     def __repr__(self) -> str:
         return self.table(shutil.get_terminal_size((120, 24)).columns)
 
     def table(self, width: int) -> str:
-        """The report as text, at most ``width`` columns wide where no single word is longer."""
+        """Return the report as text, at most ``width`` columns wide unless a single word is longer."""
         column = max((len(finding.check) for finding in self.findings), default=0) + 2
         level = max(len(each.value) for each in Level) + 2
         lines = [f"spark_hvd doctor: {self.subject}", ""]
@@ -123,7 +123,7 @@ class Report:
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> Sequence[str]:
-    # Settings and commands are there to be copied: a line breaks between words only.
+    # Readers copy settings and commands, so lines break only between words.
     return textwrap.wrap(
         text,
         max(width, len(first) + 30),

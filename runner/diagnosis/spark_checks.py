@@ -1,4 +1,4 @@
-"""From the application's settings to findings: slots, what barrier stages need, memory, what jobs may return."""
+"""Checks the application's settings: PySpark, slots, barrier stages, memory, and the size of results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SETTINGS = (
     "spark.dynamicAllocation.enabled",
     "spark.local.dir",
 )
-"""What is asked of the application; checks see nothing else."""
+"""The application's settings that the checks use."""
 
 _RANK_BYTES = 1 << 30
-"""What a rank needs at least beside the executor's Java heap: torch, a small model, buffers."""
+"""The minimum that a rank needs besides the executor's Java heap, for torch, a small model and buffers."""
 _MIB = 1 << 20
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -35,19 +35,19 @@ class SparkFacts:
     """The application as its driver sees it.
 
     Attributes:
-        version: Spark's.
-        pyspark: That of this program's PySpark, and where it is.
-        installed: The packages, with their versions, that have installed a ``pyspark`` here.
-        master: Its URL.
+        version: Spark's version.
+        pyspark: The version of this program's PySpark, and its directory.
+        installed: The installed packages that provide a ``pyspark``, with their versions.
+        master: The URL of the master.
         local: Whether all tasks run in the driver's JVM.
         connect: Whether the session is a Spark Connect client.
-        slots: Tasks that can run at once, busy or not; None where that cannot be asked.
-        asked: Tasks wanted, of ``procs_per_task`` ranks each; None for every slot.
-        lacking: What a run would say of too few slots; "" where there are enough, or nobody can say.
-        procs_per_task: Ranks in each task.
-        task_cpus: Cores of each task.
+        slots: Tasks that can run at once, busy slots included; None if Spark does not say.
+        asked: Tasks wanted, of ``procs_per_task`` ranks each; None means every slot.
+        lacking: The message of a run about too few slots; "" if there are enough, or Spark does not say.
+        procs_per_task: Ranks per task.
+        task_cpus: Cores per task.
         busy: Tasks of other jobs that run now.
-        result_bytes: How much all ranks together may return; None where that cannot be asked.
+        result_bytes: How much all ranks together may return, in bytes; None if Spark does not say.
         settings: Those of SETTINGS that are set.
     """
 
@@ -67,18 +67,18 @@ class SparkFacts:
     settings: Mapping[str, str]
 
     def get(self, key: str, default: str = "") -> str:
-        """The value of a setting, or the default if it is not set."""
+        """Return the value of a setting, or the default if it is not set."""
         return self.settings.get(key, default)
 
 
 def check_spark(facts: SparkFacts) -> Iterator[Finding]:
-    """All findings that follow from the settings alone."""
+    """Yield all findings that follow from the settings alone."""
     for check in (check_pyspark, check_slots, check_barrier, check_memory, check_results):
         yield from check(facts)
 
 
 def check_pyspark(facts: SparkFacts) -> Iterator[Finding]:
-    """Whether there is one PySpark here, of Spark's version."""
+    """Check that there is only one PySpark, and that its version matches Spark's."""
     version, where = facts.pyspark
     here, there = ([int(part) for part in each.split(".")[:2]] for each in (version, facts.version))
     found = f"PySpark {version} ({where})"
@@ -86,20 +86,20 @@ def check_pyspark(facts: SparkFacts) -> Iterator[Finding]:
         names = [each.split()[0] for each in facts.installed]
         yield error(
             "PySpark",
-            f"{found} is of {len(facts.installed)} packages, which overwrite each other's files: "
+            f"{found} comes from {len(facts.installed)} packages, which overwrite each other's files: "
             f"{', '.join(facts.installed)}",
-            f"pip uninstall -y {' '.join(names)}   # then install the one that your cluster wants",
+            f"pip uninstall -y {' '.join(names)}   # then install the one that your cluster needs",
         )
     elif here != there and not facts.connect:
         yield error(
             "PySpark",
-            f"two PySparks are on the path: {found}, and that of Spark {facts.version} itself, which SPARK_HOME names",
+            f"two PySparks are on the path: {found}, and the one of Spark {facts.version}, to which SPARK_HOME points",
             f"Unset SPARK_HOME, or pip install pyspark=={facts.version}",
         )
     elif here > there:
         yield warning(
             "PySpark",
-            f"{found} is newer than the Spark Connect server, {facts.version}: Spark promises the reverse alone",
+            f"{found} is newer than the Spark Connect server, {facts.version}: Spark supports only older clients",
             f"pip install 'pyspark-client=={'.'.join(map(str, there))}.*'",
         )
     else:
@@ -107,30 +107,30 @@ def check_pyspark(facts: SparkFacts) -> Iterator[Finding]:
 
 
 def check_slots(facts: SparkFacts) -> Iterator[Finding]:
-    """Whether as many tasks can run at once as ranks were asked for, and whether they can now."""
-    there, asked = facts.slots, facts.asked
+    """Check that there are enough slots for the tasks, and enough free slots for them now."""
+    slots, asked = facts.slots, facts.asked
     kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
     if facts.lacking:
         found, _, remedy = facts.lacking.partition(AT_ONCE)
         yield error("slots", f"{found}{AT_ONCE}", remedy.strip())
-    elif there is None:
+    elif slots is None:
         found = f"Spark Connect cannot say how many tasks can run at once ({kind})"
-        remedy = "run(..., num_proc=4)   # it has to be said, and doctor(num_proc=4) tries that many"
+        remedy = "run(..., num_proc=4)   # name the number of ranks; doctor(num_proc=4) tries that many"
         yield ok("slots", found) if asked else warning("slots", f"{found}; one was tried", remedy)
     else:
-        yield ok("slots", f"{there} there{'' if asked is None else f', {asked} wanted'} ({kind})")
-    if there and facts.busy:
-        enough = there - facts.busy >= (asked or there)
+        yield ok("slots", f"{slots} there{'' if asked is None else f', {asked} wanted'} ({kind})")
+    if slots and facts.busy:
+        enough = slots - facts.busy >= (asked or slots)
         yield Finding(
             "busy slots",
             Level.OK if enough else Level.WARNING,
-            f"{facts.busy} of {there} slots are held by tasks of other jobs now",
-            "" if enough else "Wait for those jobs, or stop them: a run starts when all its slots are free at once",
+            f"{facts.busy} of {slots} slots are held by tasks of other jobs now",
+            "" if enough else "Wait for those jobs, or stop them: a run starts once all its slots are free together",
         )
 
 
 def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
-    """Whether Spark runs a barrier stage at all."""
+    """Check that Spark can run a barrier stage."""
     if facts.get("spark.dynamicAllocation.enabled") == "true" and not facts.local:
         yield error(
             "dynamic allocation",
@@ -144,7 +144,7 @@ def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
 
 
 def check_memory(facts: SparkFacts) -> Iterator[Finding]:
-    """Whether ranks, which live outside of the executor's Java heap, have room there."""
+    """Check that ranks, whose memory is outside of the executor's Java heap, have enough of it."""
     limit = size_of(facts.get("spark.executor.pyspark.memory"), _MIB)
     if limit and limit < 4 << 30:
         yield warning(
@@ -154,12 +154,12 @@ def check_memory(facts: SparkFacts) -> Iterator[Finding]:
             "--conf spark.executor.pyspark.memory=8g, or leave it unset",
         )
     if facts.local or not facts.master.startswith(("yarn", "k8s")):
-        return  # nobody enforces the overhead
+        return  # other cluster managers do not enforce the overhead
     ranks = max(1, int(facts.get("spark.executor.cores", "1")) // facts.task_cpus) * facts.procs_per_task
     heap = size_of(facts.get("spark.executor.memory", "1g"), _MIB)
     factor = float(facts.get("spark.executor.memoryOverheadFactor", "0.1"))
     overhead = size_of(facts.get("spark.executor.memoryOverhead"), _MIB) or max(384 * _MIB, int(heap * factor))
-    found = f"{overhead // _MIB} MiB beside the Java heap of an executor, for {ranks} ranks"
+    found = f"{overhead // _MIB} MiB besides the Java heap of an executor, for {ranks} ranks"
     if overhead < ranks * _RANK_BYTES:
         yield warning(
             "memory overhead",
@@ -171,8 +171,8 @@ def check_memory(facts: SparkFacts) -> Iterator[Finding]:
 
 
 def check_results(facts: SparkFacts) -> Iterator[Finding]:
-    """How much the ranks may return."""
-    if facts.result_bytes is None or facts.local:  # in local mode large values go by file
+    """Check how much the ranks may return."""
+    if facts.result_bytes is None or facts.local:  # in local mode, large values pass through files
         return
     found = f"all ranks together may return {facts.result_bytes // _MIB} MiB"
     if facts.result_bytes < 128 * _MIB:
@@ -186,7 +186,7 @@ def check_results(facts: SparkFacts) -> Iterator[Finding]:
 
 
 def size_of(text: str, unit: int = 1) -> int:
-    """Bytes of one of Spark's sizes: "512m", "2g"; a bare number counts in ``unit``. 0 for what is none."""
+    """Parse one of Spark's sizes, such as "512m", into bytes. A bare number counts in ``unit``; other texts give 0."""
     match = re.fullmatch(r"(\d+)\s*([bkmgt]?)b?", text.strip().lower())
     if match is None:
         return 0

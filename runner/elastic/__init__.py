@@ -1,4 +1,4 @@
-"""run_elastic: ranks that come and go.
+"""``run_elastic``: ranks join and leave while they train.
 
 May import launch and what is below it. Door: run.
 """

@@ -1,7 +1,8 @@
-"""What runs in each Spark task of an elastic run: one rank process after another, as the driver's membership decides.
+"""The agent, which runs in each Spark task of an elastic run and starts one rank process after another.
 
-The agent forwards: decisions to its worker, what the worker says to the hub. It ends a worker in which fn has failed,
-that was stopped by a signal, or that the driver gives up; and its own task when the driver says so.
+The driver's membership decides. The agent forwards its decisions to the worker, and the worker's messages to the hub.
+It ends a worker if fn failed there, if a signal stopped it, or if the driver gives it up. It ends its own task when the
+driver says so.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 
 _TICK = 0.5
 _STOPPED_SECONDS = 3.0
-"""How long a worker may be stopped (SIGSTOP) until it is ended."""
+"""Seconds for which a worker may be stopped (SIGSTOP) before the agent ends it."""
 _STACKS_SECONDS = 0.3
 _OUTPUT_GRACE = 5.0
 _LEAVE_GRACE = 60.0
-"""Seconds that a worker has for its last commit once its executor was told to go."""
+"""Seconds that a worker gets for its last commit after its executor was told to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What an agent hands to the driver at its end.
+    """The result of an agent, which the driver gets when the agent ends.
 
     Attributes:
-        values: Workers whose fn has returned, with the pickled value.
+        values: Workers whose fn has returned, each with its pickled value.
         failures: Workers that have failed.
     """
 
@@ -51,12 +52,12 @@ class AgentReport:
 
 
 class GivenUpError(RuntimeError):
-    """The driver has given this agent up, or its executor is to go: Spark is to start its task elsewhere."""
+    """Spark should start this task elsewhere: the driver gave the agent up, or its executor will leave."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """The process that an agent has."""
+    """The rank process of an agent."""
 
     number: int
     place: RankInfo
@@ -69,9 +70,9 @@ class _Worker:
 class Agent:
     """See the module's description.
 
-    Hello has been said on ``link``. ``server`` gives the fork server for a worker: another one when the last was
-    killed. ``job`` gives what a worker runs, by its first place, this agent's slot and the worker's number. Pickled
-    values above ``value_limit`` bytes go to the hub, not to Spark; None: no limit.
+    The caller has already said hello on ``link``. ``server`` returns the fork server for a worker, a new one if the
+    last was killed. ``job`` returns what a worker runs, given the worker's first place, this agent's slot and the
+    worker's number. Pickled values above ``value_limit`` bytes go to the hub instead of Spark; None means no limit.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Agent:
         self._poller.register(link.socket, zmq.POLLIN)
 
     def run(self) -> AgentReport:
-        """Work until the driver has no more use for this agent.
+        """Work until the driver no longer needs this agent.
 
         Raises:
-            GivenUpError: Spark is to start the task elsewhere.
+            GivenUpError: Spark should start the task elsewhere.
         """
         why = "it was interrupted"
         try:
@@ -111,11 +112,12 @@ class Agent:
             self._link.send("gone", why=why)
         if self._given_up is not None:
             raise GivenUpError(self._given_up)
+        # The report is pickled, which a memoryview cannot be.
         values = [(number, replace(packed, data=bytes(packed.data))) for number, packed in self._values]
-        return AgentReport(tuple(values), tuple(self._failures))  # it is pickled
+        return AgentReport(tuple(values), tuple(self._failures))
 
     def notice(self, signum: int, frame: FrameType | None = None) -> None:
-        """Take a signal which says that this machine will go; a signal handler."""
+        """Handle a signal that announces the end of this machine."""
         self._notice = f"{signal.Signals(signum).name} to its executor"
 
     def _turn(self) -> None:
@@ -153,7 +155,7 @@ class Agent:
                 self._ended = True
                 self._hand_over(everything=message.get("report", False))
                 if message["again"]:
-                    self._given_up = "the driver goes on without this task, which Spark is to start elsewhere"
+                    self._given_up = "the driver continues without this task, which Spark should start elsewhere"
             case kind:
                 if (worker := self._mine(message)) is not None:
                     worker.dismissed = worker.dismissed or kind == "dismiss"
@@ -162,7 +164,7 @@ class Agent:
                     worker.rank.send(message)
 
     def _hand_over(self, *, everything: bool) -> None:
-        """Give the hub the values that Spark cannot take, or will not in time."""
+        """Send the hub the values that are too large for Spark; with ``everything``, all of them."""
         for number, packed in self._values.copy():
             if not everything and (self._value_limit is None or len(packed.data) <= self._value_limit):
                 continue
@@ -170,7 +172,7 @@ class Agent:
                 self._values.remove((number, packed))
 
     def _mine(self, message: Message) -> _Worker | None:
-        """The worker that a message is for, unless it has gone meanwhile."""
+        """Return the worker that a message is for, unless it has ended in the meantime."""
         worker = self._worker
         return worker if worker is not None and worker.number == message["worker"] else None
 
@@ -179,7 +181,7 @@ class Agent:
         try:
             try:
                 rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
-            except ForkServerError:  # it was killed just now; the next one is new
+            except ForkServerError:  # the server was just killed; the next call starts a new one
                 rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
         except (ForkServerError, OSError) as error:
             failed = Failed(
@@ -221,7 +223,7 @@ class Agent:
             return
         kind, error = exit_failure(code)
         loss = Loss.FAILED
-        if worker.rank.process.orphaned:  # by no fault of the worker or of what it runs
+        if worker.rank.process.orphaned:  # neither the worker nor fn is to blame
             loss, error = Loss.LOST, "its fork server was killed, and the rank with it"
         self._end_worker(worker, kind, error, loss, trace=trim_stacks(worker.rank.process.stacks()))
 
@@ -236,7 +238,7 @@ class Agent:
         exception: bytes | None = None,
         echo: bool = False,
     ) -> None:
-        """A worker has failed, or is given up: it is ended at once, so that its peers see its connections close."""
+        """End a worker that failed or is given up, at once, so that its peers see its connections close."""
         self._discard()
         failed = worker.rank.failed(
             worker.place, kind, error, trace, echo=echo, exception=exception, executor=self._executor, gpus=worker.gpus
@@ -246,7 +248,7 @@ class Agent:
         self._link.send("ended", worker=worker.number, loss=loss.value, error=error, raised=raised)
 
     def _discard(self) -> None:
-        """Kill what is left of the worker, with all that it has started, and take its last output."""
+        """Kill the worker and every process that it started, and take its last output."""
         worker, self._worker = self._worker, None
         assert worker is not None
         worker.rank.end(0.0, _OUTPUT_GRACE)
@@ -260,10 +262,10 @@ class Agent:
         if self._notice is not None and self._leave_by is None:
             self._leave_by = now + _LEAVE_GRACE
             self._link.send("leaving", why=self._notice)
-        # A value that a worker has returned goes with this agent's report, when the run is over.
+        # Values that workers have returned leave with this agent's report, at the end of the run.
         idle = self._worker is None and not self._values
         if self._leave_by is not None and (idle or now > self._leave_by):
-            self._ended, self._given_up = True, f"the executor of this task will go: {self._notice}"
+            self._ended, self._given_up = True, f"the executor of this task will leave: {self._notice}"
         worker = self._worker
         if worker is None:
             return
@@ -273,7 +275,7 @@ class Agent:
         elif worker.stopped_since is None:
             worker.stopped_since = now
         elif now - worker.stopped_since >= _STOPPED_SECONDS:
-            error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
+            error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and then ended"
             self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
 
 

@@ -15,7 +15,7 @@ class ElasticConfig(CommonConfig):
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
-        TypeError: an argument of a wrong type.
+        TypeError: An argument of a wrong type.
     """
 
     num_proc: int | None = reworded(
@@ -70,7 +70,7 @@ class ElasticConfig(CommonConfig):
     def _check_together(self) -> None:
         if self.backend == "mpi":
             raise ValueError(
-                'backend="mpi": MPI ends all ranks when one is lost, and takes in none, so it cannot be elastic. Use '
+                'backend="mpi": MPI ends all ranks when one is lost, and lets none join, so it cannot be elastic. Use '
                 'backend="gloo" or "nccl", or spark_hvd.run(backend="mpi", max_restarts=...)'
             )
         num_proc = self.num_proc
@@ -83,8 +83,8 @@ class ElasticConfig(CommonConfig):
         times = self.cooldown_range
         if times is not None and (len(times) != 2 or not 0 < times[0] <= times[1]):
             raise ValueError(
-                f"cooldown_range={times!r}: expected the least and the greatest number of seconds for which a host is "
-                "excluded, such as (10, 600); None for ever"
+                f"cooldown_range={times!r}: expected the minimum and the maximum number of seconds for which a host is "
+                "excluded, such as (10, 600); None means forever"
             )
 
     @property

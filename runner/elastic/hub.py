@@ -1,6 +1,6 @@
-"""The hub of an elastic run: messages of agents become events of membership, its decisions messages to agents.
+"""The hub of an elastic run turns agents' messages into membership events, and decisions into messages to agents.
 
-A message's ``rank`` is the number of an agent here; which rank its worker has changes from generation to generation.
+Here, a message's ``rank`` is the number of an agent. The rank of its worker changes from generation to generation.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.world.ports import PortRange
 
 _SUSPECT_AFTER = 4.0
-"""Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
+"""Seconds of silence after which an agent is given up if the others, whose collectives have failed, wait for it."""
 
 
-_TOLD: dict[str, type[ev.Event]] = {
+_EVENTS: dict[str, type[ev.Event]] = {
     ev.name_of(kind): kind for kind in get_args(ev.Event) if kind not in (ev.AgentUp, ev.AgentLost)
 }
-"""What agents tell of themselves and their workers."""
-_PLAIN: dict[Any, Any] = {tuple[str, int] | None: list | None, ev.Loss | None: str | None}
-"""What JSON has for a type."""
+"""The events that agents send, by message type."""
+_JSON_TYPES: dict[Any, Any] = {tuple[str, int] | None: list | None, ev.Loss | None: str | None}
+"""The types that stand for others in JSON."""
 
 
-def _plain_fields(kind: type[ev.Event]) -> dict[str, Any]:
-    return {name: _PLAIN.get(hint, hint) for name, hint in get_type_hints(kind).items() if name != "agent"}
+def _json_fields(kind: type[ev.Event]) -> dict[str, Any]:
+    return {name: _JSON_TYPES.get(hint, hint) for name, hint in get_type_hints(kind).items() if name != "agent"}
 
 
 class ElasticState(HubLogic):
@@ -41,7 +41,7 @@ class ElasticState(HubLogic):
     KINDS: ClassVar[Kinds] = {
         "hello": {"attempt": int, "host": str, "task": int},
         "alive": {},
-        **{name: _plain_fields(kind) for name, kind in _TOLD.items()},
+        **{name: _json_fields(kind) for name, kind in _EVENTS.items()},
         "value": {"worker": int, "place": int, "part": int, "parts": int},
         "gone": {"why": str},
     }
@@ -50,18 +50,18 @@ class ElasticState(HubLogic):
     def __init__(self, limits: ev.Limits) -> None:
         self.membership = Membership(limits)
         self.notes: deque[str] = deque()
-        """What is to be logged."""
+        """Texts to log."""
         self.labels: dict[int, int] = {}
-        """The rank to show before an agent's output."""
+        """The rank that prefixes the output of each agent."""
         self._liveness = LivenessTracker()
-        # What came while the driver was suspended has yet to be read when it wakes up: nobody's time is over by that.
+        # When a suspended driver wakes up, it has yet to read messages that arrived meanwhile: no deadline may pass.
         self._clock = AwakeClock()
         self._present: set[int] = set()  # agents that have not said goodbye
         self._given_up: set[int] = set()
-        self._tasks: dict[int, int] = {}  # of each agent
+        self._tasks: dict[int, int] = {}  # by agent
         self._parts: dict[int, list[bytes]] = {}
         self.values: dict[int, Packed] = {}
-        """What workers have returned, where agents were asked to hand it over."""
+        """Values, by worker, that agents have handed over to the hub."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
         agent, kind = message["rank"], message["type"]
@@ -70,19 +70,19 @@ class ElasticState(HubLogic):
             self._liveness.record_heartbeat(agent, now)
             self._present.add(agent)
             self._tasks[agent] = message["task"]
-            return self._told(ev.AgentUp(agent, message["host"], message["task"]), now)
+            return self._apply(ev.AgentUp(agent, message["host"], message["task"]), now)
         if kind == "gone":
             self._present.discard(agent)
             self._liveness.forget(agent)
-            if self.membership.verdict is None and agent in self.membership.roster.agents:  # else it was given up
-                return self._told(ev.AgentLost(agent, message["why"]), now)
+            if self.membership.verdict is None and agent in self.membership.roster.agents:  # not given up before
+                return self._apply(ev.AgentLost(agent, message["why"]), now)
             return []
         if kind == "value":
             return [Send(agent, {"type": "kept"})] if self._keep(message) else []
         if agent not in self.membership.roster.agents:
-            # Was it given up, and comes back? What it has been part of goes on without it.
+            # An agent that was given up and comes back is too late: the run has continued without it.
             return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
-        return [] if kind == "alive" else self._told(_event(message), now)
+        return [] if kind == "alive" else self._apply(_event(message), now)
 
     def record_heartbeat(self, rank: int, now: float) -> None:
         if rank in self._liveness:
@@ -94,7 +94,7 @@ class ElasticState(HubLogic):
         sends = []
         for agent, seconds in self._liveness.expired(patience, now).items():
             self._liveness.forget(agent)
-            sends += self.lost(agent, f"is not heard of any more (last {seconds:.1f} s ago)", now)
+            sends += self.lost(agent, f"has not been heard from for {seconds:.1f} s", now)
         return sends + self._act(self.membership.tick(self._clock.at(now)))
 
     def stop(self, reason: str) -> list[Send]:
@@ -104,20 +104,20 @@ class ElasticState(HubLogic):
         """Give an agent up."""
         self._present.discard(agent)
         self._given_up.add(agent)
-        return self._told(ev.AgentLost(agent, why), now)
+        return self._apply(ev.AgentLost(agent, why), now)
 
     def leaving(self, agent: int, why: str, now: float) -> list[Send]:
-        """Note that an agent's executor will go."""
-        return self._told(ev.AgentLeaving(agent, why), now)
+        """Note that an agent's executor will leave."""
+        return self._apply(ev.AgentLeaving(agent, why), now)
 
     def tell(self, message: Message, rank: int | None = None) -> list[Send]:
-        # A worker that prepares may not listen yet: the signal of a closer look would end it.
-        there = sorted((self._present & self.labels.keys()) - self.membership.roster.preparing())
-        return [Send(agent, message) for agent in there if rank in (None, self.labels[agent])]
+        # A worker that is still preparing may have no handler yet: the signal that asks for its stacks would kill it.
+        listening = sorted((self._present & self.labels.keys()) - self.membership.roster.preparing())
+        return [Send(agent, message) for agent in listening if rank in (None, self.labels[agent])]
 
     @property
     def senders(self) -> range:
-        """The numbers that agents can have: those of Spark's task attempts, and of further agents of a task."""
+        """The numbers that agents can have: Spark's task attempts, and further agents of the same task."""
         return range(1 << 63)
 
     @property
@@ -130,17 +130,17 @@ class ElasticState(HubLogic):
 
     @property
     def handed_over(self) -> bool:
-        """Whether all values of a run that has ended well are here, so that Spark's job need not be waited for."""
+        """Whether the run has succeeded and all its values are here, so that nobody needs to wait for Spark's job."""
         verdict = self.membership.verdict
         return verdict is not None and verdict.end is ev.End.DONE and self.values.keys() >= set(verdict.ranks)
 
     @property
     def _job_will_hang(self) -> bool:
-        """Whether a task has nobody whom we could end: Spark may wait for its host for minutes, or for another slot."""
+        """Whether a task has no agent left to end: Spark may wait minutes for its host, or for another slot."""
         return {self._tasks[agent] for agent in self._present} != set(self._tasks.values())
 
     def _keep(self, message: Message) -> bool:
-        """Take a part of a value; returns whether that is all of it."""
+        """Keep a part of a value, and return whether the value is complete."""
         worker, parts = message["worker"], self._parts.setdefault(message["worker"], [])
         parts.append(message["payload"])
         if len(parts) < message["parts"]:
@@ -148,7 +148,7 @@ class ElasticState(HubLogic):
         self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
         return True
 
-    def _told(self, event: ev.Event, now: float) -> list[Send]:
+    def _apply(self, event: ev.Event, now: float) -> list[Send]:
         return self._act(self.membership.handle(event, self._clock.at(now)))
 
     def _act(self, decisions: Iterable[ev.Decision]) -> list[Send]:
@@ -172,22 +172,22 @@ def _message(decision: ev.Decision) -> Message:
 
 
 def _event(message: Message) -> ev.Event:
-    kind = _TOLD[message["type"]]
-    told = {"agent": message["rank"], **message}
-    if told.get("store") is not None:
-        told["store"] = tuple(told["store"])
-    if told.get("loss") is not None:
-        told["loss"] = ev.Loss(told["loss"])
-    return kind(**{field.name: told[field.name] for field in fields(kind)})
+    kind = _EVENTS[message["type"]]
+    values = {"agent": message["rank"], **message}
+    if values.get("store") is not None:
+        values["store"] = tuple(values["store"])
+    if values.get("loss") is not None:
+        values["loss"] = ev.Loss(values["loss"])
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
 def labelled(listener: Listener, labels: Mapping[int, int]) -> Listener:
-    """Passes on what agents say, with the rank of each agent's worker instead of its number."""
-    return lambda agent, said: listener(labels.get(agent, -1), said)
+    """Wrap a listener so that it gets the rank of each agent's worker instead of the agent's number."""
+    return lambda agent, message: listener(labels.get(agent, -1), message)
 
 
 class ElasticHub(HubServer):
-    """Runs an :class:`ElasticState` behind a socket, in a thread of its own."""
+    """Runs an :class:`ElasticState` behind a socket, in a separate thread."""
 
     _state: ElasticState
 
@@ -204,44 +204,44 @@ class ElasticHub(HubServer):
 
     @property
     def verdict(self) -> ev.Verdict | None:
-        """How the run has ended; None while it goes on."""
+        """How the run has ended; None until it has."""
         return self._state.membership.verdict
 
     @property
     def resets(self) -> int:
-        """Generations that have failed."""
+        """The number of generations that have failed."""
         return self._state.membership.policy.resets
 
     @property
     def handed_over(self) -> bool:
-        """Whether all values of the run are here, without Spark's job."""
+        """Whether the run has succeeded and the hub has all its values."""
         with self._lock:
             return self._state.handed_over
 
     @property
     def values(self) -> dict[int, Packed]:
-        """What agents have handed over, by worker."""
+        """The values that agents have handed over, by worker."""
         with self._lock:
             return dict(self._state.values)
 
     def take_notes(self) -> list[str]:
-        """What is to be logged, once."""
+        """Return the texts to log, and forget them."""
         with self._lock:
             notes = list(self._state.notes)
             self._state.notes.clear()
         return notes
 
     def tasks(self) -> dict[int, int]:
-        """The agent of each Spark task, of those alive."""
+        """Return the living agent of each Spark task."""
         with self._lock:
             return {agent.task: agent.number for agent in self._state.membership.roster.agents.values()}
 
     def leaving(self, agents: Iterable[int], why: str) -> None:
-        """Executors of these agents will go."""
+        """Note that the executors of these agents will leave."""
         self._ask(lambda: self._each(agents, lambda agent, now: self._state.leaving(agent, why, now)))
 
     def lost(self, agents: Iterable[int], why: str) -> None:
-        """Executors of these agents have gone."""
+        """Note that the executors of these agents are gone."""
         self._ask(lambda: self._each(agents, lambda agent, now: self._state.lost(agent, why, now)))
 
     def _each(self, agents: Iterable[int], act: Callable[[int, float], list[Send]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``run_elastic_local``: the contract of ``run_elastic`` on this machine; no Spark, no Java."""
+"""``run_elastic_local``: ``run_elastic`` on this machine, without Spark or Java."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ R = TypeVar("R")
 @launcher(
     ElasticConfig,
     num_proc="Ranks to start with.",
-    start_timeout="Seconds for the ranks' processes to be up.",
-    host_failure_limit="Ranks that may fail, with no commit of theirs in between, until no more are started.",
-    cooldown_range="Least and greatest number of seconds until they are again; None for never.",
+    start_timeout="Seconds for the ranks' processes to start.",
+    host_failure_limit="Number of ranks that may fail, without a commit in between, before no more are started.",
+    cooldown_range="Minimum and maximum number of seconds until ranks are started again; None means never.",
 )
 @briefly
 def run_elastic_local(
@@ -65,15 +65,15 @@ def run_elastic_local(
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on elastic ranks of this machine, to rehearse failures and for tests.
 
-    For fn and the caller it behaves as :func:`spark_hvd.run_elastic`. No executor can be lost here: a rank that dies is
-    replaced at once.
+    For fn and the caller, this behaves like :func:`spark_hvd.run_elastic`. No executor can be lost here, and a rank
+    that dies is replaced at once.
 
     Returns:
         The return values of fn on the ranks of the last generation, in rank order.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
-        RunError: as raised by :func:`spark_hvd.run_elastic`.
+        ValueError, TypeError: An argument is wrong; nothing was started.
+        RunError: As raised by :func:`spark_hvd.run_elastic`.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)

@@ -1,4 +1,4 @@
-"""From how an elastic run ended, and what its agents report, to what the caller gets: values, or one exception."""
+"""Turns the end of an elastic run and its agents' reports into what the caller gets: values, or one exception."""
 
 from __future__ import annotations
 
@@ -36,28 +36,34 @@ def elastic_results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack what the ranks of the last generation have returned. ``where`` is asked only if the run has failed.
+    """Unpack the values that the ranks of the last generation returned.
+
+    Args:
+        verdict: How the run ended.
+        reports: The failures and values of each agent's workers.
+        hang: The last verdict on a hang, for the error.
+        where: Says where to look for details; called only if the run failed.
 
     Returns:
         The values in rank order.
 
     Raises:
-        RankFailedError: ranks failed, and going on without them would not have helped.
-        ElasticError: the run could not go on.
-        StartTimeoutError: it never began.
-        RunError: a value is missing, or cannot be unpickled here.
+        RankFailedError: Ranks failed, and continuing without them would not have helped.
+        ElasticError: The run could not continue.
+        StartTimeoutError: The run never began.
+        RunError: A value is missing, or cannot be unpickled here.
     """
     if verdict.end is End.NOT_STARTED:
         raise StartTimeoutError(verdict.text)
-    failures = dict(item for each in reports for item in each.failures)
+    failures = dict(item for each in reports for item in each.failures)  # by worker
     if verdict.end is not End.DONE:
         raise _error(verdict, failures, hang, None if where is None else where())
     values = dict(item for each in reports for item in each.values)
     missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
     if missing:
         raise RunError(
-            f"rank {missing[0]} had returned from fn, but Spark has lost its value, with the executor. Save what "
-            "matters inside fn, as in a checkpoint"
+            f"rank {missing[0]} had returned from fn, but Spark lost the executor and the value with it. Save what "
+            "matters inside fn, for example in a checkpoint"
         )
     return [value_of(values[worker]) for worker in verdict.ranks]
 
@@ -65,14 +71,14 @@ def elastic_results(
 def _error(
     verdict: Verdict, failures: dict[int, Failed], hang: HangVerdict | None, where: Where | None
 ) -> ElasticError | RankFailedError:
-    error = _ERRORS[verdict.end]
-    first = failures.get(-1 if verdict.culprit is None else verdict.culprit)
+    error_class = _ERRORS[verdict.end]
+    first = None if verdict.culprit is None else failures.get(verdict.culprit)
     if first is None:
-        return error(verdict.text, tuple(failures.values()), hang)
+        return error_class(verdict.text, tuple(failures.values()), hang)
     others = [failed for worker, failed in sorted(failures.items()) if worker != verdict.culprit]
     size = max(failed.rank for failed in failures.values()) + 1
     text = failure_report([first, *others], size, (), hang, where)
     cause, _, rest = text.partition("\n")
-    made = error(f"{cause}\n{verdict.text}\n{rest}", (first, *others), hang)
-    made.__cause__ = load_exception(first.exception, first.error)
-    return made
+    error = error_class(f"{cause}\n{verdict.text}\n{rest}", (first, *others), hang)
+    error.__cause__ = load_exception(first.exception, first.error)
+    return error

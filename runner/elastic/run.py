@@ -1,4 +1,4 @@
-"""``run_elastic``: a function on ranks that come and go with Spark's executors."""
+"""``run_elastic``: runs a function on ranks that join and leave with Spark's executors."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _ASK_SPARK_EVERY = 0.5
 _CANCEL_GRACE = Grace(0.5, 0.0, 0.5)
-"""Where the values of all ranks are here already."""
+"""For a run whose values have all arrived."""
 _STOP_GRACE = Grace(10.0, 5.0)
-"""After a run that went wrong: its ranks' errors are to come back."""
+"""For a run that failed, so that its ranks can still send their errors."""
 
 
 @launcher(ElasticConfig)
@@ -100,18 +100,18 @@ def run_elastic(
         went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled. Nothing was started.
-        ClusterError: the application cannot run this (speculation, too few slots, a driver that executors cannot
+        ClusterError: The application cannot run this (speculation, too few slots, a driver that executors cannot
             reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
         TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
-        ResetLimitError: more failures than `reset_limit`.
-        StateLostError: all ranks with the state were lost at once.
+        ResetLimitError: More failures than `reset_limit`.
+        StateLostError: All ranks with the state were lost at once.
         RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they could not reach
             each other for `elastic_timeout`.
         RunTimeoutError: ``timeout`` expired.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -122,8 +122,8 @@ def run_elastic(
     on_spark.check_elastic_possible(session)
     resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
-        there = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
-        num_proc = num_proc or there
+        slots = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
+        num_proc = num_proc or slots
     config = replace(config, num_proc=num_proc)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
@@ -177,13 +177,13 @@ def attend_elastic(
     monitor: Monitor,
     watch: Callable[[], None] = lambda: None,
 ) -> Verdict | None:
-    """Stay with an elastic run until its job has ended or has no more to hand over; `watch` is called meanwhile.
+    """Wait until the job of an elastic run has ended or has nothing left to deliver; `watch` is called meanwhile.
 
     Returns:
-        How the run has ended; None if the job has ended before.
+        How the run has ended; None if the job ended first.
 
     Raises:
-        RunTimeoutError: the run's time is up.
+        RunTimeoutError: The run took longer than its ``timeout``.
     """
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
 
@@ -194,7 +194,7 @@ def attend_elastic(
             watch()
         elif verdict.end is not End.DONE:
             return _STOP_GRACE
-        if hub.handed_over:  # and Spark may wait for a host that does not answer
+        if hub.handed_over:  # do not wait for Spark, which may wait for a host that does not answer
             return _CANCEL_GRACE
         if deadline is None or time.monotonic() <= deadline:
             return None
@@ -202,7 +202,7 @@ def attend_elastic(
             text = with_hang(
                 f"the elastic run had not ended after timeout={config.timeout:g} s, with "
                 f"{count(hub.resets, 'failure')} survived; all ranks were stopped. "
-                "Give a larger timeout= if this is how long it takes",
+                "Give a larger timeout= if the run needs more time",
                 monitor.hang,
             )
         else:
@@ -224,7 +224,7 @@ def _log_notes(hub: ElasticHub) -> None:
 
 
 def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:
-    """Pass on what Spark knows of executors: those that it has lost, and those that are to go."""
+    """Return a function that tells the hub which executors Spark has lost, and which will leave."""
     next_look = time.monotonic()
 
     def watch() -> None:
@@ -233,10 +233,10 @@ def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:
             return
         started = time.monotonic()
         agents = set(hub.tasks().values())
-        there = [attempt for attempt in job.attempts() if attempt.number in agents]
-        hub.lost([each.number for each in there if not each.runs], "Spark has lost its executor, or its task")
-        hub.leaving([each.number for each in there if each.runs and each.leaving], "it is being decommissioned")
-        # Spark answers for one task after the other; with many, most of the time is to be left for printing.
+        attempts = [attempt for attempt in job.attempts() if attempt.number in agents]
+        hub.lost([each.number for each in attempts if not each.runs], "Spark has lost its executor, or its task")
+        hub.leaving([each.number for each in attempts if each.runs and each.leaving], "it is being decommissioned")
+        # Spark answers for one task at a time. With many tasks, most of the time should remain for printing.
         took = time.monotonic() - started
         next_look = started + max(_ASK_SPARK_EVERY, 5 * took)
 

@@ -1,4 +1,4 @@
-"""What runs in each Spark task of an elastic run: finds out where it is, reaches the driver, and is an agent."""
+"""The task of an elastic run: finds out where it is, connects to the driver, and runs an agent."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 _CONNECT_WAIT = 20.0
 _NEXT_AGENT = 1 << 40
-"""Added to the number of a task's attempt for each further agent of it; above all numbers that Spark gives."""
+"""Added to a task attempt's number for each further agent of the task; larger than any number that Spark assigns."""
 
 
 class DriverUnreachableError(RuntimeError):
-    """This task cannot connect to the driver, where an elastic run is decided."""
+    """This task cannot connect to the driver, which controls an elastic run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticSpec:
-    """What the driver tells every task of an elastic run.
+    """The settings that every task of an elastic run gets from the driver.
 
     Attributes:
-        task: What it has in common with a static run.
+        task: The settings that static runs have, too.
         rejoin_timeout: Seconds for a rank to join a generation.
-        value_limit: What the pickled value of a rank may take, in bytes; None for no limit.
-        restarts_tasks: Whether tasks that fail are started anew. In local mode Spark ends their job.
+        value_limit: Maximum size of a rank's pickled value, in bytes; None means no limit.
+        restarts_tasks: Whether Spark restarts failed tasks. In local mode, it ends the job instead.
     """
 
     task: TaskSpec
@@ -57,7 +57,7 @@ class ElasticSpec:
 
 
 def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Be an agent, and yield its report as record batches of the result schema."""
+    """Run an agent, and yield its report as record batches of the result schema."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -93,19 +93,20 @@ def run_agent(
     anchor: int,
     gpus: list[str] | None,
 ) -> AgentReport:
-    """Be an agent until the driver has no more use for it; then another, where nobody would start the task anew.
+    """Run an agent until the driver no longer needs it.
 
-    ``number`` is the first agent's, which no other has; fork servers end with ``anchor``. ``gpus`` are those that Spark
-    assigned; None: it assigns none. ``executor`` is Spark's name of the executor, empty where there is none.
+    If the driver gives the agent up and Spark would not restart the task, this runs another one. ``number`` is the
+    first agent's number, which is unique. Fork servers end with the process ``anchor``. ``gpus`` are the GPUs that
+    Spark assigned; None if it assigns none. ``executor`` is Spark's ID of the executor, empty if there is none.
 
     Raises:
-        DriverUnreachableError: the driver cannot be reached.
-        GivenUpError: Spark is to start the task elsewhere, as it does.
-        NoAddressError, GpuError: the host's network or GPUs are not what the run was asked for.
+        DriverUnreachableError: The driver cannot be reached.
+        GivenUpError: Spark should start the task elsewhere, and will.
+        NoAddressError, GpuError: The host's network or GPUs do not match what the run asked for.
     """
     common, config = spec.task, spec.task.config
     assert common.hub is not None
-    alone = is_loopback(common.hub.host)  # who reaches the driver there is on its machine
+    alone = is_loopback(common.hub.host)  # the driver is on this machine
     address = choose_address(host, config.interfaces, common.hub.host, alone=alone, own=own_addresses())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = devices_of(gpus, 1, 0, visible, config.gpus_per_proc)
@@ -114,15 +115,15 @@ def run_agent(
         return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot, stream=worker)
 
     while True:
-        fork_server(config.env, anchor)  # starts to import torch while we meet the driver
+        fork_server(config.env, anchor)  # imports torch while we connect to the driver
         try:
             with closing(Link(common.hub, number, host)) as link:
                 if not link.wait_connected(_CONNECT_WAIT):
                     link.close(discard=True)
                     raise DriverUnreachableError(
                         f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:"
-                        f"{common.hub.port}, where elastic runs are decided. Set spark.driver.host to an address of "
-                        "the driver that executors reach (a client of Spark Connect has to run where they reach it), "
+                        f"{common.hub.port}, which controls an elastic run. Set spark.driver.host to an address of the "
+                        "driver that executors can reach (a Spark Connect client must run where they can reach it), "
                         "open its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
                     )
                 link.hello(number, task=task)
@@ -137,7 +138,7 @@ def run_agent(
 
 @contextmanager
 def _notices(agent: Agent) -> Iterator[None]:
-    """Take signals which say that this machine will go, where they can be taken."""
+    """Let the agent handle signals that announce the end of this machine; only the main thread can do so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,12 +151,9 @@ def _notices(agent: Agent) -> Iterator[None]:
 
 
 def executor_of(anchor: int) -> tuple[str, str]:
-    """This task's executor as Spark knows it. Only barrier tasks are told; it stands in the JVM's command.
+    """Return the ID and the host of this task's executor, read from the command line of its JVM, ``anchor``.
 
-    ``anchor`` is the executor's JVM.
-
-    Returns:
-        Its name and its host; each is empty where the command does not tell, as in local mode.
+    Spark tells only barrier tasks. Each text is empty if the command does not contain it, as in local mode.
     """
-    given = dict(pairwise(psutil.Process(anchor).cmdline()))
-    return given.get("--executor-id", ""), host_of(given.get("--hostname", ""))
+    options = dict(pairwise(psutil.Process(anchor).cmdline()))
+    return options.get("--executor-id", ""), host_of(options.get("--hostname", ""))

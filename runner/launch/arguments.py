@@ -37,7 +37,7 @@ _NO_OPTIONS = {
 
 
 def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C, P], R]], Callable[P, R]]:
-    """Decorate a function that starts ranks: it is called with the config made from its other arguments as the first.
+    """Decorate a function that starts ranks, so that its first argument is the config made from the others.
 
     The function keeps an explicit signature for editors and mypy. Its docstring gets the meaning of each argument. For
     an unknown name, the error suggests the closest argument. Options of a Network or a Reporting are also accepted as
@@ -62,8 +62,8 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
                         stacklevel=2,
                     )
                 elif name not in names:
-                    named = [each for each in names if each not in ("fn", "args", "kwargs")]
-                    hint = nearest(name, [*named, *moved], 0.4) or f" Expected one of {', '.join(named)}."
+                    options = [each for each in names if each not in ("fn", "args", "kwargs")]
+                    hint = nearest(name, [*options, *moved], 0.4) or f" Expected one of {', '.join(options)}."
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
             old = {name: kwargs.pop(name) for name in moved if name in kwargs}
             try:
@@ -75,16 +75,16 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         if function.__doc__ is not None:  # there is none under python -OO
-            told: dict[str, Option | str] = {**_NO_OPTIONS, **options_of(config), **texts}
+            known: dict[str, Option | str] = {**_NO_OPTIONS, **options_of(config), **texts}
             head, returns, rest = inspect.cleandoc(function.__doc__).partition("Returns:\n")
-            call.__doc__ = f"{head}Args:\n{meanings({name: told[name] for name in names})}\n\n{returns}{rest}"
+            call.__doc__ = f"{head}Args:\n{meanings({name: known[name] for name in names})}\n\n{returns}{rest}"
         return call
 
     return complete
 
 
 def folded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Single options as arguments of a function that starts ranks, grouped into a Network and a Reporting."""
+    """Group single options into a Network and a Reporting, as arguments of a function that starts ranks."""
     rest = dict(options)
     for group, kind in GROUPS.items():
         if parts := {name: rest.pop(name) for name in options_of(kind) if name in rest}:
@@ -93,7 +93,7 @@ def folded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapted(config: C) -> C:
-    """The config with this program's additions: its dialect, and TensorFlow to preload if it trains with it.
+    """Add this program's settings to a config: its dialect, and TensorFlow to preload if it trains with it.
 
     Raises:
         ValueError: ``progress="notebook"`` outside of a notebook.
@@ -107,7 +107,7 @@ def adapted(config: C) -> C:
 
 
 def uses_tensorflow() -> bool:
-    """Whether this program trains with TensorFlow, judged by its imports, because other libraries import it too."""
+    """Tell whether this program trains with TensorFlow; other libraries import TensorFlow, too, so check ours."""
     if "spark_hvd.tensorflow" in sys.modules:
         return True
     keras = sys.modules.get("keras") if "tensorflow" in sys.modules else None

@@ -39,11 +39,11 @@ H = TypeVar("H")
 _log = logging.getLogger(__name__)
 _STOP_GRACE = Grace(4.0, 1.0)
 _UNHEARD = 20.0
-"""Seconds after which it is said that no task has been heard of yet; after three times that, that none can reach us."""
+"""Seconds without a report from any task after which we warn; after three times that, the tasks count as cut off."""
 _ASK_EVERY = 0.2
 """Seconds between two questions to Spark whether the ranks' input has been computed."""
 _PATIENCE_HERE = 3
-"""By how much longer that takes on a local master: there, a task that is silent is slow and not cut off."""
+"""Factor for that time on a local master, where a silent task is slow rather than cut off."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Attempt:
         """Start the ranks once, and return their values in rank order.
 
         Raises:
-            RunError: as raised by :func:`spark_hvd.run`.
-            DataError: the DataFrames have no rows, so Spark has started no ranks.
+            RunError: As raised by :func:`spark_hvd.run`.
+            DataError: The DataFrames have no rows, so Spark has started no ranks.
             KeyboardInterrupt: after every rank has been stopped.
         """
         session, config, monitor = self.session, self.config, self.monitor
@@ -115,12 +115,12 @@ class Attempt:
                 looks.append(partial(feeding.look, lambda: bool(hub and hub.snapshot()[0]) or bool(job.placed)))
             attend(job, hub, monitor, _STOP_GRACE, lambda: _each(looks))
             if job.error is not None:
-                if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
+                if hub is not None:  # tell the other tasks now, because Spark takes its time to kill them
                     hub.stop("lost")
                     hub.wait_gone(_STOP_GRACE.ranks / 2)
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
-            if rows is not None and not job.rows:  # Spark 3.5 runs no task for an input that came out empty
+            if rows is not None and not job.rows:  # Spark 3.5 runs no tasks if the input is empty
                 from spark_hvd.data.loader import too_few
                 from spark_hvd.data.readers.errors import DataError
 
@@ -141,7 +141,7 @@ class Attempt:
         try:
             return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor.hear, ports))
         except ClusterError as error:
-            _log.warning("%s. Training goes on, but the output of the ranks stays in the executors' logs", error)
+            _log.warning("%s. Training continues, but the ranks' output stays in the executors' logs", error)
             return None
 
 
@@ -149,36 +149,36 @@ class Attempt:
 class Contact:
     """Warns about tasks that have not reported, and withdraws the warning when they do.
 
-    ``address`` describes where this program listens; for ``patience`` in seconds, see ``_UNHEARD``.
+    ``address`` is where this program listens. For ``patience``, in seconds, see ``_UNHEARD``.
     """
 
     size: int
     address: str
     patience: float
-    _said: int = 0
+    _warnings: int = 0
 
     def without_us(self, started: Collection[int], fell_back: bool, unheard: float) -> bool:
-        """Whether the ranks may be training without this program.
+        """Tell whether the ranks may be training without this program.
 
-        ``unheard`` are the seconds since the tasks began to run, if no rank has reported.
+        ``unheard`` is the number of seconds since the tasks began to run, if no rank has reported.
         """
-        if started and self._said and not fell_back:
-            _log.warning("ranks %s have been heard of by now, and are watched from here on", sorted(started))
-            self._said = 0
+        if started and self._warnings and not fell_back:
+            _log.warning("ranks %s have reported now, and are watched from here on", sorted(started))
+            self._warnings = 0
         cut_off = fell_back or unheard > 3 * self.patience
-        if cut_off and self._said < 2:
-            self._said = 2
+        if cut_off and self._warnings < 2:
+            self._warnings = 2
             _log.warning(
-                "ranks %s cannot reach this program at %s; training goes on, but their output stays in the "
+                "ranks %s cannot reach this program at %s; training continues, but their output stays in the "
                 "executors' logs",
                 sorted(set(range(self.size)) - set(started)),
                 self.address,
             )
-        elif unheard > self.patience and not self._said:
-            self._said = 1
+        elif unheard > self.patience and not self._warnings:
+            self._warnings = 1
             _log.warning(
-                "no rank has been heard of yet, %.0f s after Spark has started their tasks. They may be slow to start "
-                "on a busy machine; else see whether they reach this program at %s",
+                "no rank has reported yet, %.0f s after Spark started their tasks. They may be slow to start on a busy "
+                "machine; otherwise check whether they can reach this program at %s",
                 unheard,
                 self.address,
             )
@@ -191,7 +191,7 @@ def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
     ``make`` gets the address to listen on, and the one that tasks connect to.
 
     Raises:
-        ClusterError: this program cannot listen there, or has no address for executors.
+        ClusterError: This program cannot listen there, or has no address for executors.
     """
     bind = None
     try:
@@ -212,7 +212,7 @@ def _each(looks: Sequence[Callable[[], None]]) -> None:
 
 
 def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> Callable[[], None]:
-    """Ends a run early if ranks are lost, cannot start, or take too long to start; see :func:`attend`."""
+    """Return a function for :func:`attend` that raises if ranks are lost, cannot start, or start too slowly."""
     deadline = time.monotonic() + config.start_timeout
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
@@ -220,7 +220,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
     next_question, computing = 0.0, job.fed
 
     def unheard(now: float) -> float:
-        """For how long tasks have been running."""
+        """Return for how many seconds the tasks have been running."""
         nonlocal next_look, placed_at
         if now >= next_look and placed_at is None:
             next_look = now + 1
@@ -235,10 +235,10 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
             raise silent(lost)
         started, now = hub.snapshot()[0], time.monotonic()
         if job.fed and not started:
-            if now >= next_question:  # of many messages to the JVM
+            if now >= next_question:  # a question takes many messages to the JVM
                 next_question = now + _ASK_EVERY
                 computing = job.placement() is None
-            if computing:  # what the ranks are given
+            if computing:  # the ranks' input
                 deadline = now + config.start_timeout
                 return
         if len(started) < size and (missing := reach.missing(started)) is not None:
@@ -247,7 +247,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
         if len(started) < size and not without_us and now > deadline:
             raise StartTimeoutError(
                 f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                f"{reach.absent(started)}All ranks start together, when enough task slots are free: wait for the jobs "
+                f"{reach.absent(started)}All ranks start together once enough task slots are free: wait for the jobs "
                 "that hold them, ask for fewer ranks, or give a larger start_timeout=."
             )
 

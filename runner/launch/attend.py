@@ -21,7 +21,7 @@ _LOOK_EVERY = 0.02
 
 
 class Grace(NamedTuple):
-    """Seconds for ranks to end after they were told to, then for their tasks, then for the cancelled job."""
+    """Seconds that ranks get to end after they were told to, then their tasks, and then the cancelled job."""
 
     ranks: float
     tasks: float
@@ -48,14 +48,14 @@ class ThreadJob(Generic[T]):
         return not all(call.done() for call in self._calls)
 
     def wait(self, timeout: float) -> None:
-        """Wait until all have ended, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until all calls have ended."""
         futures.wait(self._calls, timeout)
 
     def cancel(self) -> None:
         """Do nothing, because threads cannot be killed."""
 
     def results(self) -> list[T]:
-        """The return values of the calls that have ended, in this order; raises the first exception, if any."""
+        """Return the values of the calls in the order in which they ended, or raise the first exception."""
         return [self._calls[task].result() for task in tuple(self._ended)]
 
 
@@ -68,11 +68,11 @@ def attend(
 ) -> None:
     """Wait until a job has ended, and show the output of its ranks. Any error stops the ranks before it is raised.
 
-    ``hub`` is the ranks' hub, None for ranks without one. ``grace`` is their time to end after an error. ``look`` is
-    called many times a second. It may raise, and returns the grace of a job that is no longer needed.
+    ``hub`` is the ranks' hub; None if they have none. ``grace`` is their time to end after an error. ``look`` is called
+    many times a second. It may raise. If the job is no longer needed, it returns the time that the job gets to end.
 
     Raises:
-        HubError: the hub failed.
+        HubError: The hub failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     if hub is not None:
@@ -88,11 +88,11 @@ def attend(
                 _stop(job, hub, "peer", last)
                 break
         if hub is not None:
-            check_hub(hub.failure)  # the tasks may have been stopped before anybody looked
+            check_hub(hub.failure)  # the job may have ended because the hub failed
     except BaseException as error:
         reason = "lost" if isinstance(error, RunError) else "interrupt"
         _stop(job, hub, "start" if isinstance(error, StartTimeoutError) else reason, grace)
-        with contextlib.suppress(Exception):  # it may be the streams that have failed
+        with contextlib.suppress(Exception):  # the streams themselves may have failed
             monitor.flush()
         raise
     monitor.flush()

@@ -1,4 +1,4 @@
-"""The values that ``data=`` takes, and the way each reaches the tasks of a run."""
+"""Sorts the values of ``data=`` by the way in which each reaches the tasks of a run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 KINDS = (
-    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face or Arrow, or what Arrow can import, as tables "
-    "of Polars or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or "
-    "of such a table; a list of paths of Parquet files; or one of these as Mapped"
+    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face or Arrow, or a table that Arrow can import, "
+    "such as one of Polars or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of "
+    "Parquet files or of such a table; a list of paths of Parquet files; or one of these as Mapped"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
 _INSTEAD = {
-    ("datasets", "DatasetDict"): "it as data= itself, or the data sets in it by name",
+    ("datasets", "DatasetDict"): "it directly as data=, or its data sets by name",
     ("datasets", "IterableDataset"): "the paths of its Parquet files, or a Dataset",
     ("duckdb", "DuckDBPyConnection"): "connection.sql(query)",
     ("polars", "LazyFrame"): "frame.collect()",
 }
 _PIECE_ROWS = 65_536
 _MOST_CODE = 64 << 20
-"""Maximum bytes of a function, which passes through Java's heap, and reaches each rank as text of twice the size."""
+"""Maximum size of a function in bytes. It passes through Java's heap, and reaches ranks as text of twice the size."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Given:
         return bool(self.frames or self.tables or self.sources or self.refused)
 
     def without_spark(self, function: str) -> Given:
-        """The same data sets, checked to need no Spark.
+        """Check that no data set needs Spark, and return them.
 
         Raises:
-            ValueError: one is a Spark DataFrame.
-            DataError: a table cannot be read without Spark.
+            ValueError: One is a Spark DataFrame.
+            DataError: A table cannot be read without Spark.
         """
         for refused in self.refused.values():
             raise refused.error
@@ -84,10 +84,10 @@ class Given:
 
     @contextmanager
     def on_disk(self) -> Iterator[Mapping[str, str]]:
-        """Temporary folders with the rows of the tables, by name.
+        """Write the rows of the tables to temporary folders, and yield these by name.
 
         Raises:
-            DataError: the disk is full.
+            DataError: The disk is full.
         """
         if not self.tables:
             yield {}
@@ -102,7 +102,7 @@ class Given:
             yield folders
 
     def read_by(self, session: SparkSession) -> Given:
-        """The same data sets, with the refused tables as frames that Spark reads.
+        """Replace the refused tables by frames that Spark reads.
 
         Raises:
             DataError: Spark cannot read one.
@@ -111,7 +111,7 @@ class Given:
         return replace(self, frames={**self.frames, **read}, refused={})
 
     def in_spark(self, session: SparkSession) -> Given:
-        """The same data sets, with all tables as Spark DataFrames, for tasks that may run on any host."""
+        """Replace all tables by Spark DataFrames, for tasks that may run on any host."""
         made = {name: _frame_of(session, name, table) for name, table in self.tables.items()}
         return replace(self, frames={**self.frames, **made}, tables={})
 
@@ -130,11 +130,11 @@ class _Refused:
             frame = session.read.format(self.read.format).options(**self.read.options).load(self.read.path)
             columns = frame.columns  # over Connect, Spark's errors are raised here
         except Exception as error:  # PySpark's classes of errors differ between its versions and Connect
-            said = str(error).strip().partition("\n")[0]
-            raise type(self.error)(f"{self.error}. Spark cannot read it in this session: {said}") from error
+            first = str(error).strip().partition("\n")[0]
+            raise type(self.error)(f"{self.error}. Spark cannot read it in this session: {first}") from error
         _check_names(name, columns, exact=tells_case_apart(session))
         why = str(self.error).partition(" Next: ")[0]
-        _log.warning("data[%r] is read by Spark, and its rows go to the ranks over it: %s", name, why)
+        _log.warning("data[%r] is read by Spark, which sends its rows to the ranks: %s", name, why)
         return frame
 
 
@@ -142,13 +142,13 @@ def given(data: Mapping[str, Any] | None) -> Given:
     """Sort the values of ``data=`` by the way they reach the tasks.
 
     Raises:
-        TypeError, ValueError: a name or a value is not supported; nothing was started.
-        DataError: files cannot be read, or a table has no rows.
+        TypeError, ValueError: A name or a value is not supported; nothing was started.
+        DataError: Files cannot be read, or a table has no rows.
     """
     if data is None:
         return Given()
     if not isinstance(data, Mapping):
-        raise TypeError(f'data={type(data).__name__}: expected data sets by name, as {{"train": df}}')
+        raise TypeError(f'data={type(data).__name__}: expected data sets by name, such as {{"train": df}}')
     frames: dict[str, DataFrame | Split | Windows] = {}
     tables: dict[str, pa.Table | Windows] = {}
     sources: dict[str, bytes] = {}
@@ -156,7 +156,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
     maps: dict[str, RowMap] = {}
     for name, value in data.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f'data[{name!r}]: expected a name, as "train"')
+            raise TypeError(f'data[{name!r}]: expected a name, such as "train"')
         if _is_mapped(value):
             maps[name], value = _row_map(name, value), value.rows
         if isinstance(value, str | os.PathLike) or _are_paths(value) or _is_table(value):
@@ -198,20 +198,20 @@ def check_rows(data: str, rows: int) -> None:
     """Refuse a data set without rows.
 
     Raises:
-        DataError: it has none.
+        DataError: It has none.
     """
     if not rows:
         from spark_hvd.data.readers.errors import DataError
 
         raise DataError(
-            f"data[{data!r}] has no rows: expected at least one for each rank. Check filters and joins that lead to it"
+            f"data[{data!r}] has no rows: expected at least one for each rank. Check the filters and joins before it"
         )
 
 
 def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     if not columns:
         raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
-    from spark_hvd.data.units import OURS  # and so numpy, which a run without data does not need
+    from spark_hvd.data.units import OURS  # imports numpy, which a run without data does not need
 
     if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")
@@ -221,7 +221,7 @@ def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     for name in columns:
         if not exact and first.setdefault(name.casefold(), name) != name:
             raise ValueError(
-                f"data[{data!r}] has more than one column {name!r} for Spark, which does not tell it from "
+                f"data[{data!r}] has more than one column {name!r} for Spark, which does not distinguish it from "
                 f"{first[name.casefold()]!r}: rename one of them, or set spark.sql.caseSensitive to true"
             )
 
@@ -243,7 +243,7 @@ def _row_map(name: str, value: Mapped) -> RowMap:
         ) from error
     if len(code) > _MOST_CODE:
         raise ValueError(
-            f"the function of data[{name!r}] has {len(code) >> 20} MiB with what it refers to: expected at most "
+            f"the function of data[{name!r}] has {len(code) >> 20} MiB with the objects it refers to: expected at most "
             f"{_MOST_CODE >> 20}. Let it load large objects (weights, a vocabulary) from a path that executors can "
             "reach, in its first call"
         )
@@ -260,16 +260,16 @@ def _is_frame(value: Any) -> bool:
 
 
 def _checked(name: str, windows: Windows) -> Windows:
-    """Windows with checked rows; a pandas DataFrame becomes an Arrow table."""
+    """Check the rows of Windows; a pandas DataFrame becomes an Arrow table."""
     if _is_frame(windows.rows):
-        return windows  # types are checked when the frame of series is made, still before anything is started
+        return windows  # series_of() checks the types later, still before any rank starts
     from spark_hvd.data.series.pieces import checked
 
     table = _table_of(name, windows.rows)
     if table is None:
         raise TypeError(
             f"data[{name!r}] is Windows over {type(windows.rows).__qualname__}: expected a Spark or pandas DataFrame, "
-            "or what Arrow can import. For files give spark.read.parquet(path)"
+            "or a table that Arrow can import. For files give spark.read.parquet(path)"
         )
     checked(table.schema, windows.spec)
     return windows.over(table)
@@ -284,7 +284,7 @@ def _rows_of(value: pa.Table | Windows) -> pa.Table:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether it is a table whose files ranks can read. Imports nothing."""
+    """Tell, without importing anything, whether a value is a table whose files ranks can read."""
     return any(isinstance(value, getattr(sys.modules.get(name), kind, ())) for name, kind in _TABLES.items())
 
 
@@ -294,10 +294,10 @@ def _are_paths(value: Any) -> bool:
 
 
 def _table_of(name: str, value: Any) -> pa.Table | None:
-    """The rows of an object in memory, in types that Spark and the readers know; None for anything else."""
+    """Return the rows of an object in memory, in types that Spark and the readers know; None for other objects."""
     pandas = sys.modules.get("pandas")
     is_pandas = pandas is not None and isinstance(value, pandas.DataFrame)
-    hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
+    hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the user may have a module of that name
     if isinstance(value, hugging_face):
         value = value.with_format("arrow")[:]
     files: Any = sys.modules.get("pyarrow.dataset")
@@ -316,7 +316,7 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
         raise TypeError(
             f"data[{name!r}] is of type {type(value).__qualname__}, which Arrow cannot convert to a table: {error}"
         ) from error
-    # In pieces, because the text of a whole table may exceed the capacity of a string array.
+    # In pieces, because the text of a large table may exceed the capacity of a string array.
     table = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
     for at, each in enumerate(table.schema):
         kind = plain_type(each.type)
@@ -333,9 +333,9 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a dictionary-encoded or run-end encoded column; others as they are.
+    """Decode a dictionary-encoded or run-end encoded column; return others unchanged.
 
-    Arrow cannot decode dictionaries of view types, so these are cast; it cannot cast run-end encoded columns.
+    Arrow cannot decode dictionaries of view types, so these are cast first. It cannot cast run-end encoded columns.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -355,6 +355,6 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _frame_of(session: SparkSession, name: str, table: pa.Table | Windows) -> DataFrame | Windows:
-    from spark_hvd.runner.spark.tables import frame_of  # it imports pyarrow, which a run without data does not need
+    from spark_hvd.runner.spark.tables import frame_of  # imports pyarrow, which a run without data does not need
 
     return table.over(frame_of(session, name, table.rows)) if _is_windows(table) else frame_of(session, name, table)

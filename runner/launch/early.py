@@ -1,4 +1,4 @@
-"""Starts the process that ranks are forked from before Spark's tasks ask for it, if this program can."""
+"""Starts the fork server before Spark's tasks ask for it, if this program can."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def torch_loading(session: SparkSession, env: Mapping[str, str | None]) -> Iterator[None]:
     """On a local master, import torch for ranks while Spark plans their stage and starts its Python workers.
 
-    Tasks find the server by the same rules as if one of them had started it, so nothing more is needed.
+    Tasks then find the server as if one of them had started it.
 
     Raises:
-        SetupError: the Python of Spark's workers lacks what they need.
-        ForkServerError: this machine does not run Linux.
+        SetupError: The Python of Spark's workers lacks modules that they need.
+        ForkServerError: This machine does not run Linux.
     """
     server = _started(session, env) if on_spark.is_local(session) else None
     try:
@@ -39,7 +39,7 @@ def _started(session: SparkSession, env: Mapping[str, str | None]) -> ForkServer
     on_spark.choose_python(session)
     python = shutil.which(session.sparkContext.pythonExec)
     if python is None or os.path.abspath(python) != os.path.abspath(sys.executable):
-        return None  # what another Python needs is its workers' to know
+        return None  # only the workers know the settings of another Python
     try:
         jvm, environ, path = spark_private.local_workers(session)
     except Exception as error:

@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 _SETTLE = 10.0
 """Seconds that executors get to register for the feeders, once there are enough for the ranks."""
 _STARTS = 4
-"""How often the feeders' job is started before its failure is the run's: as often as Spark tries a task, which on a
-local master it does once."""
+"""How often the feeders' job is started before its failure ends the run: as often as Spark tries a task on a cluster.
+On a local master, Spark tries a task only once."""
 _ASK_EVERY = 0.2
 _GRACE, _KILL = 2.0, 10.0
-"""Seconds for feeders to end when they are told to, and once their job is cancelled."""
+"""Seconds that feeders get to end when they are told to, and after their job was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,30 @@ class Room:
 
 
 def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: int, of_ranks: TaskResources) -> Room:
-    """Check that feeders find slots beside this number of rank tasks, for which there is room.
+    """Check that feeders find slots besides those of ``tasks`` rank tasks, for which there is room.
 
-    If the number of ranks is open, they leave as much room as feeders need.
+    If the number of ranks is open, ranks leave as much room as the feeders need.
 
     Raises:
         ValueError: feeders would have nothing to do.
-        NotEnoughSlotsError: there are too few slots; the text has the numbers and what to change.
+        NotEnoughSlotsError: There are too few slots. The text has the numbers, and says what to change.
     """
     feeders = config.feeders
     if not feeders:
         return Room(tasks)
     if not sets.maps:
         raise ValueError(
-            f"feeders={feeders}: none of the data sets of data= goes through a function. Give "
+            f"feeders={feeders}: no data set of data= goes through a function. Give "
             'data={"train": spark_hvd.data.Mapped(rows, function)}, or leave feeders= out'
         )
     try:
         mine = task_resources(session, Ask(gpus_per_proc=0))
-    except ClusterError:  # before PySpark 4 a stage cannot do without GPUs where others have some
+    except ClusterError:  # before PySpark 4, all stages of an application get the same number of GPUs
         mine = task_resources(session, Ask())
     deadline = time.monotonic() + min(config.start_timeout, _SETTLE)
     while True:
         slots, room = task_slots(session, of_ranks), task_slots(session, mine)
-        if slots is None or room is None:  # Spark Connect does not tell
+        if slots is None or room is None:  # Spark Connect does not say
             return Room(tasks, feeders, resources=mine)
         share, left = Fraction(feeders, max(room, 1)), left_beside(feeders, room, slots)
         if left >= (1 if config.num_proc is None else tasks):
@@ -93,13 +93,13 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
     fewer = f"feeders={most}" if most > 0 else "no feeders"
     raise NotEnoughSlotsError(
         f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots wanted, {room} there. Each feeder "
-        f"takes a slot beside those of the ranks for as long as the run. Ask for fewer, {fewer}, or "
+        f"takes a slot besides those of the ranks during the whole run. Ask for fewer, {fewer}, or "
         + (f'start the session with master("local[{wanted + feeders}]")' if on_spark.is_local(session) else _MORE)
     )
 
 
 def left_beside(feeders: int, room: int, slots: int) -> int:
-    """How many of ``slots`` for rank tasks are left if feeders take theirs; ``room`` is the number of feeder slots."""
+    """Return how many of ``slots`` for rank tasks the feeders leave; ``room`` is the number of slots for feeders."""
     return max(0, int((1 - Fraction(feeders, max(room, 1))) * slots))
 
 
@@ -112,7 +112,7 @@ class Feeding:
     Their job begins only when the ranks run, so that the barrier stage finds its slots free.
 
     Raises:
-        ClusterError: this program cannot listen for them.
+        ClusterError: This program cannot listen for them.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Feeding:
         """Start the job when ranks run, and again if it has failed; called many times a second.
 
         Raises:
-            StartTimeoutError: no feeder has reported within ``start_timeout``.
-            RunError: the job has failed too often; from Spark's error.
+            StartTimeoutError: No feeder has reported within ``start_timeout``.
+            RunError: The job has failed too often. Its cause is Spark's error.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -164,10 +164,10 @@ class Feeding:
             self._again(self._job.error)
         elif not self._directory.come and now > self._deadline:
             raise StartTimeoutError(
-                f"no feeder of {self._room.feeders} was heard of start_timeout={self._config.start_timeout:g} s after "
-                "the ranks had started. Each takes a task slot beside those of the ranks, and reaches this program at "
-                f"{self.address.endpoint.host}: wait for the jobs that hold slots, ask for fewer feeders, or see "
-                "spark.driver.host"
+                f"none of {self._room.feeders} feeders reported within start_timeout={self._config.start_timeout:g} s "
+                "after the ranks had started. Each needs a task slot besides those of the ranks, and must reach this "
+                f"program at {self.address.endpoint.host}: wait for the jobs that hold slots, ask for fewer feeders, "
+                "or see spark.driver.host"
             )
 
     def _start(self) -> None:
@@ -188,13 +188,13 @@ class Feeding:
         )
 
     def _again(self, error: Exception | None) -> None:
-        said = "they ended" if error is None else str(error).strip().partition("\n")[0]
+        reason = "they ended" if error is None else str(error).strip().partition("\n")[0]
         if self._started < _STARTS:
-            _log.warning("the feeders of this run are started again (%d of %d): %s", self._started, _STARTS - 1, said)
+            _log.warning("restarting the feeders of this run (%d of %d): %s", self._started, _STARTS - 1, reason)
             self._start()
             return
         raise RunError(
-            f"the Spark job of the feeders failed {self._started} times, the last time with: {said}. Next: look for a "
-            "process that was killed (memory, a crash in native code) in the executors' logs; try the function in "
+            f"the Spark job of the feeders failed {self._started} times, the last time with: {reason}. Next: look for "
+            "a process that was killed (memory, a crash in native code) in the executors' logs; try the function in "
             "run_local, where it runs in the ranks"
         ) from error

@@ -1,4 +1,4 @@
-"""``run_local``: the contract of ``run`` with plain processes on this machine; no Spark, no Java."""
+"""``run_local``: ``run`` with plain processes on this machine, without Spark or Java."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from spark_hvd.world.layout import WorldLayout
 R = TypeVar("R")
 HOST = "127.0.0.1"
 _STOP_GRACE = Grace(30.0, 10.0)
-"""Each rank gets some of it for SIGTERM, and its last output some more."""
+"""Enough for each rank to handle SIGTERM and to send its last output."""
 
 
 @launcher(
@@ -40,8 +40,8 @@ _STOP_GRACE = Grace(30.0, 10.0)
     num_proc="Number of ranks.",
     env="Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's "
     "share of the cores, unless it is set here or in this process.",
-    start_timeout="Seconds for all ranks to be up.",
-    max_restarts="How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.",
+    start_timeout="Seconds for all ranks to start.",
+    max_restarts="Maximum number of restarts of all ranks after a signal kills one; see :func:`spark_hvd.run`.",
 )
 @briefly
 def run_local(
@@ -62,19 +62,19 @@ def run_local(
     network: Network | None = None,
     reporting: Reporting | None = None,
 ) -> RunResult[R]:
-    """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
+    """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine, for debugging, tests and single machines.
 
-    For fn and the caller it behaves as :func:`spark_hvd.run`. Ranks use the loopback interface.
+    For fn and the caller, this behaves like :func:`spark_hvd.run`. Ranks use the loopback interface.
 
     Returns:
         The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled.
-        RankFailedError: a rank raised, exited or was killed.
+        RankFailedError: A rank raised, exited or was killed.
         RunTimeoutError: ``timeout`` expired.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -114,7 +114,7 @@ def _attempt(
 
 
 def env_here(config: CommonConfig, ranks: int) -> Mapping[str, str | None]:
-    """Changes to the ranks' environment. By default, torch in each rank would start one thread per core."""
+    """Return changes to the ranks' environment that divide the cores: torch would start one thread per core."""
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return {**share, **config.env}
 

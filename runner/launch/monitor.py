@@ -1,4 +1,4 @@
-"""Shows a run to the caller of ``run``: messages arrive in the hub's thread, and are shown in the caller's."""
+"""Shows a run to the caller of ``run``: messages arrive in the hub's thread, and the caller's thread shows them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.25
-"""Seconds between two looks at the state of the run."""
+"""Seconds between two updates of the display and checks for hangs."""
 
 
 class Monitor:
     """Shows and records a run; a context manager. Its :meth:`hear` is the listener of a hub.
 
-    Displays, trackers and pages may fail without ending the run; streams that the caller has passed may not.
-    ``price_per_hour`` is that of one rank, None if unknown. ``gpus_per_rank`` is None for one GPU per rank, if ranks
-    have any. ``page`` is the address of the run's page; None for no page.
+    A failure of a display, tracker or page does not end the run; a failure of a stream that the caller has passed does.
+    ``price_per_hour`` is that of one rank; None if unknown. ``gpus_per_rank`` is None for one GPU per rank, if ranks
+    have any. ``page`` is the address of the run's page; None means no page.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Monitor:
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
-    def hear(self, rank: int, said: Message | Vitals | Examination) -> None:
+    def hear(self, rank: int, message: Message | Vitals | Examination) -> None:
         """Accept a message of a rank."""
-        if isinstance(said, Vitals):
-            self._records.append(said)
-        elif isinstance(said, Examination):
-            self._examinations.append((rank, said))
+        if isinstance(message, Vitals):
+            self._records.append(message)
+        elif isinstance(message, Examination):
+            self._examinations.append((rank, message))
             if self._page is not None:
-                self._page.examined(rank, said)
-        elif said["type"] == "output":
-            self._output.put(rank, said["stream"], said["text"])
+                self._page.examined(rank, message)
+        elif message["type"] == "output":
+            self._output.put(rank, message["stream"], message["text"])
         elif self._page is not None:
-            self._page.profiled(rank, said)
+            self._page.profiled(rank, message)
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as last:  # each is ended, whatever becomes of the others
+        with ExitStack() as last:  # end each, even if another one fails
             last.callback(self._tracking.end, error, self._summary)
             if self._page is not None:
                 last.callback(self._page.close)
@@ -116,7 +116,7 @@ class Monitor:
 
     @property
     def hang(self) -> HangVerdict | None:
-        """Why nothing moves; None if the run moves."""
+        """Why the run does not progress; None if it does."""
         return self._watch.verdict
 
     def flush(self) -> None:
@@ -139,10 +139,10 @@ class Monitor:
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
         """Show the summary of a successful run, and return the summary and the history."""
-        self._next_look = 0.0  # what others waited for has ended with the run, if not before
+        self._next_look = 0.0  # check for hangs once more: a wait that was reported has ended with the run
         self.flush()
         now = time.monotonic()
-        self._display.show(self._view, now)  # the last records have come since it was shown
+        self._display.show(self._view, now)  # the last records may have arrived since the display was updated
         self._guarded("the view of the run", self._summarize, self._view, now)
         if self._summary is None:
             self._summarize(RunView(*self._begun), now)
@@ -153,7 +153,7 @@ class Monitor:
         from spark_hvd.runner.watch.display.page import Page, announce
 
         def examine(rank: int) -> None:
-            if self._hub is not None:  # else nobody answers, which is said
+            if self._hub is not None:  # without a hub, the page reports that nobody answers
                 self._hub.examine(rank)
 
         def profile(rank: int, number: int, steps: int) -> None:
@@ -198,22 +198,22 @@ class Monitor:
         self._summary = view.summary(now)
 
     def _guarded(self, observer: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call an observer; if it fails, that ends the observer and not the run."""
+        """Call an observer; if it fails, stop calling it, and let the run continue."""
         if observer in self._failed:
             return
         try:
             work(*args, **kwargs)
         except Exception as error:
             self._failed.add(observer)
-            _log.warning("%s has failed (%r); the run goes on without it", observer, error, exc_info=True)
+            _log.warning("%s has failed (%r); the run continues without it", observer, error, exc_info=True)
 
 
 def make_monitor(config: CommonConfig, fn: Callable[..., Any], size: int) -> Monitor:
-    """The monitor of a run.
+    """Make the monitor of a run.
 
     Raises:
-        TypeError: the tracker is not a tracker.
-        ValueError: the variable for the page has no valid address.
+        TypeError: The tracker is not a tracker.
+        ValueError: The variable for the page has no valid address.
     """
     name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"

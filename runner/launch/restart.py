@@ -1,4 +1,4 @@
-"""Starting the ranks of a static run again: after which failures, how often, and with how many ranks."""
+"""Restarts the ranks of a static run: decides after which failures, how often, and with how many ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ANSWER = 3.0
 def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
     """Call ``start(generation, loss)`` until it returns, with at most ``max_restarts`` repetitions.
 
-    It gets the number of earlier calls, and the error that ended the last one.
+    ``generation`` is the number of earlier calls, and ``loss`` the error that ended the last one.
 
     Raises:
-        RunError: the error of the last start; says how many restarts were made, if any.
+        RunError: The error of the last start. It says how many restarts were made, if any.
     """
     loss: RunError | None = None
     for made in range(max_restarts + 1):
@@ -50,7 +50,7 @@ def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int)
 
 
 def reason_to_restart(error: RunError) -> str | None:
-    """Why the ranks may be restarted after ``error``, in a line; None if the same would happen again.
+    """Say in a line why a restart may help after ``error``; None if the same would happen again.
 
     A lost executor or process may be back the next time. An exception, an exit code or a timeout comes from the
     program.
@@ -63,13 +63,13 @@ def reason_to_restart(error: RunError) -> str | None:
 
 
 def _note(error: RunError, made: int, max_restarts: int) -> str:
-    """The sentence about restarts in the last error."""
+    """Return the sentence about restarts for the last error."""
     if made:
         return f"This was after {made} restart{'s' if made > 1 else ''} (max_restarts={max_restarts})."
     if isinstance(error, ExecutorLostError):
         return (
-            "fn is not run again unless max_restarts= says so, because it may have had effects. Give that where fn "
-            "goes on from a checkpoint (hvd.checkpoint)."
+            "fn does not run again unless you give max_restarts=, because it may have side effects. Give it if fn "
+            "resumes from a checkpoint (hvd.checkpoint)."
         )
     return ""
 
@@ -78,7 +78,7 @@ def check_least(config: RunConfig, tasks: int) -> None:
     """Check that ``min_num_proc`` does not exceed a number of ranks that came from the cluster.
 
     Raises:
-        ValueError: it is.
+        ValueError: It does.
     """
     size = tasks * config.procs_per_task
     if config.min_num_proc is not None and config.min_num_proc > size:
@@ -86,36 +86,36 @@ def check_least(config: RunConfig, tasks: int) -> None:
 
 
 def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, room: Room, loss: RunError) -> int:
-    """The number of rank tasks for which there is room after a loss, beside feeders.
+    """Return the number of rank tasks for which there is room after a loss, besides the feeders.
 
     It returns as soon as there is room for as many as before. Otherwise it waits up to ``start_timeout`` for executors
     to come back, and for Spark to notice lost ones, because Spark would place ranks on a host that does not answer.
 
     Raises:
-        NotEnoughSlotsError: there is room for fewer ranks than ``min_num_proc``; from ``loss``.
+        NotEnoughSlotsError: There is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
     """
     deadline = time.monotonic() + config.start_timeout
     each, wanted = config.procs_per_task, room.tasks
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
-        there = task_slots(session, resources)
-        if there is None:  # Spark Connect cannot be asked
+        slots = task_slots(session, resources)
+        if slots is None:  # Spark Connect does not say
             return wanted
         if room.resources is not None:
-            there = left_beside(room.feeders, task_slots(session, room.resources) or 0, there)
-        if there >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
+            slots = left_beside(room.feeders, task_slots(session, room.resources) or 0, slots)
+        if slots >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
             return wanted
         if on_spark.is_local(session) or time.monotonic() > deadline:
             break
         check_stop()
         time.sleep(0.2)
-    if there >= least:
-        ranks = min(there, wanted) * each
-        _log.warning("going on with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
-        return min(there, wanted)
-    beside, fewer = (f" beside feeders={room.feeders}", " ranks or feeders") if room.feeders else ("", "")
+    if slots >= least:
+        ranks = min(slots, wanted) * each
+        _log.warning("continuing with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
+        return min(slots, wanted)
+    beside, fewer = (f" besides feeders={room.feeders}", " ranks or feeders") if room.feeders else ("", "")
     raise NotEnoughSlotsError(
-        f"{there * each} of {wanted * each} ranks find a slot{beside} {config.start_timeout:g} s (start_timeout) after "
-        f"a loss, and at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer{fewer}, "
-        f"give executors more time to come back, or look for why they do not. The loss: {str(loss).splitlines()[0]}"
+        f"{slots * each} of {wanted * each} ranks find a slot{beside} {config.start_timeout:g} s (start_timeout) after "
+        f"a loss, but at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer{fewer}, "
+        f"give executors more time to come back, or find out why they do not. The loss: {str(loss).splitlines()[0]}"
     ) from loss

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _FEW = 8
-"""Numbers of an array that are printed."""
+"""Maximum number of elements for which an array is printed in full."""
 
 
 class _Abbreviating(reprlib.Repr):
@@ -82,7 +82,7 @@ class RunResult(list[R]):
             metric: A name that was given to `hvd.progress`.
 
         Raises:
-            ValueError: no rank has reported it.
+            ValueError: No rank has reported it.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_loss
@@ -93,7 +93,7 @@ class RunResult(list[R]):
         """Draw samples (or steps) per second of each rank over time. Needs matplotlib.
 
         Raises:
-            ValueError: no rank has counted any.
+            ValueError: No rank has counted any.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_throughput
@@ -104,7 +104,7 @@ class RunResult(list[R]):
         """Draw a lane for each rank over time that shows where its time went. Needs matplotlib.
 
         Raises:
-            ValueError: there is nothing to draw.
+            ValueError: There is nothing to draw.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_timeline

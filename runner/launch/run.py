@@ -1,4 +1,4 @@
-"""``run``: a function on every rank of a Spark barrier stage, its values back in rank order."""
+"""``run``: runs a function on every rank of a Spark barrier stage, and returns the values in rank order."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _LOOK_EVERY = 0.1
 
 
 class SlotShares:
-    """Runs of one program share the slots of its Spark application: a run waits until enough of them are free.
+    """Shares the slots of a Spark application among the runs of one program: a run waits until enough are free.
 
-    Spark would make it wait too, but only after its processes have started, and within its ``start_timeout``. Runs are
+    Spark would make it wait, too, but only after its processes have started, and within its ``start_timeout``. Runs are
     served in order, so large runs do not starve.
     """
 
@@ -47,14 +47,14 @@ class SlotShares:
         self._queue: list[object] = []
         self._threads: list[int] = []
         """The threads of the runs that hold slots."""
-        self._told = False
+        self._warned = False
 
     @contextmanager
     def held(self, tasks: int, slots: int | None, more: Fraction = Fraction(0)) -> Iterator[None]:
         """Wait until slots for this run are free, and hold them.
 
-        Tasks of different runs differ in cores and GPUs, so shares are compared. If ``slots`` is None, it does not
-        wait. ``more`` is the share of the run's other tasks.
+        Tasks of different runs differ in cores and GPUs, so this compares shares of the slots. If ``slots`` is None, it
+        does not wait. ``more`` is the share of the run's other tasks.
 
         Raises:
             KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
@@ -62,19 +62,19 @@ class SlotShares:
         share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)) + more)
         me, thread = object(), threading.get_ident()
         with self._changed:
-            if thread in self._threads:  # within a run, as from its tracker: the wait for that one would never end
+            if thread in self._threads:  # a run within a run, for example in a tracker, would wait forever
                 share = Fraction(0)
             self._queue.append(me)
             try:
                 if not self._may(me, share):
                     _log.log(
-                        logging.INFO if self._told else logging.WARNING,
-                        "a run waits for %d of the %s slots, which other runs of this program hold; it starts when "
+                        logging.INFO if self._warned else logging.WARNING,
+                        "a run waits for %d of the %s slots, which other runs of this program hold; it starts once "
                         "they are free, and Ctrl-C ends it",
                         tasks,
                         slots,
                     )
-                    self._told = True
+                    self._warned = True
                 while not self._may(me, share):
                     self._changed.wait(_LOOK_EVERY)
                     check_stop()
@@ -96,7 +96,7 @@ class SlotShares:
 
 
 slot_shares = SlotShares()
-"""Those of this program, which has one Spark application at a time."""
+"""The shares of this program, which has one Spark application at a time."""
 
 
 R = TypeVar("R")
@@ -141,15 +141,15 @@ def run(
         The return values of fn, in rank order: a list that also records how the run went.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
-        ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
+        ClusterError: The application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
             something missing on an executor).
-        StartTimeoutError: not all ranks started within ``start_timeout``.
-        RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
+        StartTimeoutError: Not all ranks started within ``start_timeout``.
+        RankFailedError: A rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` expired.
         ExecutorLostError: Spark lost an executor, and no restart was left.
-        HubError: the hub between ranks and driver failed.
+        HubError: The hub between ranks and driver failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
@@ -172,17 +172,17 @@ def run(
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets, room)
 
         def start(generation: int, lost: RunError | None) -> list[R]:
-            there = tasks if lost is None else tasks_again(session, config, resources, room, lost)
-            return attempt.run(there, generation)
+            number = tasks if lost is None else tasks_again(session, config, resources, room, lost)
+            return attempt.run(number, generation)
 
         return monitor.result(with_restarts(start, config.max_restarts))
 
 
 def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
-    """The number of tasks of a run, once there is room for all of them, and the resources of each.
+    """Wait for room for a run, and return the number of its tasks and the resources of each.
 
     Raises:
-        ClusterError: the application cannot provide them; NotEnoughSlotsError if there are too few slots.
+        ClusterError: The application cannot provide them; NotEnoughSlotsError if there are too few slots.
     """
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)

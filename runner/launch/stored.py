@@ -1,7 +1,7 @@
-"""Rows for elastic ranks, written as Parquet before any rank starts, so that later ranks read the same.
+"""Writes the rows of elastic ranks to Parquet before any rank starts, so that later ranks read the same rows.
 
 Ranks of a static run have a DataFrame's rows on the disks of their hosts, and would lose them with a host. For elastic
-ranks, one Spark job computes each row once, and writes it where every rank finds it, whenever it starts.
+ranks, one Spark job computes each row once, and writes it to a place where every rank finds it, whenever it starts.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _FOLDER, _OWNER = "run_data-", "owner.json"
 _GROUPS = 32
-"""Row groups that a file shall have at least, where it has rows enough."""
+"""Minimum number of row groups of a file that has enough rows."""
 
 
 @contextmanager
 def stored(
     given: Given, store: str | os.PathLike[str] | Store | None = None, session: SparkSession | None = None
 ) -> Iterator[Mapping[str, bytes]]:
-    """The sources of all data sets for the ranks; files written for them are deleted afterwards.
+    """Yield the sources of all data sets for the ranks, and delete the files written for them afterwards.
 
     Without a store, files go to a temporary folder of this machine. Without a session, the ranks run on this machine.
 
     Raises:
-        ValueError: rows must be written, but no storage is known that all hosts can reach; or a data set is Windows.
-        DataError: a data set has no rows.
-        StoreError: rows cannot be written.
+        ValueError: Rows must be written, but no storage is known that all hosts can reach; or a data set is Windows.
+        DataError: A data set has no rows.
+        StoreError: Rows cannot be written.
     """
     rows = [*given.frames, *given.tables]
     if not rows:
         yield given.sources
         return
-    from spark_hvd.data.parquet import dataset_of  # and so pyarrow, which a run without data does not need
+    from spark_hvd.data.parquet import dataset_of  # imports pyarrow, which a run without data does not need
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.source import ParquetSource
 
@@ -60,7 +60,7 @@ def stored(
         if isinstance(given.frames.get(name, given.tables.get(name)), Windows):
             raise ValueError(
                 f"data[{name!r}] is Windows over series, whose rows are on the ranks' disks, but ranks of an elastic "
-                "run come and go. Use run, with max_restarts= against losses"
+                "run join and leave. Use run, with max_restarts= against losses"
             )
     with _place(rows[0], store, session) as (place, folder):
         sources = dict(given.sources)
@@ -83,16 +83,16 @@ def _place(
     if given is None:
         if session is not None and (on_spark.is_connect(session) or not on_spark.is_local(session)):
             raise ValueError(
-                f"data[{name!r}] has its rows in Spark or in this program, but ranks of run_elastic come and go: they "
-                'are written to where every host finds them. Expected data_store="s3://bucket/prefix" or a path that '
-                "all hosts share, or the path of the rows' own files in data="
+                f"data[{name!r}] has its rows in Spark or in this program, but ranks of run_elastic join and leave, so "
+                'the rows must be written to a place that all hosts reach. Expected data_store="s3://bucket/prefix" '
+                "or a path that all hosts share, or the path of the rows' own files in data="
             )
         with Scratch("rows") as path:
             yield Store.create(path), path
         return
     store = given if isinstance(given, Store) else Store.create(given)
     if not store.is_shared:
-        raise ValueError(f"data_store={store.url!r}: expected a place that other processes see, too")
+        raise ValueError(f"data_store={store.url!r}: expected a place that other processes can read, too")
     _sweep(store)
     folder = store.join(f"{_FOLDER}{uuid.uuid4().hex}")
     try:
@@ -103,22 +103,22 @@ def _place(
 
 
 def _owner() -> dict[str, Any]:
-    """The identity of this process, by which others can find out whether it is alive."""
+    """Return the identity of this process, by which others can find out whether it is alive."""
     process = psutil.Process()
     return {"where": _where(), "pid": process.pid, "born": process.create_time()}
 
 
 def _where() -> list[str]:
-    """The scope of process IDs: one boot of one machine, one container."""
+    """Return the scope in which process IDs are unique: one boot of one machine, one container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
-    except OSError:  # no Linux, or hidden
+    except OSError:  # not Linux, or hidden
         return []
 
 
 def _sweep(store: Store) -> None:
-    """Delete the rows of killed programs of this machine; for others, it is unknown whether they are alive."""
+    """Delete the rows of killed programs of this machine; we cannot tell whether programs elsewhere are alive."""
     for path in store.list(store.url):
         if posixpath.basename(path).startswith(_FOLDER) and _is_left(store, path):
             _log.warning("deleting %s, the rows of a run whose program was killed", path)
@@ -135,7 +135,7 @@ def _is_left(store: Store, folder: str) -> bool:
         return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["born"]) > 1.0)
     except psutil.NoSuchProcess:
         return True
-    except (StoreError, psutil.Error, ValueError, KeyError, TypeError, OSError):  # not there yet, or not ours to know
+    except (StoreError, psutil.Error, ValueError, KeyError, TypeError, OSError):  # not written yet, or not readable
         return False
 
 
@@ -156,7 +156,7 @@ def _write_frame(store: Store, path: str, name: str, frame: DataFrame) -> None:
     from spark_hvd.runner.spark.series import quoted
 
     listed = with_lists(frame)
-    # names without dots, which mapInArrow takes for fields of structs
+    # mapInArrow takes a name with dots for a field of a struct.
     selected = listed.select([F.col(quoted(column)).alias(f"c{at}") for at, column in enumerate(listed.columns)])
     on_spark.choose_python(frame.sparkSession)
     job = selected.mapInArrow(_writer(store, path, listed.columns), "file string, rows long")
@@ -164,7 +164,7 @@ def _write_frame(store: Store, path: str, name: str, frame: DataFrame) -> None:
         written = job.collect()
     check_rows(name, sum(row["rows"] for row in written))
     kept = {row["file"] for row in written}
-    for file in store.list(path, unfinished=True):  # of attempts that Spark ran twice, gave up, or killed
+    for file in store.list(path, unfinished=True):  # delete files of task attempts that were repeated or killed
         if file not in kept:
             store.delete(file)
 

@@ -23,8 +23,8 @@ class WarmUp:
     Attributes:
         executors: Number of executors that now have a process with torch loaded.
         hosts: Number of their hosts.
-        ranks: Number of ranks that were started, and have ended.
-        seconds: From the call to its return.
+        ranks: Number of ranks that were started and have ended.
+        seconds: Duration of the call.
     """
 
     __module__ = "spark_hvd.runner"
@@ -49,11 +49,11 @@ def warm_up(
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
 ) -> WarmUp:
-    """Let executors start Python and import torch now, so that the first run or fit of a session does not wait for it.
+    """Let executors start Python and import torch now, so that the first run or fit of a session need not wait.
 
     It runs an empty function on ranks, as :func:`spark_hvd.run` would. Each executor then keeps a process with torch
-    for ten minutes after the last run; the process ends with the executor. A second call takes a fraction of a second.
-    A notebook may call it in a thread while it reads data.
+    until ten minutes after the last run; the process ends with the executor. A second call takes a fraction of a
+    second. A notebook may call it in a thread while it reads data.
 
     Args:
         spark: The session; None for the active one.
@@ -68,7 +68,7 @@ def warm_up(
     Raises:
         ValueError: ``env`` has a variable that libraries read when they load, such as OMP_NUM_THREADS. Runs with such
             a variable use their own process, which ends with them.
-        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: as raised by :func:`spark_hvd.run`. The
+        ClusterError, StartTimeoutError, RankFailedError, ExecutorLostError: As raised by :func:`spark_hvd.run`. The
             text names what is missing on an executor, such as torch.
     """
     if not outlives_runs(env or {}):
@@ -82,7 +82,7 @@ def warm_up(
         import os
         import socket
 
-        return socket.gethostname(), os.getppid()  # the process that ranks are forked from: one an executor
+        return socket.gethostname(), os.getppid()  # the parent is the fork server, one per executor
 
     nothing.__name__ = nothing.__qualname__ = "warm_up"
     servers = run(nothing, (), None, num_proc, spark=spark, env=env, start_timeout=start_timeout, verbose=0)

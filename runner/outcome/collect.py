@@ -21,25 +21,25 @@ def results(
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:
-    """Unpack outcomes. ``order`` is the order in which failures arrived; ``where`` is called only if there are some.
+    """Unpack outcomes. ``order`` has the ranks of failures in order of arrival; ``where`` is called only for failures.
 
     Returns:
         The values in rank order.
 
     Raises:
-        RankFailedError: at least one rank failed; from its own exception, where that could be pickled.
-        RunTimeoutError: the run's time was up.
-        RunError: an outcome is missing, or a value cannot be unpickled here.
+        RankFailedError: at least one rank failed. Its cause is the rank's own exception, if that could be pickled.
+        RunTimeoutError: The run took longer than ``timeout``.
+        RunError: An outcome is missing, or a value cannot be unpickled here.
     """
     failures = [outcome for item in packed if not item.ok and isinstance(outcome := item.open(), Failed)]
     if failures:
         finished = [item.rank for item in packed if item.ok]
-        there = None if where is None else where()
-        failures = rank_failures(failures if there is None else there.place(failures), order)
+        places = None if where is None else where()
+        failures = rank_failures(failures if places is None else places.place(failures), order)
         if failures[0].kind is FailureKind.TIMEOUT:
             assert timeout is not None
-            raise RunTimeoutError(timeout_report(failures, size, timeout, hang, there), tuple(failures), hang)
-        error = RankFailedError(failure_report(failures, size, finished, hang, there), tuple(failures), hang)
+            raise RunTimeoutError(timeout_report(failures, size, timeout, hang, places), tuple(failures), hang)
+        error = RankFailedError(failure_report(failures, size, finished, hang, places), tuple(failures), hang)
         raise error from load_exception(failures[0].exception, failures[0].error)
     if [item.rank for item in packed] != list(range(size)):
         raise RunError(f"Spark returned the values of ranks {[item.rank for item in packed]}, expected 0..{size - 1}")
@@ -47,17 +47,17 @@ def results(
 
 
 def value_of(item: Packed) -> Any:
-    """The value of a rank that has one.
+    """Return the value of a rank that has one.
 
     Raises:
-        RunError: it cannot be unpickled here.
+        RunError: It cannot be unpickled here.
     """
     try:
         outcome = item.open()
     except Exception as error:
         raise RunError(
             f"the value of rank {item.rank} ({len(item.data)} bytes) cannot be unpickled here: "
-            f"{type(error).__name__}: {error}. Install on the driver what the ranks have, or return plain data."
+            f"{type(error).__name__}: {error}. Install the ranks' packages on the driver, too, or return plain data."
         ) from error
     assert not isinstance(outcome, Failed)
     return outcome.value

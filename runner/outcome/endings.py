@@ -1,4 +1,4 @@
-"""How a rank ended, in words: pure functions of exit codes, reasons and stacks."""
+"""Describes how a rank ended: pure functions of exit codes, reasons and stacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OURS = re.compile(
 
 
 def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
-    """The failure for an exit before fn returned. Exit codes are those of subprocess: negative for a signal."""
+    """Describe an exit before fn returned. As in subprocess, a negative exit code means a signal."""
     if exitcode >= 0:
         return FailureKind.EXIT, f"the process exited with code {exitcode} before fn returned"
     name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
@@ -30,7 +30,7 @@ def exit_failure(exitcode: int) -> tuple[FailureKind, str]:
 
 
 def stopped(reason: str, culprit: int | None) -> str:
-    """The reasons for which we end a rank."""
+    """Say why we stopped a rank."""
     return {
         "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
         "interrupt": "stopped: the run was interrupted",
@@ -39,36 +39,36 @@ def stopped(reason: str, culprit: int | None) -> str:
 
 
 def start_took_too_long(start_timeout: float, mpi_seconds: float | None) -> str:
-    """The text for a rank that did not join the world in time.
+    """Describe a rank that did not join the world in time.
 
-    ``mpi_seconds`` is the time that MPI's process manager had, if that is what did not start.
+    ``mpi_seconds`` is the time limit of MPI's process manager, if that is what did not start; otherwise None.
     """
     if mpi_seconds is None:
         return f"this rank had not joined the others after start_timeout={start_timeout:g} s"
     return (
-        f"MPI's process manager did not start this rank within {mpi_seconds:g} s: perhaps this host cannot reach that "
-        "of rank 0, on which it listens (see ports= and interfaces=)"
+        f"MPI's process manager did not start this rank within {mpi_seconds:g} s: perhaps this host cannot reach rank "
+        "0's host, on which the manager listens (see ports= and interfaces=)"
     )
 
 
 def trim_stacks(text: str) -> str:
-    """A fault handler's stacks without our own frames below fn, and without its list of extension modules."""
+    """Remove our own frames below fn, and the list of extension modules, from a fault handler's stacks."""
     return "\n".join(line for line in text.splitlines() if not _OURS.match(line)).strip()
 
 
-# What torch.distributed and its backends say when the other side has gone. They say it as plain RuntimeErrors.
-_GONE = re.compile(
+# Messages of torch.distributed and its backends about a lost peer: plain RuntimeErrors, known by their text only.
+_PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)( by peer)?|broken pipe|socket (is |was )?closed"
     r"|timed out waiting \d+ ?ms for (recv|send)|remote process exited|nccl.*(aborted|remote error)"
     r"|failed to (recv|send), got \d+ bytes|connectfullmesh",
     re.IGNORECASE,
 )
 _JAX_ABORTS = re.compile("because the JAX distributed service detected fatal errors|CoordinationServiceAgent::SetError")
-"""What JAX prints when it aborts a process whose coordinator, in rank 0, has gone: first why, then where."""
+"""What JAX prints before it aborts a process whose coordinator, in rank 0, is gone."""
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception, its cause, or all exceptions of a group only say that a peer or the network has gone."""
+    """Tell whether an exception, its cause, or each exception of a group only reports the loss of a peer or network."""
     return _is_echo(error, set())
 
 
@@ -80,7 +80,7 @@ def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
     if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
         return True
     text = text_of(error)
-    if _GONE.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX raises it as a ValueError
+    if _PEER_LOST.search(text) and (isinstance(error, RuntimeError) or "Gloo" in text):  # JAX raises it as a ValueError
         return True
     if isinstance(error, GROUPS):
         return all(_is_echo(each, {*seen}) for each in error.exceptions)
@@ -88,19 +88,19 @@ def _is_echo(error: BaseException | None, seen: set[int]) -> bool:
 
 
 def is_echoing_abort(exitcode: int, output: str) -> bool:
-    """Whether a process was aborted by JAX for the loss of another one."""
+    """Tell whether JAX aborted a process because another one was lost."""
     return exitcode == -signal.SIGABRT and _JAX_ABORTS.search(output) is not None
 
 
 def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list[Failed]:
     """Sort failures, the first cause first.
 
-    ``order`` has ranks as the hub heard of their failures: the clocks of hosts differ.
+    ``order`` has the ranks in the order in which the hub heard of their failures, because the hosts' clocks differ.
     """
     heard = {rank: position for position, rank in enumerate(order)}
 
     def key(failure: Failed) -> tuple[bool, bool, int, float, int]:
-        stopped = failure.kind in (FailureKind.STOPPED, FailureKind.LOST, FailureKind.TIMEOUT)
-        return stopped, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
+        not_its_own = failure.kind in (FailureKind.STOPPED, FailureKind.LOST, FailureKind.TIMEOUT)
+        return not_its_own, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
 
     return sorted(failures, key=key)

@@ -20,7 +20,7 @@ class RunError(Brief, RuntimeError):
             cls.__module__ = RunError.__module__
 
     def __str__(self) -> str:
-        return harmless(super().__str__())  # it quotes what ranks said, and is mostly read in a terminal
+        return harmless(super().__str__())  # the text quotes ranks, and people read it in a terminal
 
 
 class ClusterError(RunError):
@@ -44,14 +44,14 @@ class ExecutorLostError(RunError):
 
 
 class HubError(RunError):
-    """The hub between the driver and its tasks failed, on a malformed message or by a defect."""
+    """The hub between the driver and its tasks failed, because of a malformed message or a bug."""
 
 
 def check_hub(failure: Exception | None) -> None:
     """Raise the failure of a hub, if it has failed.
 
     Raises:
-        HubError: with the hub's own text.
+        HubError: With the hub's own text.
     """
     if failure is not None:
         raise HubError(str(failure)) from failure.__cause__
@@ -122,4 +122,4 @@ class ResetLimitError(ElasticError):
 
 
 class StateLostError(ElasticError):
-    """All ranks that had a committed state were lost, so starting again would lose the work done."""
+    """All ranks that had a committed state were lost, so to start again would repeat the work from the beginning."""

@@ -17,20 +17,19 @@ from spark_hvd.world.words import bounded, text_of
 R = TypeVar("R")
 
 _MAX_DEPTH = 6
-_MOST_OF_AN_EXCEPTION = 1 << 20
-"""Bytes of a pickled exception."""
-_MOST_OF_A_TEXT = 16 << 10
-_STANDING_IN = (KeyError, IndexError, OSError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-"""Those that take a text; RuntimeError stands for exceptions of no such class."""
+_MAX_EXCEPTION_BYTES = 1 << 20
+_MAX_TEXT_CHARS = 16 << 10
+_SUBSTITUTES = (KeyError, IndexError, OSError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+"""Built-in classes that take a text, and may replace an exception derived from them. RuntimeError replaces others."""
 _INSIDE = "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
-_OF_SPARK = (
+_NO_SPARK = (
     "Ranks have no Spark. Write a DataFrame to Parquet and pass the path, pass df.toPandas() if it is small, or train "
     "on it with an estimator. Pass the value of a broadcast variable; return what an accumulator would add up."
 )
 
 
 class UnpicklableError(Brief, TypeError):
-    """Something that must be sent between processes cannot be pickled; the message names the part at fault."""
+    """An object that must be sent to another process cannot be pickled; the message names the part at fault."""
 
     __module__ = "spark_hvd.runner"
 
@@ -39,7 +38,7 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) are pickled by value.
 
     Raises:
-        TypeError: it is not a function, or the arguments do not match it.
+        TypeError: It is not a function, or the arguments do not match it.
         UnpicklableError: naming the closure variable, global, argument or attribute that cannot be pickled.
     """
     _check_call(fn, args, kwargs)
@@ -50,7 +49,7 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
         spark = any((found := _culprit(*part, frozenset(), _MAX_DEPTH)) and _is_spark(found[1]) for part in parts)
         raise UnpicklableError(
-            f"cannot send fn to the ranks: {explain(parts, error)}\n{_OF_SPARK if spark else _INSIDE}"
+            f"cannot send fn to the ranks: {explain(parts, error)}\n{_NO_SPARK if spark else _INSIDE}"
         ) from error
     return data
 
@@ -58,22 +57,22 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
     if not callable(fn):
         raise TypeError(
-            f"fn={reprlib.repr(fn)} is no function: give the function itself, run(train, args=(1,)), and not what it "
-            "returns, run(train(1))"
+            f"fn={reprlib.repr(fn)} is no function: pass the function itself, run(train, args=(1,)), not the value "
+            "that it returns, run(train(1))"
         )
     if inspect.iscoroutinefunction(fn):
-        raise TypeError(f"fn={name_of(fn)} is async, and ranks call plain functions: call asyncio.run(...) inside one")
+        raise TypeError(f"fn={name_of(fn)} is async, but ranks call plain functions: call asyncio.run(...) inside one")
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(f"fn={name_of(fn)} is a generator, which runs nothing when it is called: return a list instead")
     if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
         raise TypeError(
-            f"args={reprlib.repr(args)}: expected a tuple of arguments; of one, args=({reprlib.repr(args)},)"
+            f"args={reprlib.repr(args)}: expected a tuple of arguments; for a single one, args=({reprlib.repr(args)},)"
         )
     if not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs={reprlib.repr(kwargs)}: expected a dict of arguments by their names")
+        raise TypeError(f"kwargs={reprlib.repr(kwargs)}: expected a dict of arguments by name")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of some built-in functions nothing is known
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -100,23 +99,23 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception without its traceback. A built-in one replaces it if it is too large or unpicklable."""
-    # Many exceptions can be pickled but not rebuilt from their args, or change, because __init__ takes something else.
+    """Pickle an exception without its traceback; if it is too large or unpicklable, a built-in one replaces it."""
+    # Many exceptions pickle, but fail or change when they are rebuilt, because __init__ does not take their args.
     for alike in (True, False):
         for way in (error, _Parts(error), _Group(error)):
             try:
                 data = dumps(way)
-                made = pickle.loads(data) if len(data) <= _MOST_OF_AN_EXCEPTION else None
-                if isinstance(made, BaseException) and (not alike or _told(made) == _told(error)):
+                made = pickle.loads(data) if len(data) <= _MAX_EXCEPTION_BYTES else None
+                if isinstance(made, BaseException) and (not alike or _texts(made) == _texts(error)):
                     return data
             except Exception:  # whatever a user's __reduce__ or __init__ raises
                 continue
-    base = next((each for each in type(error).__mro__ if each in _STANDING_IN), RuntimeError)
+    base = next((each for each in type(error).__mro__ if each in _SUBSTITUTES), RuntimeError)
     name = "" if type(error) is base else f"{type(error).__qualname__}: "
-    return dumps(base(bounded(f"{name}{text_of(error)}", _MOST_OF_A_TEXT)))
+    return dumps(base(bounded(f"{name}{text_of(error)}", _MAX_TEXT_CHARS)))
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def _texts(error: BaseException) -> tuple[str, str]:
     return str(error), repr(error.args)
 
 
@@ -131,7 +130,7 @@ class _Group:
         if not isinstance(group, GROUPS):
             raise TypeError("no group")
         members = [
-            (dump_exception(each), bounded(f"{type(each).__qualname__}: {text_of(each)}", _MOST_OF_A_TEXT))
+            (dump_exception(each), bounded(f"{type(each).__qualname__}: {text_of(each)}", _MAX_TEXT_CHARS))
             for each in group.exceptions
         ]
         return _grouped, (group.message, members, getattr(group, "__notes__", []))
@@ -159,19 +158,19 @@ def _from_parts(kind: type[BaseException], args: tuple[Any, ...], attributes: di
     made = kind.__new__(kind)
     made.args = args
     vars(made).update(attributes)
-    str(made)  # raises where that is not enough
+    str(made)  # raises if these parts are not enough
     return made
 
 
-def load_exception(data: bytes | None, told: str = "") -> BaseException | None:
-    """Rebuild an exception; a RuntimeError with the text ``told`` if its class does not exist here."""
+def load_exception(data: bytes | None, text: str = "") -> BaseException | None:
+    """Rebuild an exception, or return a RuntimeError with ``text`` if its class does not exist here."""
     if not data:
         return None
     try:
         error = pickle.loads(data)
     except Exception:  # whatever a user's module or __init__ raises here
         error = None
-    return error if isinstance(error, BaseException) else RuntimeError(told)
+    return error if isinstance(error, BaseException) else RuntimeError(text)
 
 
 def explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:
@@ -181,13 +180,13 @@ def explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:
         if culprit is not None:
             where, what = culprit
             if _is_spark(what):
-                return f"{where} is a {type(what).__qualname__} of Spark, which exists in the driver only."
+                return f"{where} is a {type(what).__qualname__} of Spark, which exists only on the driver."
             return f"{where} is a {type(what).__module__}.{type(what).__qualname__}, which cannot be pickled ({error})."
     return f"{error}."
 
 
 def _culprit(path: str, value: Any, seen: frozenset[int], depth: int) -> tuple[str, Any] | None:
-    """The deepest part of ``value`` that fails to pickle, as (path to it, the part); None if it pickles."""
+    """Find the deepest part of ``value`` that fails to pickle, as (path to it, the part); None if it pickles."""
     if _pickles(value):
         return None
     if depth and id(value) not in seen and not _is_spark(value):
@@ -211,7 +210,7 @@ def _pickles(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling ``value`` would reach next, each with the text that leads to it."""
+    """Yield the objects that pickling ``value`` would reach next, each with the text that leads to it."""
     if hasattr(value, "__func__"):  # a bound method carries its object
         yield ".__self__", value.__self__
         value = value.__func__
@@ -242,7 +241,7 @@ def _names(code: Any) -> Iterator[str]:
 
 
 def renamed(fn: Callable[..., R], name: str, **facts: str | float) -> Callable[..., R]:
-    """`fn` under another name, for the Spark UI and displays, and with facts for a tracker."""
+    """Wrap `fn` with another name, for the Spark UI and displays, and with facts for a tracker."""
     other = partial(fn)
     other.facts = facts  # type: ignore[attr-defined]
     other.__qualname__ = name  # type: ignore[attr-defined] # partials have a __dict__, which is pickled too
@@ -250,6 +249,6 @@ def renamed(fn: Callable[..., R], name: str, **facts: str | float) -> Callable[.
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The displayed name of a function: its own name, or that of its class."""
+    """Return the name to display for a function: its own, or that of its class."""
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     return name.rpartition(".<locals>.")[2]

@@ -1,7 +1,7 @@
-"""The report of a failed run: the whole cause with its own traceback first, everything else in a line or two.
+"""The report of a failed run: first the cause with its complete traceback, then the rest in a line or two each.
 
-The user's own lines of tracebacks and output are never cut or wrapped, so there are horizontal rules and no vertical
-ones. Our lines have at most 100 columns. Rules use box-drawing characters if this program can write them.
+Lines of tracebacks and of the user's output are never cut or wrapped, so there are horizontal rules but no vertical
+ones. Our own lines have at most 100 columns. Rules use box-drawing characters if this program can write them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ERROR_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The places of a run's ranks on Spark, and where to read more.
+    """Where a run's ranks are on Spark, and where to read more.
 
     Attributes:
-        executors: Spark's names of the ranks' executors, by rank; unknown ones are missing.
-        ui: Address of the stage's page in the Spark UI; empty without one.
+        executors: Spark's ID of each rank's executor, by rank; unknown ones are missing.
+        ui: Address of the stage's page in the Spark UI; empty if there is none.
     """
 
     executors: Mapping[int, str] = field(default_factory=dict)
     ui: str = ""
 
     def place(self, failures: Iterable[Failed]) -> list[Failed]:
-        """The failures, each with its executor."""
+        """Add its executor to each failure."""
         return [
             failure if failure.executor else replace(failure, executor=self.executors.get(failure.rank, ""))
             for failure in failures
@@ -75,7 +75,7 @@ def failure_report(
 def timeout_report(
     failures: Sequence[Failed], size: int, timeout: float, hang: HangVerdict | None = None, where: Where | None = None
 ) -> str:
-    """The report of a run that has exceeded its time, with the stacks of every rank."""
+    """Write the report of a run that has exceeded its time, with the stacks of every rank."""
     running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]
     lines = [
         f"{ranks_text([f.rank for f in running])} of {size} still running after timeout={timeout:g} s; all were stopped"
@@ -88,38 +88,38 @@ def timeout_report(
         lines += [_rule(f"Stacks of {ranks_text(ranks)} on {on}, outermost call first"), *stack]
     for failure in running:
         lines += _tail(failure)
-    advice = "Give a larger timeout= if this is how long it takes; else see above where each rank stood."
+    advice = "Give a larger timeout= if the run needs more time; otherwise see above where each rank was."
     return "\n".join([*lines, *_end(advice, where)])
 
 
 def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> tuple[str, str]:
-    """The cause of an echo and the remedy, if the other ranks show them; otherwise two empty texts."""
+    """Return the cause of an echo and the remedy, if the other ranks reveal them; otherwise two empty texts."""
     if not first.echo:
         return "", ""
     vanished = _VANISHED.search(first.error)
-    there = {other.rank for other in others if other.kind is FailureKind.STOPPED}
-    if vanished and int(vanished[1]) in there:
+    stopped = {other.rank for other in others if other.kind is FailureKind.STOPPED}
+    if vanished and int(vanished[1]) in stopped:
         return (
             f"the process of rank {vanished[1]} was there and did not answer",
-            "It was suspended (SIGSTOP, or a debugger), or its host was cut off from the others for a while.",
+            "The process was suspended (SIGSTOP, or a debugger), or its host was cut off from the others for a while.",
         )
     if finished:
         return (
             f"{ranks_text(finished)} had already returned from fn while it waited for all ranks",
-            "Every rank has to call the same collectives the same number of times. Where some have more batches than "
+            "Every rank must call the same collectives the same number of times. If some have more batches than "
             "others, call hvd.join() after the loop: a rank then waits for the others without holding them up.",
         )
     return "", ""
 
 
 def with_hang(text: str, hang: HangVerdict | None) -> str:
-    """A message followed by what the ranks did, if that is known."""
+    """Return a message, followed by what the ranks did if that is known."""
     return text if hang is None else "\n".join([text, *_hang(hang), _line() * WIDTH])
 
 
 def _facts(failure: Failed) -> str:
     facts = [f"host {failure.host}"]
-    if failure.executor not in ("", "driver"):  # of a local master
+    if failure.executor not in ("", "driver"):  # "driver" on a local master
         facts.append(f"executor {failure.executor}")
     if failure.gpus:
         facts.append(f"GPU {failure.gpus}")
@@ -131,13 +131,13 @@ def _tail(failure: Failed) -> list[str]:
 
 
 def _others(failures: Sequence[Failed]) -> list[str]:
-    """A line for each different error, and one for all echoes, which differ only in their addresses."""
+    """Return a line for each different error, and one for all echoes, which differ only in their addresses."""
     groups: dict[str, list[int]] = {}
     echoes = [failure for failure in failures if failure.echo]
     for failure in failures:
         if not failure.echo:
             groups.setdefault(_short(failure.error), []).append(failure.rank)
-    # Of an elastic run several that were one rank, one after the other, may have failed.
+    # In an elastic run, several processes may have failed that had the same rank one after the other.
     lines = [f"{ranks_text(sorted(set(ranks)))}: {text}" for text, ranks in groups.items()]
     if echoes:
         ranks = ranks_text(sorted({failure.rank for failure in echoes}))
@@ -157,7 +157,7 @@ def _hang(hang: HangVerdict | None) -> list[str]:
 
 
 def _states(hang: HangVerdict) -> list[str]:
-    """The verdict without its stacks: those of the end are there."""
+    """Return the verdict without its stacks, because the report has newer ones."""
     return hang.report.partition("\n  stack of ")[0].splitlines()
 
 
@@ -174,7 +174,7 @@ def _rule(title: str) -> str:
 
 
 def _line() -> str:
-    """What rules are made of; a message may be printed, and may be written to a file in the locale's encoding."""
+    """Return the character for rules; messages are printed, or written to files in the locale's encoding."""
     encodings = [getattr(stream, "encoding", None) for stream in (sys.stdout, sys.stderr)]
     try:
         for encoding in [*encodings, locale.getpreferredencoding(False)]:

@@ -1,4 +1,4 @@
-"""The outcome of a rank, ``Ok`` or ``Failed``, and its form as rows of a Spark result."""
+"""The outcome of a rank, ``Ok`` or ``Failed``, and its form in the rows of a Spark result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class FailureKind(str, Enum):
     """The reason why a rank has no value."""
 
     EXCEPTION = "exception"  # fn raised
-    EXIT = "exit"  # the process left before fn returned
-    SIGNAL = "signal"  # the process was killed by a signal: SIGKILL, SIGSEGV ...
-    TIMEOUT = "timeout"  # it was still running when the run's time was up
-    STOPPED = "stopped"  # ended by us, because another rank failed or the run was interrupted
-    LOST = "lost"  # ended by us, because another task or the hub was not heard of any more
+    EXIT = "exit"  # the process exited before fn returned
+    SIGNAL = "signal"  # a signal killed the process: SIGKILL, SIGSEGV ...
+    TIMEOUT = "timeout"  # it was still running after the run's timeout
+    STOPPED = "stopped"  # we stopped it, because another rank failed or the run was interrupted
+    LOST = "lost"  # we stopped it, because another task or the hub had fallen silent
     RESULT = "result"  # fn returned a value that cannot be pickled
     SETUP = "setup"  # the rank could not be started
-    MPI = "mpi"  # MPI's process manager ended under it
+    MPI = "mpi"  # MPI's process manager ended before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Failed:
         error: One line, e.g. ``ValueError: bad batch``.
         traceback: The rank's own traceback, or the stacks of its threads after a crash or a timeout. May be empty.
         log_tail: Its last lines of output, oldest first.
-        echo: Whether the error only says that a peer or the network has gone, so that another rank is the cause.
+        echo: Whether the error only reports the loss of a peer or the network, so that another rank is the cause.
         exception: The pickled exception, if it could be pickled.
         ended_at: Seconds since 1970, on that host's clock.
-        exitcode: Exit code of a process that left by itself, or minus the signal that killed it; otherwise None.
-        executor: Spark's name of its executor, "driver" in local mode; empty if unknown.
+        exitcode: Exit code of a process that exited by itself, or minus the signal that killed it; otherwise None.
+        executor: Spark's ID of its executor, "driver" in local mode; empty if unknown.
         gpus: The assigned GPUs, as CUDA_VISIBLE_DEVICES names them; empty if none were assigned.
     """
 
@@ -73,7 +73,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An outcome in transit, still pickled. Where the hub has the value already, `data` is empty."""
+    """An outcome in transit, still pickled. If the hub already has the value, `data` is empty."""
 
     rank: int
     ok: bool
@@ -82,12 +82,12 @@ class Packed:
 
     @classmethod
     def failed(cls, failure: Failed) -> Packed:
-        """Pack a failure into a row."""
+        """Pack a failure."""
         return cls(failure.rank, False, pickle.dumps(failure))
 
     @classmethod
     def handed_over(cls, rank: int) -> Packed:
-        """Stand for the value of a rank that the driver has already."""
+        """Make a placeholder for the value of a rank that the driver already has."""
         return cls(rank, True, b"", at_hub=True)
 
     def open(self) -> Ok | Failed:
@@ -107,9 +107,10 @@ SCHEMA = "rank int, ok boolean, part int, chunk binary"
 
 
 def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Row]:
-    """Cut a packed outcome into rows of at most ``chunk_bytes`` bytes; an empty one is still one row.
+    """Cut a packed outcome into rows of at most ``chunk_bytes`` bytes; an empty outcome is one row, too.
 
-    Above 16 MiB they go to ``spool``, of a driver on this machine: Spark needs five times a result's size of Java heap.
+    An outcome above 16 MiB is written to the directory ``spool``, if given, because Spark needs five times its size of
+    Java heap.
     """
     if packed.at_hub:
         yield packed.rank, packed.ok, _HANDED_OVER, b""
@@ -127,7 +128,7 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
 def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[Packed]:
     """Join rows, in any order, back into outcomes in rank order.
 
-    ``values`` are those that the hub was handed, by rank.
+    ``values`` are those that the hub has received, by rank.
     """
     parts: dict[int, list[tuple[int, bytes]]] = {}
     oks: dict[int, bool] = {}

@@ -1,4 +1,4 @@
-"""The process of an elastic rank: runs fn once, and moves with it from world to world, as its agent says.
+"""The process of an elastic rank: runs fn once, and takes it from world to world as its agent says.
 
 A second thread listens to the agent. It is the only one that reads, because it must be able to end collectives in which
 the training thread waits for a lost rank.
@@ -38,27 +38,28 @@ from spark_hvd.world.ports import listen
 
 
 def outlive_nccl(env: MutableMapping[str, str]) -> None:
-    """Let torch abort NCCL's communicators when a peer is lost, instead of this process, unless the user decides.
+    """Let torch abort NCCL's communicators, rather than this process, when a peer is lost; a user's setting wins.
 
-    By default its watchdog ends the process (SIGABRT), perhaps before the agent has reported the loss. The surviving
-    ranks would then end with the lost one.
+    By default, torch's watchdog ends the process (SIGABRT), perhaps before the agent has reported the loss. The
+    surviving ranks would then end with the lost one.
     """
-    if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # the name that torch gave up
+    if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # torch's old name for the variable
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
 
 
 class ElasticRank(ElasticLauncher):
-    """An elastic rank; the launcher that ``hvd.elastic`` talks to."""
+    """An elastic rank, which is the launcher that ``hvd.elastic`` calls."""
 
     def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
         self._order = order
-        self._sending = threading.Lock()  # frames go out whole, from the thread that trains and the one that reports
-        self._changed = threading.Condition()  # of what follows, which the listener writes and the rank waits for
+        self._sending = threading.Lock()  # the threads that train and that report must not mix their frames
+        # Guards the attributes below, which the listener sets and the training thread waits for.
+        self._changed = threading.Condition()
         self._me = order.me
         self._generation = -1
         self._assigned: dict[str, Any] | None = None
-        self._store: tuple[str, int] | None = None  # where all are to meet
+        self._store: tuple[str, int] | None = None  # the address of rank 0's store, where all ranks meet
         self._kv: Any = None
         self.world_failure: str | None = None
         self.update_wanted = self._finish = self._dismissed = self._closed = self._silent = False
@@ -92,7 +93,7 @@ class ElasticRank(ElasticLauncher):
         finally:
             reporting.stop()
             with self._sending:
-                self._silent = True  # what follows is the outcome, from this thread
+                self._silent = True  # the next frame must be the outcome
 
     def leave(self) -> None:
         """Leave the last world."""
@@ -102,7 +103,7 @@ class ElasticRank(ElasticLauncher):
         """Wait until the agent has taken the outcome."""
         self._listener.join()
 
-    # ---- what hvd.elastic asks ------------------------------------------------------------------------------------
+    # ---- calls by hvd.elastic -------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         self._send("entered")
@@ -131,10 +132,10 @@ class ElasticRank(ElasticLauncher):
         try:
             self._meet(me, World(me, Endpoint(host, port), generation, self._order.secret, ports), seconds)
         except CollectiveError as error:
-            if self.world_failure is None:  # nobody else knows yet that it is over, and why
+            if self.world_failure is None:  # nobody else knows yet that the generation has failed
                 self.broken(str(error))
             raise
-        # LOCAL_RANK stays: other libraries choose the GPU by it.
+        # LOCAL_RANK stays the same, because other libraries choose the GPU by it.
         os.environ |= {"RANK": str(me.rank), "WORLD_SIZE": str(me.size), "LOCAL_WORLD_SIZE": str(me.local_size)}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
         self._send("joined", generation=generation)
@@ -159,7 +160,7 @@ class ElasticRank(ElasticLauncher):
 
     def finished(self) -> bool:
         if os.getpid() != self._pid:
-            return True  # fn has forked this process, which is none of the agent's
+            return True  # fn has forked this process, which the agent does not know
         self._send("finished", generation=self._generation)
         with self._changed:
             self._changed.wait_for(lambda: self._finish or self.world_failure is not None or self._closed)
@@ -209,21 +210,21 @@ class ElasticRank(ElasticLauncher):
             leave.abort(message["why"], self._generation)
 
     def _notice(self, signum: int, frame: FrameType | None) -> None:
-        """This machine will go. A handler interrupts anything, so it only wakes the other thread."""
+        """Handle a signal that announces the end of this machine: only wake the listener, which reports it."""
         if os.getpid() == self._pid:
             os.write(self._wake[1], bytes([signum]))
-        else:  # a process that fn has forked is meant, and nothing but that
+        else:  # the signal is for a process that fn has forked
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
     def _send(self, kind: str, **fields: Any) -> None:
         refuse_fork()
-        with contextlib.suppress(OSError), self._sending:  # where the agent has gone, it takes this process with it
+        with contextlib.suppress(OSError), self._sending:  # if the agent is gone, this process will be killed
             if not self._silent:
                 send_frame(self._control, {"type": kind, **fields})
 
     def _local(self, me: RankInfo) -> RankInfo:
-        """The place with the agent's slot as local rank: with ranks that come and go a GPU must stay the same."""
+        """Return the place with the agent's slot as local rank, so that the GPU stays the same in every generation."""
         slot = self._order.slot
         assert slot is not None
         return replace(me, local_rank=slot, local_size=max(me.local_size, slot + 1))

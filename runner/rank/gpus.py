@@ -1,8 +1,8 @@
 """The GPUs of a rank, and checks of the GPUs of all ranks: pure functions of what Spark and the ranks report.
 
-Spark gives a task addresses from its discovery script: with the usual script nvidia-smi's numbers of the host's GPUs,
-or UUIDs. An executor with CUDA_VISIBLE_DEVICES may use only those. An address that is an entry of it means that entry;
-otherwise it is a position in it, as for CUDA and for PySpark's TorchDistributor.
+Spark gives a task addresses from its discovery script: with the usual script, nvidia-smi's numbers of the host's GPUs,
+or UUIDs. An executor with CUDA_VISIBLE_DEVICES may use only the GPUs listed there. An address that is an entry of the
+list means that entry; otherwise it is a position in the list, as for CUDA and for PySpark's TorchDistributor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def devices_of(
     visible: str | None,
     gpus_per_proc: int | None,
 ) -> tuple[str, ...] | None:
-    """The GPUs of one rank of a task, as CUDA_VISIBLE_DEVICES names them; its current device is the first.
+    """Return the GPUs of one rank of a task, as CUDA_VISIBLE_DEVICES names them; the first is its current device.
 
     Args:
         assigned: Addresses that Spark gave the task; None if Spark assigns no GPUs.
@@ -75,7 +75,7 @@ def devices_of(
         rank among the visible ones.
 
     Raises:
-        GpuError: the executor may not use an assigned GPU, or too few were assigned.
+        GpuError: The executor may not use an assigned GPU, or too few were assigned.
     """
     if gpus_per_proc == 0:
         return ()
@@ -85,7 +85,7 @@ def devices_of(
     if gpus_per_proc is not None and len(devices) < gpus_per_proc * procs_per_task:
         raise GpuError(
             f"gpus_per_proc={gpus_per_proc}: {procs_per_task} ranks of a task need "
-            f"{gpus_per_proc * procs_per_task} GPUs, and Spark assigned {len(devices)} ({', '.join(devices)})."
+            f"{gpus_per_proc * procs_per_task} GPUs, but Spark assigned {len(devices)} ({', '.join(devices)})."
         )
     if len(devices) < procs_per_task:
         return tuple(devices[local_index * len(devices) // procs_per_task :][:1])
@@ -94,10 +94,10 @@ def devices_of(
 
 
 def gpu_env(devices: Sequence[str] | None, executor: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of a rank with these GPUs. Settings of the executor are kept."""
-    ours = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # or TensorFlow takes all memory, and leaves none to torch and NCCL
+    """Return environment variables for a rank with these GPUs. Settings of the executor are kept."""
+    ours = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # otherwise TensorFlow takes all memory from torch and NCCL
     if devices and all(device.isdigit() for device in devices) and "CUDA_VISIBLE_DEVICES" not in executor:
-        ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's, by which Spark counts; CUDA's own is the fastest first
+        ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # Spark's numbers are nvidia-smi's; CUDA's default order differs
     ours = {name: value for name, value in ours.items() if name not in executor}
     return ours if devices is None else ours | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
@@ -106,16 +106,16 @@ def _visible_names(assigned: Sequence[str], visible: str | None) -> list[str]:
     if visible is None:
         return list(assigned)
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    # A UUID may be shortened in CUDA_VISIBLE_DEVICES.
+    # CUDA_VISIBLE_DEVICES may contain shortened UUIDs.
     names = [next((entry for entry in entries if _same(entry, address)), None) for address in assigned]
     if None not in names:
         return [name for name in names if name is not None]
     if all(address.isdigit() and int(address) < len(entries) for address in assigned):
         return [entries[int(address)] for address in assigned]
     if entries and all(entry.isdigit() for entry in entries) != all(address.isdigit() for address in assigned):
-        return list(assigned)  # numbers here and UUIDs there cannot be compared
+        return list(assigned)  # numbers cannot be compared with UUIDs
     raise GpuError(
-        f"Spark assigned GPUs {', '.join(assigned)}, and this executor's CUDA_VISIBLE_DEVICES={visible!r} does not "
+        f"Spark assigned GPUs {', '.join(assigned)}, but this executor's CUDA_VISIBLE_DEVICES={visible!r} does not "
         "have them, neither as entries nor as positions. Unset CUDA_VISIBLE_DEVICES for the executors, or let the "
         "discovery script print its entries."
     )
@@ -126,12 +126,13 @@ def _same(entry: str, address: str) -> bool:
 
 
 def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
-    """The number of an assigned GPU among those visible to a process with the executor's CUDA_VISIBLE_DEVICES.
+    """Return the number of an assigned GPU among those that a process sees.
 
-    ``visible`` is that variable; ``uuids`` are CUDA's, without "GPU-".
+    ``visible`` is the executor's CUDA_VISIBLE_DEVICES; None if it is not set. ``uuids`` are those of the visible GPUs,
+    in CUDA's order and without "GPU-".
 
     Raises:
-        GpuError: the process does not see it.
+        GpuError: The process does not see the GPU.
     """
     (name,) = _visible_names([address], visible)
     entries = [str(number) for number in range(len(uuids))]
@@ -142,35 +143,30 @@ def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
     for number, uuid in enumerate(uuids):
         if uuid and uuid == name.removeprefix("GPU-"):
             return number
-    if name.isdigit():  # of the host's GPUs, of which this container has its own
+    if name.isdigit():  # counted on the host, while this container sees only its own GPUs
         return int(name) % len(uuids)
     raise GpuError(
-        f"Spark assigned GPU {address}, and torch sees {len(uuids)} GPUs here"
-        f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible!r})'}, none of which it is."
+        f"Spark assigned GPU {address}, which is none of the {len(uuids)} GPUs that torch sees here"
+        f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible!r})'}."
     )
 
 
-def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) -> int | None:
-    """The number, among the visible GPUs, of the rank's current device.
-
-    ``there`` is the number of visible GPUs.
-
-    Returns:
-        The number; None without GPUs.
+def own_device(local_rank: int, local_size: int, visible: int, share: GpuShare) -> int | None:
+    """Return the number of the rank's current device among the ``visible`` GPUs; None if there are none.
 
     Raises:
-        GpuError: this host has too few for ``gpus_per_proc``.
+        GpuError: This host has too few for ``gpus_per_proc``.
     """
     if share.assigned is not None:
-        return 0 if there and share.assigned else None
+        return 0 if visible and share.assigned else None
     each = share.per_proc or 1
-    if share.per_proc and there < local_size * each:
+    if share.per_proc and visible < local_size * each:
         raise GpuError(
-            f"gpus_per_proc={share.per_proc}: {local_size} ranks on this host need {local_size * each} GPUs, and torch "
-            f"sees {there}. Ask for fewer ranks, or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that torch is built "
+            f"gpus_per_proc={share.per_proc}: {local_size} ranks on this host need {local_size * each} GPUs, but torch "
+            f"sees {visible}. Ask for fewer ranks, or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that torch is built "
             "for CUDA (torch.version.cuda)."
         )
-    return local_rank * each % there if there else None
+    return local_rank * each % visible if visible else None
 
 
 def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bool) -> Choice:
@@ -191,40 +187,40 @@ def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bo
         if both and not may_share:
             raise GpuError(
                 f"ranks {first} and {second} on host {ranks[first].host} were handed the same GPU {both[0]} by Spark. "
-                "Two executors there report the same GPUs: run one worker on each host, or give each worker a "
-                "discovery script (spark.worker.resource.gpu.discoveryScript) or a CUDA_VISIBLE_DEVICES of its own."
+                "Two executors there report the same GPUs: run one worker on each host, or give each worker its own "
+                "discovery script (spark.worker.resource.gpu.discoveryScript) or CUDA_VISIBLE_DEVICES."
             )
-    on_one_board = [pair for pair in shared if ranks[pair[0]].physical is not None]
+    on_one_gpu = [pair for pair in shared if ranks[pair[0]].physical is not None]
     without = [rank for rank, info in enumerate(ranks) if info.physical is None]
     if backend == "nccl":
-        _require_nccl(ranks, on_one_board, without)
+        _require_nccl(ranks, on_one_gpu, without)
     if backend is not None or len(without) == len(ranks):
         return Choice(backend)
-    if on_one_board:
-        first, second = on_one_board[0]
+    if on_one_gpu:
+        first, second = on_one_gpu[0]
         return Choice(
             "gloo",
             f"ranks {first} and {second} share a GPU of host {ranks[first].host}, and NCCL refuses two ranks on one "
-            'GPU: Gloo carries CUDA tensors instead, through the host\'s memory. backend="mpi" is another way; whole '
-            "GPUs for every rank (gpus_per_proc=1) are the fast one.",
+            "GPU: Gloo carries CUDA tensors instead, through the host's memory. A whole GPU for every rank "
+            '(gpus_per_proc=1) is faster; backend="mpi" is another way.',
         )
     if without:
         return Choice(
             "gloo",
-            f"rank {without[0]} on host {ranks[without[0]].host} has no GPU that torch can use, and others have: "
+            f"rank {without[0]} on host {ranks[without[0]].host} has no GPU that torch can use, but others have one: "
             "Gloo carries CUDA tensors instead of NCCL.",
         )
     return Choice(None)
 
 
-def _require_nccl(ranks: Sequence[RankGpus], on_one_board: Sequence[tuple[int, int]], without: Sequence[int]) -> None:
+def _require_nccl(ranks: Sequence[RankGpus], on_one_gpu: Sequence[tuple[int, int]], without: Sequence[int]) -> None:
     if without:
         raise GpuError(
             f'backend="nccl": rank {without[0]} on host {ranks[without[0]].host} has no GPU that torch can use. Use '
             'backend="gloo", or give every rank a GPU (gpus_per_proc=1).'
         )
-    if on_one_board:
-        first, second = on_one_board[0]
+    if on_one_gpu:
+        first, second = on_one_gpu[0]
         raise GpuError(
             f'backend="nccl": ranks {first} and {second} share a GPU of host {ranks[first].host}, and NCCL refuses two '
             'ranks on one GPU. Use backend="gloo" or "mpi", or give every rank a whole GPU (gpus_per_proc=1).'

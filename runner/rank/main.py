@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
-    """Run one rank and exit; the only caller is the fork server's child.
+    """Run one rank and exit. Only the fork server's child calls this.
 
-    Frames in: the order (payload: the pickled call), ``go``. Frames out: ``ready``, ``joined``, ``outcome``.
+    It receives the order, with the pickled call as payload, and ``go``. It sends ``ready``, ``joined``, ``outcome``.
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
@@ -72,7 +72,7 @@ def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
             pass
         end_process(1)
     if carried_dialect():
-        import spark_hvd.horovod  # noqa: F401  what fn's pickle names by it is found
+        import spark_hvd.horovod  # noqa: F401  fn's pickle may name modules of horovod
     if order.data:
         from spark_hvd.data.handed import hand
 

@@ -13,12 +13,12 @@ from spark_hvd.world.ports import PortRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """What a rank needs to know before it runs the user's function.
+    """The settings that a rank needs before it runs the user's function.
 
     Attributes:
         me: The rank; in an elastic run, its first place.
         ip: This host's address, at which other ranks reach it.
-        ports: Ports on which ranks listen; None for any.
+        ports: Ports on which ranks listen; None means any.
         backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
         gpus: The rank's GPUs.
         secret: Secret of the world, from which the keys between ranks are derived.
@@ -28,7 +28,7 @@ class RankOrder:
         watched: Whether the rank sends records of its progress to the driver.
         slot: In an elastic run, a number that is unique among the agents of the host; otherwise None.
         seed: Seed of the run's random numbers; None for different ones in each run.
-        stream: Number of this rank's stream of the seed; no other rank of the run has had it.
+        stream: Number of this rank's stream of random numbers; no other rank of the run has ever had it.
         data: Pickled sources of the run's data sets, by name.
     """
 
@@ -48,13 +48,13 @@ class RankOrder:
     data: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data for JSON. It contains the secret, so it is sent only over the rank's own socket pair."""
+        """Return plain data for JSON. It contains the secret, so send it only over the rank's own socket pair."""
         data = {name: source.hex() for name, source in self.data.items()}
         return {**asdict(self), "secret": self.secret.hex(), "data": data}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RankOrder:
-        """The inverse of :meth:`to_message`."""
+        """Invert :meth:`to_message`."""
         made = {
             "me": RankInfo(**message["me"]),
             "ports": None if message["ports"] is None else PortRange(**message["ports"]),

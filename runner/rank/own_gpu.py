@@ -1,4 +1,4 @@
-"""In the rank's process: takes its GPU, and agrees with the other ranks on a backend that their GPUs allow."""
+"""Takes a rank's GPU, in the rank's process, and agrees with the other ranks on a backend that their GPUs allow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local: RankInfo | None = None) -> str | None:
     """Make this rank's GPU the current device, and compare with the others; every rank must call this.
 
-    ``local`` is whose local rank tells which GPU is its, if not ``me``'s.
+    ``local`` has the local rank by which the GPU is chosen; by default, that is ``me``.
 
     Returns:
         The backend to join with.
 
     Raises:
-        GpuError: the GPUs do not fit what the run needs; on every rank, unless this host alone has too few.
-        CollectiveError: the other ranks could not be reached.
+        GpuError: The GPUs do not fit what the run needs. Every rank raises it, unless only this host has too few.
+        CollectiveError: The other ranks could not be reached.
     """
     mine = RankGpus(me.host, share.assigned, take(local or me, share))
     if share.assigned is None and backend is not None and backend != "nccl":
@@ -38,18 +38,18 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local:
 
 
 def take(me: RankInfo, share: GpuShare) -> str | None:
-    """Make the rank's GPU the current device, and return what tells it from others on this host.
+    """Make the rank's GPU the current device, and return its identity on this host; None without a GPU.
 
     Raises:
-        GpuError: there are fewer GPUs on this host than it needs.
+        GpuError: This host has fewer GPUs than its ranks need.
     """
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = own_device(me.local_rank, me.local_size, there, share)
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = own_device(me.local_rank, me.local_size, visible, share)
     if device is None:
         if share.assigned and share.per_proc:
             _log.warning(
-                "rank %d has GPU %s of host %s, and torch cannot use it (torch %s, built for CUDA %s): it trains on "
-                "the CPU",
+                "rank %d has GPU %s of host %s, but torch cannot use it (torch %s, built for CUDA %s): the rank trains "
+                "on the CPU",
                 me.rank,
                 share.assigned[0],
                 me.host,
@@ -59,8 +59,9 @@ def take(me: RankInfo, share: GpuShare) -> str | None:
         return None
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    # NCCL tells GPUs apart by their place on the bus, which MIG slices of one have in common; older torch has neither.
-    place = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None not in place:
-        return ":".join(f"{number:x}" for number in place)
+    # NCCL identifies a GPU by its address on the bus, which is the same for all MIG slices of one. Older versions of
+    # torch know neither address nor UUID.
+    bus = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None not in bus:
+        return ":".join(f"{number:x}" for number in bus)
     return str(getattr(properties, "uuid", (share.assigned or [str(device)])[0]))

@@ -1,4 +1,4 @@
-"""The process that a rank is: torch and fn are taken up in it, fn is called, and it ends."""
+"""The steps of a rank's process: it checks torch, seeds random numbers, unpickles fn, calls it, and exits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from spark_hvd.world.env import read_threads, share_cores
 from spark_hvd.world.words import bounded
 
 _OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
-"""Modules whose frames above fn, or above a script, are no part of the user's program."""
+"""Modules whose frames above fn, or above a script, do not belong to the user's program."""
 
 
-_MOST_OF_A_MESSAGE, _MOST_OF_A_TRACEBACK = 16 << 10, 256 << 10
-"""Characters that are told of an exception: nobody reads more, and a driver takes a minute over 20 million."""
+_MAX_MESSAGE_CHARS, _MAX_TRACEBACK_CHARS = 16 << 10, 256 << 10
+"""Limits for the text of an exception: nobody reads more, and a driver needs a minute for 20 million characters."""
 
 
 class SetupFailure(Exception):  # noqa: N818  users see a SetupError or the cause, never this
-    """The rank could not get as far as calling fn."""
+    """The rank failed before it could call fn."""
 
     def __init__(self, message: str, cause: BaseException) -> None:
         super().__init__(message)
@@ -38,20 +38,20 @@ class SetupFailure(Exception):  # noqa: N818  users see a SetupError or the caus
 
 
 def check_torch() -> None:
-    """Import torch, with as many threads as this rank's environment says; TensorFlow will have so many, too.
+    """Import torch, and give it and TensorFlow the number of threads that this rank's environment names.
 
     Raises:
-        SetupFailure: there is none, or it cannot be loaded.
+        SetupFailure: torch is missing or cannot be loaded.
     """
     try:
         import torch
-    except Exception as error:  # OSError where a shared library is missing, and others of broken installs
+    except Exception as error:  # broken installations raise OSError, ImportError and others
         raise SetupFailure(
             f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
             "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
             error,
         ) from error
-    # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
+    # The fork server read OMP_NUM_THREADS when it started; this rank's environment may have another value.
     if (threads := read_threads()) is not None:
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
@@ -59,11 +59,11 @@ def check_torch() -> None:
 
 
 class RandomState:
-    """Seeds of this process's libraries: every rank draws its own numbers, others in each run, unless that has a seed.
+    """Seeds the random number generators of this process's libraries, differently on every rank.
 
-    A rank is forked, and would go on with the generators of the process it is forked from: the same on all ranks, and
-    the same again in the next run. ``seed`` is the run's; None: a state that nothing else has. No other rank of the run
-    has had the ``stream`` of the seed.
+    A rank is forked and would otherwise inherit the state of the fork server's generators, which is the same on all
+    ranks and in the next run. ``seed`` is the run's; None means other numbers in each run. ``stream`` is a number that
+    no other rank of the run has ever had.
     """
 
     def __init__(self, seed: int | None, stream: int) -> None:
@@ -71,7 +71,7 @@ class RandomState:
         self._seeded: set[str] = set()
 
     def start(self) -> None:
-        """Seed Python's generator, and those of the libraries imported so far. What was seeded before is left alone."""
+        """Seed Python's generator and those of the libraries imported so far, unless they have been seeded before."""
         for name, seed in _SEEDERS.items():
             if name in sys.modules and name not in self._seeded:
                 seed(importlib.import_module(name), hashlib.sha256(self._root + b"/" + name.encode()).digest())
@@ -83,9 +83,7 @@ def _numpy(numpy: Any, drawn: bytes) -> None:
 
 
 def _torch(torch: Any, drawn: bytes) -> None:
-    torch.manual_seed(
-        int.from_bytes(drawn[:8], "big") >> 1
-    )  # CUDA, which has not been started, takes it over when it is
+    torch.manual_seed(int.from_bytes(drawn[:8], "big") >> 1)  # also seeds CUDA once it starts
 
 
 def _tensorflow(tensorflow: Any, drawn: bytes) -> None:
@@ -93,7 +91,7 @@ def _tensorflow(tensorflow: Any, drawn: bytes) -> None:
 
 
 _SEEDERS: dict[str, Callable[[Any, bytes], None]] = {
-    "random": lambda _, drawn: random.seed(drawn),  # Keras draws the seeds of its layers from it
+    "random": lambda _, drawn: random.seed(drawn),  # Keras takes the seeds of its layers from this generator
     "numpy": _numpy,
     "torch": _torch,
     "tensorflow": _tensorflow,
@@ -103,15 +101,15 @@ _SEEDERS: dict[str, Callable[[Any, bytes], None]] = {
 def unpickle_call(
     payload: bytes | memoryview, state: RandomState
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Fn with its arguments, and random state of this rank's own for it and the modules that it needs.
+    """Unpickle fn and its arguments, and seed this rank's generators for fn and the modules that it imports.
 
     Raises:
-        SetupFailure: something that it needs is missing here.
+        SetupFailure: fn cannot be unpickled, perhaps because a module is missing here.
     """
     from spark_hvd.world.pickles import send_by_value
 
     send_by_value()
-    state.start()  # modules may draw while they are imported
+    state.start()  # modules may draw random numbers while they are imported
     try:
         fn, args, kwargs = pickle.loads(payload)
     except Exception as error:
@@ -126,11 +124,11 @@ def unpickle_call(
 
 
 def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call fn, and finish what it has left under way.
+    """Call fn, and finish the collectives that it has left unfinished.
 
-    A process that it forks, and that comes out of it, ends here as a program does: it is not the rank.
+    If fn forks a process that returns from it, that process exits here like a program, because it is not the rank.
     """
-    from spark_hvd.context import leave  # not above: this module is there before torch is known to be
+    from spark_hvd.context import leave  # imports torch, which check_torch() must do first
 
     rank = os.getpid()
     try:
@@ -140,7 +138,7 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return value
     except BaseException:
         if os.getpid() == rank:
-            with contextlib.suppress(Exception):  # what fn raised is the one to tell
+            with contextlib.suppress(Exception):  # fn's exception is the one to report
                 leave.finish()
         raise
     finally:
@@ -156,11 +154,11 @@ def _end_fork(error: BaseException | None) -> NoReturn:
             sys.stderr.write(format_error(error))
         end_process(int(error is not None))
     finally:
-        os._exit(1)  # whatever fails here, or the child would continue as the rank
+        os._exit(1)  # even if something fails here, the child must not continue as the rank
 
 
 def exit_code(code: object) -> int:
-    """The exit code that Python itself would make of ``sys.exit(code)``; text is written to stderr."""
+    """Return the exit code that Python makes of ``sys.exit(code)``; like Python, print a text to stderr."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     with contextlib.suppress(Exception):  # stderr may be closed
@@ -169,40 +167,40 @@ def exit_code(code: object) -> int:
 
 
 def format_error(error: BaseException) -> str:
-    """The traceback from fn on, without our frames above it."""
+    """Return the traceback from fn on, without our frames above it."""
     trace = error.__traceback__
     while trace is not None and _OURS.match(trace.tb_frame.f_globals.get("__name__") or ""):
         trace = trace.tb_next
     if trace is None:
         trace = error.__traceback__
-    return bounded("".join(traceback.format_exception(type(error), error, trace)), _MOST_OF_A_TRACEBACK)
+    return bounded("".join(traceback.format_exception(type(error), error, trace)), _MAX_TRACEBACK_CHARS)
 
 
 def one_line(error: BaseException) -> str:
-    """What is raised, without where and without its notes."""
-    told = traceback.TracebackException(type(error), error, None)
-    told.__notes__ = None  # type: ignore[attr-defined] # they come last, and the traceback has them
-    *_, line = told.format_exception_only()
-    return bounded(line.strip(), _MOST_OF_A_MESSAGE)
+    """Return the last line of an exception's traceback: its class and text, without its notes."""
+    exception = traceback.TracebackException(type(error), error, None)
+    exception.__notes__ = None  # type: ignore[attr-defined] # notes would follow that line, and the traceback has them
+    *_, line = exception.format_exception_only()
+    return bounded(line.strip(), _MAX_MESSAGE_CHARS)
 
 
 def end_process(code: int) -> NoReturn:
-    """End as a forked process does (see multiprocessing): exit handlers run, the torn-down interpreter is spared.
+    """End like a forked process (see multiprocessing): run exit handlers, but do not finalize the interpreter.
 
-    Taking torch apart object by object costs a third of a second, in which the caller would wait for nothing.
+    To destroy torch's objects one by one would take a third of a second, for which the caller would wait in vain.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # torch's libraries of operators would be unregistered one by one, which takes 40 ms a rank.
+    # Skip the handlers that unregister torch's operator libraries one by one, which takes 40 ms.
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if (found := each.peek()) is not None and getattr(found[1], "__module__", None) == "torch.library":
             each.atexit = False
     atexit._run_exitfuncs()
     flush_output()
-    os._exit(code & 0xFF)  # as sys.exit does with larger numbers
+    os._exit(code & 0xFF)  # sys.exit also keeps only the lowest byte
 
 
 def flush_output() -> None:
-    """Flush the output. A program may have closed its streams, or replaced them by others or by None."""
+    """Flush stdout and stderr, which the program may have closed or replaced, even by None."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

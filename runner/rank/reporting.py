@@ -1,4 +1,4 @@
-"""The thread of a rank that tells its supervisor how the rank is: once a second, and more often in a new world."""
+"""The thread that reports a rank's state to its supervisor, once a second, and more often in a new world."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from spark_hvd.world.vitals import Vitals
 _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0
 _SOON = 0.1
-"""Seconds between two looks whether the rank is in a world, so that a short one is told of too."""
+"""Seconds between two checks whether the rank is in a world, so that even a short world is reported."""
 _YOUNG = 10.0
-"""Seconds of a world in which a rank tells more often, so that a short one has a point a step."""
+"""Seconds for which a rank in a new world reports more often, so that a short world has a point for each step."""
 _OFTEN = 0.05
 _MOST_A_SECOND = 400
-"""Records of all ranks: with many of them, each tells less often in those seconds too."""
+"""Maximum number of records per second of all ranks in those seconds; with many ranks, each reports less often."""
 
 
 class VitalsSender:
-    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`, and profiles that are asked for.
+    """Sends this rank's record regularly, from :meth:`start` to :meth:`stop`, and the profiles that were requested.
 
-    Threads of its own call ``send`` with the type of a message and its fields. ``hear`` is called before each record,
-    to look whether there is a message for this rank.
+    Its threads call ``send`` with the type of a message and its fields. They call ``hear`` before each record, to check
+    for a message to this rank.
     """
 
     def __init__(self, send: Callable[..., None], hear: Callable[[], None] = lambda: None) -> None:
         self._send, self._hear = send, hear
-        self.profiler = StepProfiler(lambda **fields: self._told("profile", **fields))
+        self.profiler = StepProfiler(lambda **fields: self._send_unless_silent("profile", **fields))
         self._process = uuid.uuid4().hex
-        self._sending = threading.Lock()  # held over each record: after stop() none may follow, not even half of one
+        self._sending = threading.Lock()  # held for each record, so that after stop() not even half of one follows
         self._stopped = threading.Event()
         self._silent = False
         self._thread = threading.Thread(target=self._run, name="spark_hvd-vitals", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first record goes out at once."""
+        """Start reporting; the first record is sent at once."""
         activity.watched = True
         self._thread.start()
 
     def stop(self) -> None:
-        """Send a last record, so that the whole run is known, and end: nothing is sent after that. Idempotent."""
+        """Send a last record, so that no part of the run is missing, and stop for good. Idempotent."""
         self.profiler.end()
         self._stopped.set()
         activity.news.set()
         if not self._thread.is_alive():
             return
-        # A metric on a GPU that hangs cannot be read, and must not keep this rank from saying why it failed.
+        # If a GPU hangs, its metrics cannot be read. That must not keep this rank from reporting why it failed.
         self._thread.join(_LAST_RECORD_SECONDS)
         with self._sending:
             self._silent = True
@@ -71,31 +71,31 @@ class VitalsSender:
                     activity.end_loop(last=True)
                 vitals = observe()
                 if vitals is not None and not last:
-                    self._tell(vitals)
+                    self._send_vitals(vitals)
                 elif (known := vitals or before) is not None:
-                    self._tell(replace(known, ended=True))
+                    self._send_vitals(replace(known, ended=True))
                 before = vitals
                 if last:
                     return
                 if activity.news.wait(_pause(vitals, time.monotonic() - since)):
                     activity.news.clear()
                     since = time.monotonic()
-        except OSError:  # the supervisor has gone, and takes this process with it
+        except OSError:  # the supervisor is gone, and this process will be killed
             return
-        except Exception:  # what is missing then is a row of a table, which must not end a training
-            _log.exception("this rank can tell no more of itself")
+        except Exception:  # only a row of the live table will be missing, so training continues
+            _log.exception("this rank can no longer report its state")
 
-    def _tell(self, vitals: Vitals) -> None:
-        self._told("vitals", vitals=replace(vitals, process=self._process).to_message())
+    def _send_vitals(self, vitals: Vitals) -> None:
+        self._send_unless_silent("vitals", vitals=replace(vitals, process=self._process).to_message())
 
-    def _told(self, kind: str, **fields: Any) -> None:
+    def _send_unless_silent(self, kind: str, **fields: Any) -> None:
         with self._sending:
             if not self._silent:
                 self._send(kind, **fields)
 
 
-def _pause(told: Vitals | None, age: float) -> float:
-    """Seconds until the next look."""
-    if told is None:
+def _pause(vitals: Vitals | None, age: float) -> float:
+    """Return the seconds until the next record."""
+    if vitals is None:
         return _SOON
-    return BEAT if age >= _YOUNG else min(BEAT, max(_OFTEN, told.size / _MOST_A_SECOND))
+    return BEAT if age >= _YOUNG else min(BEAT, max(_OFTEN, vitals.size / _MOST_A_SECOND))

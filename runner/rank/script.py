@@ -1,6 +1,7 @@
-"""A Python script, or module, run as ``__main__`` on a rank: what ``spark-hvd run train.py`` sends to the ranks.
+"""A Python script or module that runs as ``__main__`` on a rank, for ``spark-hvd run train.py``.
 
-The script's text travels, so it need not exist on the ranks' hosts. What it imports has to: see ``--py-files``.
+Ranks get the script's text, so the file need not exist on their hosts. The modules that it imports must exist there:
+see ``--py-files``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class ScriptExitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What to run.
+    """A script or module to run.
 
     Attributes:
-        name: Complete path of the script, or the name of a module.
+        name: Absolute path of the script, or the name of a module.
         arguments: ``sys.argv`` after the script's name.
-        folder: Goes to the front of ``sys.path`` on hosts that have it.
-        text: The script's source; None for a module, which every host has to have.
+        folder: The folder to put first on ``sys.path``, on hosts that have it.
+        text: The script's source; None for a module, which every host must have.
     """
 
     name: str
@@ -52,36 +53,36 @@ class Script:
         """Read a script.
 
         Raises:
-            OSError: it cannot be read.
-            SyntaxError: it is no Python of this version.
+            OSError: It cannot be read.
+            SyntaxError: It is not valid in this version of Python.
         """
         path = os.path.abspath(path)
         with tokenize.open(path) as file:
             text = file.read()
-        compile(text, path, "exec", dont_inherit=True)  # a typing error shows before anything is started
+        compile(text, path, "exec", dont_inherit=True)  # raises for a typo before any rank starts
         return cls(path, tuple(arguments), os.path.dirname(path), text)
 
     def imported(self) -> set[str]:
-        """The modules that its text imports, anywhere; none for a module's name."""
+        """Return the modules that the script's text imports anywhere; empty for a module."""
         nodes = [] if self.text is None else [*ast.walk(ast.parse(self.text))]
-        whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        parts = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        imports = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        from_imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
         return (
-            whole
-            | {node.module or "" for node in parts}
-            | {f"{node.module}.{alias.name}" for node in parts for alias in node.names}
+            imports
+            | {node.module or "" for node in from_imports}
+            | {f"{node.module}.{alias.name}" for node in from_imports for alias in node.names}
         )
 
     @property
     def makes_process_group(self) -> bool:
-        """Whether its text calls ``init_process_group``, as programs for torchrun do."""
+        """Whether the script's text calls ``init_process_group``, as programs for torchrun do."""
         nodes = [] if self.text is None else ast.walk(ast.parse(self.text))
         calls = [node.func for node in nodes if isinstance(node, ast.Call)]
         return any("init_process_group" in (getattr(f, "attr", ""), getattr(f, "id", "")) for f in calls)
 
     @classmethod
     def module(cls, name: str, arguments: Sequence[str]) -> Script:
-        """A module that is run as ``python -m`` does."""
+        """Make a script of a module, which then runs as with ``python -m``."""
         return cls(name, tuple(arguments), os.getcwd(), None)
 
 
@@ -89,10 +90,10 @@ def run_script(script: Script) -> None:
     """Run a script as ``__main__`` in this process.
 
     Raises:
-        ScriptExitError: it called ``sys.exit`` with something other than 0 or None.
-        Exception: what it raises.
+        ScriptExitError: The script called ``sys.exit`` with something other than 0 or None.
+        Exception: whatever the script raises.
     """
-    import spark_hvd.horovod  # noqa: F401  also a module that the script imports may import horovod
+    import spark_hvd.horovod  # noqa: F401  a module that the script imports may import horovod
     from spark_hvd.runner.rank.process import exit_code
 
     if script.makes_process_group:
@@ -108,17 +109,17 @@ def run_script(script: Script) -> None:
     except SystemExit as left:
         code = exit_code(left.code)
         if code:
-            # with its traceback, so that the report shows where the script left
+            # Keep the traceback, so that the report shows where the script called sys.exit.
             raise ScriptExitError(code).with_traceback(left.__traceback__) from None
 
 
 def _leave_as_torchrun() -> None:
-    """Leave the world that the ranks have met in, so that the script can make its own at the same store."""
+    """Leave the ranks' world, so that the script can make its own with the same store."""
     import torch.distributed as dist
 
     from spark_hvd.context import leave
 
-    if dist.is_initialized():  # not in an elastic run, and not where a caller has left it
+    if dist.is_initialized():  # false in an elastic run, and if a caller has left the world
         leave.shutdown()
         os.environ |= {"TORCHELASTIC_RUN_ID": "spark_hvd", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -127,7 +128,7 @@ def _run_text(path: str, text: str) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = main  # pickle and multiprocessing look there for what the script defines
-    # Tracebacks show the script's lines also on hosts that do not have the file.
+    sys.modules["__main__"] = main  # pickle and multiprocessing look here for the script's functions and classes
+    # Let tracebacks show the script's lines even on hosts that do not have the file.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)

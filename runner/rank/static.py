@@ -1,4 +1,4 @@
-"""A rank of a run that starts with all its ranks: meets them once, runs fn, stays until all have ended."""
+"""A rank of a run whose ranks all start together: connects to them once, runs fn, and stays until all have ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spark_hvd.world.layout import Endpoint, RankInfo, World
 from spark_hvd.world.ports import PortRange, listen
 
 SECONDS = 15.0
-"""How long a connection may take to come up."""
+"""Seconds that a connection may take."""
 _RETRY_SECONDS = 0.2
 
 
@@ -36,11 +36,11 @@ class UnreachableError(RuntimeError):
     """A rank cannot connect to another."""
 
 
-def connect(host: str, port: int, whom: str, mine: str, seconds: float = SECONDS) -> None:
+def connect(host: str, port: int, peer: str, mine: str, seconds: float = SECONDS) -> None:
     """Open a connection to a rank, and close it.
 
     Raises:
-        UnreachableError: Naming both ends, and what to look at.
+        UnreachableError: The connection failed. The message names both ends and what to check.
     """
     until = time.monotonic() + seconds
     while True:
@@ -50,23 +50,23 @@ def connect(host: str, port: int, whom: str, mine: str, seconds: float = SECONDS
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS >= until:
                 raise UnreachableError(
-                    f"{mine} cannot reach {whom} at {host}:{port} ({error}; tried for {seconds:.0f} s). Check that the "
-                    "network between the two hosts is up and lets this port through (ports= gives ranks a range to "
-                    "listen on; Gloo and NCCL use the kernel's net.ipv4.ip_local_port_range), and that the address is "
-                    "on the right network (interfaces= chooses another)."
+                    f"{mine} cannot reach {peer} at {host}:{port} ({error}; tried for {seconds:.0f} s). Check that the "
+                    "network between the two hosts is up and lets this port through (ranks listen on ports=, Gloo and "
+                    "NCCL on the kernel's net.ipv4.ip_local_port_range), and that the address is on the right network "
+                    "(interfaces= chooses another)."
                 ) from error
         time.sleep(_RETRY_SECONDS)
 
 
 def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, seconds: float = SECONDS) -> None:
-    """Let the first rank of every host connect to that of the next host, round in a ring.
+    """Let the first rank of every host connect to the first rank of the next host, in a ring.
 
-    So each host's address is tried by one other: a wrong interface, or a firewall round one host, is found and named.
-
-    ``ip`` is my address, and ``seconds`` is how long to try to connect. ``ports`` is where to listen; None: any.
+    So one other host tries each host's address, and a wrong interface or a firewall around one host is found and named.
+    ``ip`` is this rank's address. ``ports`` are those on which to listen; None means any. ``seconds`` limits the
+    attempt.
 
     Raises:
-        UnreachableError: I cannot connect.
+        UnreachableError: This rank cannot connect.
     """
     if me.local_rank != 0 or me.cross_size == 1:
         return
@@ -78,15 +78,15 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, secon
         rank, host, address, port = json.loads(kv.get(f"at/{following}"))
         connect(address, port, f"rank {rank} on host {host}", f"rank {me.rank} on host {me.host} ({ip})", seconds)
         kv.set(f"reached/{following}", "yes")
-        kv.get(f"reached/{me.cross_rank}")  # the one before me may still be on its way to my listener
+        kv.get(f"reached/{me.cross_rank}")  # keep listening until the previous host has connected
 
 
 class MpiMismatchError(RuntimeError):
-    """A host has another MPI than rank 0's, or none."""
+    """The hosts have different MPI libraries, or a host has none."""
 
 
 def library_version() -> str:
-    """The MPI library that mpi4py has loaded, by name and version; MPI is not initialised by this.
+    """Return name and version of the MPI library that mpi4py has loaded, without initializing MPI.
 
     Raises:
         MpiMismatchError: mpi4py or its library cannot be imported.
@@ -110,7 +110,7 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
     """Compare the MPI libraries of all ranks; every rank calls this.
 
     Raises:
-        MpiMismatchError: They differ, or a rank has none; raised on every rank, naming hosts and versions.
+        MpiMismatchError: The libraries differ, or a rank has none. Every rank raises it, naming hosts and versions.
     """
     try:
         mine, fault = library_version(), None
@@ -125,8 +125,8 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
     if len(hosts) > 1:
         listed = "; ".join(f"{version} on {', '.join(sorted(names))}" for version, names in sorted(hosts.items()))
         raise MpiMismatchError(
-            f"the hosts have different MPI libraries: {listed}. Install the same on all, for instance from one "
-            "environment that is shipped with the application (spark.archives)."
+            f"the hosts have different MPI libraries: {listed}. Install the same library on all, for example from one "
+            "environment that you ship with the application (spark.archives)."
         )
 
 
@@ -141,10 +141,10 @@ class StaticRank:
         self._ended_well = False
 
     def run(self, payload: bytes | memoryview) -> Any:
-        """Meet the others, and call fn."""
+        """Connect to the other ranks, and call fn."""
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         if not self._join():
-            sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
+            sys.exit(1)  # the supervisor closed the connection: another rank failed before all had met
         reporting = VitalsSender(
             lambda kind, **fields: send_frame(self._control, {"type": kind, **fields}),
             lambda: self._hear(reporting.profiler),
@@ -159,35 +159,35 @@ class StaticRank:
         return value
 
     def leave(self) -> None:
-        """Leave the world as soon as fn has returned: peers that still wait for this rank must hear of it.
+        """Leave the world as soon as fn has returned, because peers may still wait for this rank.
 
-        A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
+        If fn failed, the rank stays until it is killed, so that no peer reports its absence as an error.
         """
         if self._ended_well:
             leave.shutdown_for_good()
 
     def linger(self) -> None:
-        """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
+        """Stay until the supervisor closes the connection; rank 0 has the store, which others may still use."""
         while recv_frame(self._control) is not None:
             pass
 
     def _hear(self, profiler: StepProfiler) -> None:
-        """Take what the supervisor has sent, if anything; its end is somebody else's business."""
-        there = select.poll()
-        there.register(self._control, select.POLLIN)
-        while there.poll(0) and (frame := recv_frame(self._control)) is not None:
+        """Handle the supervisor's messages, if there are any. Other code notices the end of the connection."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while poller.poll(0) and (frame := recv_frame(self._control)) is not None:
             if frame[0]["type"] == "profile":
                 profiler.ask(frame[0]["number"], frame[0]["steps"])
 
     def _join(self) -> bool:
-        """Meet the other ranks in rank 0's store; False when the run was stopped before."""
+        """Connect to the other ranks through rank 0's store, and return False if the run was stopped first."""
         me, ip = self._order.me, self._order.ip
         ports = self._order.ports
         timeout = timedelta(seconds=self._order.join_timeout)
         store = None
         if me.rank == 0:
-            # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
-            # and it listens on this address only.
+            # The store takes over a socket that is already bound. So no other process can take the published port, and
+            # the store listens on this address only.
             listener = listen(ip, ports)
             store = ip, listener.getsockname()[1]
             self._kv = TCPStore(
@@ -205,12 +205,12 @@ class StaticRank:
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
                 os.environ["PMI_FD"] = str(fds[0])
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        patience = min(SECONDS, self._order.join_timeout / 2)  # less than the supervisor's, so that it is our words
+        seconds = min(SECONDS, self._order.join_timeout / 2)  # less than the supervisor's, whose error says less
         try:
             if self._kv is None:
-                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", patience)
+                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", seconds)
                 self._kv = TCPStore(host, port, me.size, False, timeout)
-            check_hosts(me, ip, self._kv, ports if mpi is not None else None, patience)
+            check_hosts(me, ip, self._kv, ports if mpi is not None else None, seconds)
             if mpi is not None:
                 check_same_mpi(me, self._kv)
         except (UnreachableError, MpiMismatchError) as error:
@@ -225,7 +225,7 @@ class StaticRank:
         return True
 
     def _settle_gpu(self, me: RankInfo) -> str | None:
-        """Take this rank's GPU, and return the backend that suits those of all ranks."""
+        """Take this rank's GPU, and return a backend that suits the GPUs of all ranks."""
         try:
             return settle(me, self._order.gpus, self._kv, self._order.backend)
         except GpuError as error:

@@ -12,10 +12,11 @@ from spark_hvd.runner.outcome.rows import SPOOL_ABOVE
 def task_of(
     module: str, function: str, spec: bytes, payload: bytes, *, spool: str | None = None, fed: bool = False
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A task for ``mapInArrow``, as a nested function: such travel by value, so it starts even without spark_hvd there.
+    """Return a task for ``mapInArrow`` that calls a function of a module of the runner.
 
-    Where ``fed``, the function is called with the task's input too; it yields record batches. A payload above 16 MiB
-    goes to ``spool``, of a driver on this machine: Spark would take it into the Java heap.
+    The task is a nested function, which is pickled by value. So it starts even on an executor without spark_hvd, and
+    can say that spark_hvd is missing. The function yields record batches; with ``fed`` it also gets the task's input.
+    A payload above 16 MiB is written to the directory ``spool``, if given: Spark would hold it in the Java heap.
     """
     file = None
     if spool is not None and len(payload) > SPOOL_ABOVE:

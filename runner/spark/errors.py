@@ -1,4 +1,4 @@
-"""Turns what Spark says about a failed barrier job into one of our errors."""
+"""Translates Spark's error for a failed job into one of our errors."""
 
 from __future__ import annotations
 
@@ -29,39 +29,38 @@ _ONE_PYTHON = (
     "path that every host has."
 )
 _LOG = (
-    "Look in the executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what ranks live "
-    "on)."
+    "Look in the executor's log. The usual reason is a lack of memory: ranks use that of spark.executor.memoryOverhead."
 )
 _SILENT_HOST = (
-    "A host that has vanished, is cut off from the driver or is suspended looks like this. Spark itself notices after "
-    "spark.network.timeout (120 s), and a run that is started before that may wait for the host."
+    "The host may be down, suspended or cut off from the driver. Spark itself notices after spark.network.timeout "
+    "(120 s); a run that you start before then may wait for that host."
 )
 
 
 def silent(lost: str) -> ExecutorLostError:
-    """The error for tasks that the hub has not heard of any more."""
+    """Return the error for tasks from which the hub no longer hears."""
     return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_SILENT_HOST}")
 
 
 def heap_full(error: Exception) -> ClusterError | None:
-    """The error where the driver's JVM has no memory for what PySpark sends it; None where it is another error."""
+    """Return the error to raise if the driver's JVM ran out of memory; None if ``error`` has another cause."""
     if (match := _HEAP.search(str(error))) is None:
         return None
     return ClusterError(
-        f"the driver's JVM is out of memory: {match[0]}. fn and its arguments go through it, and so may its values. "
-        "Let ranks read what is large from a place that they reach, and give fn its path; or start the application "
-        "with a larger spark.driver.memory."
+        f"the driver's JVM is out of memory: {match[0]}. fn and its arguments pass through it, and its results may, "
+        "too. Put large data where the ranks can read it and pass fn the path, or start the application with a larger "
+        "spark.driver.memory."
     )
 
 
 def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
-    """Make an error with a remedy out of one of Spark's."""
+    """Return one of our errors, which names a remedy, for one of Spark's."""
     text = str(error)
     if match := _SETUP.search(text):
         return SetupError(f"{match[1]} {_INSTALL}")
     if match := _PYTHON.search(text):
         return SetupError(f"{match[0].strip()[:400]}. {_ONE_PYTHON}")
-    if match := _MISSING.search(text):  # PySpark itself imports some, before our code runs
+    if match := _MISSING.search(text):  # PySpark imports some of them itself, before our code runs
         return SetupError(f"{match[0]}, in the Python of an executor. {_INSTALL}")
     if match := _SILENT.search(text):
         return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")
@@ -72,38 +71,38 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         )
     if match := _MESSAGE.search(text):
         return ClusterError(
-            f"fn and its arguments are too large for Spark Connect: {match[0]} bytes. Let ranks read what is large "
-            "from a place that they reach, and give fn its path."
+            f"fn and its arguments are too large for Spark Connect: {match[0]} bytes. Put large data where the ranks "
+            "can read it, and pass fn the path."
         )
     if match := _LOST.search(text):
         executor = _EXECUTOR.search(text)
         where = placement.on_executor(executor[1], size) if placement and executor else None
         what = f"the executor of {where}" if where else "an executor"
         return ExecutorLostError(
-            f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. {_LOG}"
+            f"Spark lost {what} while {size} ranks were running; all were stopped: {match[0].strip()[:500]}. {_LOG}"
         )
     if _CRASHED.search(text):
         return ExecutorLostError(
-            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. {_LOG}"
+            f"a Spark Python worker was killed while {size} ranks were running; all were stopped. {_LOG}"
         )
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")
     if match := _CANCELLED.search(text):
-        return RunError(f"the Spark job of this run was cancelled by somebody else than us: {match[0].strip()}")
+        return RunError(f"the Spark job of this run was cancelled, but not by spark_hvd: {match[0].strip()}")
     return RunError(f"the Spark job of this run failed: {_first_lines(text)}")
 
 
 def translate_elastic(error: Exception) -> RunError:
-    """The same for the job of an elastic run, which Spark ends when one task has failed too often."""
+    """Do the same for the job of an elastic run, which Spark ends once a single task has failed too often."""
     text = str(error)
     if match := _UNREACHABLE.search(text):
         return ClusterError(match[1])
     made = translate(error, 1)
     if isinstance(made, ExecutorLostError):
         return ExecutorLostError(
-            f"Spark has given the job of this elastic run up, because one of its tasks was lost too often: "
-            f"{_first_lines(text, 3)}. Start the application with a larger spark.task.maxFailures: Spark counts lost "
-            "executors, for each task by itself."
+            f"Spark gave up the job of this elastic run because one of its tasks was lost too often: "
+            f"{_first_lines(text, 3)}. Start the application with a larger spark.task.maxFailures: Spark counts the "
+            "lost executors of each task."
         )
     return made
 

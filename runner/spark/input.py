@@ -1,4 +1,4 @@
-"""DataFrames as the input of a run's barrier stage: each task gets the rows that its ranks own, and no others."""
+"""DataFrames as the input of a run's barrier stage: each task gets only the rows that its ranks own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """A DataFrame that is computed once, and whose rows are two data sets.
+    """A DataFrame that is computed once and split into two data sets.
 
     Attributes:
         frame: All rows.
-        columns: Those that ranks are given.
+        columns: The columns that ranks get.
         other: Name of the second data set.
-        is_other: Whether a row is of that one; never null.
+        is_other: Whether a row belongs to the second data set; never null.
     """
 
     frame: DataFrame
@@ -34,13 +34,13 @@ class Split:
 
 @dataclass(frozen=True)
 class InputRows:
-    """What tasks are given.
+    """The rows that tasks get.
 
     Attributes:
-        frame: One partition a task.
-        schemas: Of the data sets whose rows are in it, by name and in their order: the number of the column in which
-            they lie, see :func:`~spark_hvd.data.units.struct_of`, and the schema in Arrow's format. Columns of a frame
-            that is alone lie in none.
+        frame: All rows, in one partition per task.
+        schemas: For each data set, by name and in order: the number of the struct column that holds its rows (see
+            :func:`~spark_hvd.data.units.struct_of`), and its schema in Arrow's format. A single data set is not put
+            into a struct.
     """
 
     frame: DataFrame
@@ -48,7 +48,7 @@ class InputRows:
 
     @classmethod
     def of(cls, frames: Mapping[str, DataFrame | Split | Windows], tasks: int) -> InputRows:
-        """Make it for so many tasks."""
+        """Combine data sets into one frame with a partition for each of ``tasks`` tasks."""
         from pyspark.sql import functions as F  # noqa: N812
 
         shaped: list[tuple[DataFrame, Sequence[str], Column]] = []
@@ -72,7 +72,7 @@ class InputRows:
 
 
 def with_lists(frame: DataFrame) -> DataFrame:
-    """The same with lists of numbers for vectors of Spark ML, which Arrow would show as what these are made of."""
+    """Convert Spark ML's vectors to lists of numbers; Arrow would show the fields of their representation."""
     vectors = [field.name for field in frame.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
     if not vectors:
         return frame
@@ -98,27 +98,27 @@ def _numbered(schema: StructType) -> StructType:
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
-    """One frame of as many partitions as tasks, each of which has all rows of its task's ranks."""
+    """Return one frame with a partition for each task, which holds all rows of the task's ranks."""
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    # Numbers for names: mapInArrow takes those with dots for fields of structs, and looks others up as the thread's
-    # session would, which may tell "a" and "A" apart or not.
+    # Columns get numbers for names: mapInArrow takes a name with dots for a field of a struct, and whether it tells "a"
+    # from "A" depends on the thread's session.
     given = [[F.col(quoted(name)).alias(f"c{at}") for at, name in enumerate(columns)] for _, columns, _ in frames]
     kinds = [_numbered(_schema_of(frame, columns)) for frame, columns, _ in frames]
     for number, (frame, _, source) in enumerate(frames):
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
         rows[number] = F.struct(*given[number]).alias(struct_of(number))
         if len(frames) == 1:
-            rows = given[0]  # Spark takes a quarter longer for columns in a struct
+            rows = given[0]  # columns in a struct take Spark a quarter longer
         numbered = frame.select(F.monotonically_increasing_id().alias(ID), source.alias(SOURCE), *rows)
         unit = f"cast(pmod(({ID} & {ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
         selected.append(numbered.withColumn(UNIT, F.expr(unit)))
     together = selected[0]
     for other in selected[1:]:
         together = together.union(other)
-    # Spark puts a row into the partition that the hash of its key says; so keys are chosen by their hashes. A plan that
-    # names its number of partitions keeps it, whatever adaptive execution does to others.
+    # The hash of a row's key decides its partition, so we choose keys by their hashes. Adaptive execution leaves the
+    # number of partitions alone if the plan names it.
     keys = ", ".join(map(str, keys_of_partitions(tasks)))
     return together.repartition(
         tasks, F.expr(f"element_at(array({keys}), cast({UNIT} * {tasks}L div {UNITS} as int) + 1)")
@@ -126,7 +126,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
 
 
 def keys_of_partitions(partitions: int) -> list[int]:
-    """For each partition an integer that Spark's hash partitioning puts there."""
+    """Return, for each partition, an integer that Spark's hash partitioning puts there."""
     found: dict[int, int] = {}
     key = 0
     while len(found) < partitions:
@@ -136,7 +136,7 @@ def keys_of_partitions(partitions: int) -> list[int]:
 
 
 def spark_hash(value: int) -> int:
-    """What Spark's ``hash`` gives for a value of type int: 32 bits of Murmur3, seed 42."""
+    """Compute Spark's ``hash`` of an int: Murmur3 with 32 bits and seed 42."""
     mixed = _rotated(value * 0xCC9E2D51, 15) * 0x1B873593
     state = (_rotated(42 ^ mixed & _WORD, 13) * 5 + 0xE6546B64) & _WORD
     state ^= 4  # the number of bytes

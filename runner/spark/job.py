@@ -1,4 +1,4 @@
-"""One job of PySpark's, run in a thread of its own, and what Spark tells of its tasks."""
+"""Runs one Spark job in a separate thread, and reports what Spark knows about its tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class TaskAttempt:
     """One attempt of a task.
 
-    ``number`` is unique in the application; ``leaving`` says that its executor is being decommissioned.
+    ``number`` is unique in the application; ``leaving`` means that the attempt's executor is being decommissioned.
     """
 
     number: int
@@ -40,10 +40,10 @@ class TaskAttempt:
 
 
 def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
-    """`target` for another thread, in which the caller's local properties hold, such as its scheduler pool.
+    """Wrap `target` so that another thread runs it with this thread's local properties, such as its scheduler pool.
 
-    Takes a Spark Connect session as well. Spark 4 carries the caller's tags along, if it is told the session; 3.5 takes
-    a function alone, and has nothing for Spark Connect.
+    With the session, Spark 4 also passes on this thread's tags. Spark 3.5 accepts a function only, and has nothing of
+    the kind for Spark Connect.
     """
     import pyspark
     from pyspark import inheritable_thread_target
@@ -55,7 +55,7 @@ def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
 
 
 def cancel_jobs(spark: SparkSession, tag: str) -> None:
-    """Ask Spark to kill the tasks of all jobs with a tag; returns at once."""
+    """Ask Spark to kill the tasks of all jobs with a tag, and return at once."""
     try:
         if is_connect(spark):
             spark.interruptTag(tag)
@@ -66,15 +66,15 @@ def cancel_jobs(spark: SparkSession, tag: str) -> None:
 
 
 class TaskJob:
-    """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
+    """One stage, run in a separate thread so that the caller can print, time out and be interrupted.
 
-    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be retried
-    whole, and fn run twice unseen. ``tag`` is unique, to cancel the job by. Without ``barrier``, tasks start as slots
-    become free. ``profile`` is what each task takes from its executor; None: the application's amounts. ``input_frame``
-    is what tasks are given, in as many partitions; None: nothing that is of use.
+    The stage is the job's result stage, which Spark never retries. If a shuffle followed, Spark would retry the whole
+    stage and silently run fn twice. ``tag`` is unique and serves to cancel the job. Without ``barrier``, tasks start as
+    slots become free. ``profile`` says what each task takes from its executor; None means the application's amounts.
+    ``input_frame`` is the tasks' input, with a partition for each task; None means that they need no input.
 
     Attributes:
-        fed: Whether stages come before that compute the tasks' input.
+        fed: Whether other stages compute the tasks' input first.
     """
 
     def __init__(
@@ -109,35 +109,35 @@ class TaskJob:
         self._begun: int | None = None
         """Tasks that have started, as far as a Spark Connect server has reported."""
         target = inheriting(spark, self._run)
-        # Not the thread's own join(): a Ctrl-C in it makes Python 3.10 to 3.12 take a thread that runs for one that has
-        # ended (bpo-45274).
+        # An event rather than Thread.join(): if Ctrl-C interrupts join(), Python 3.10 to 3.12 believe that a running
+        # thread has ended (bpo-45274).
         self._ended = threading.Event()
-        # Daemon, so that an interrupted program can end while Spark is still cancelling.
+        # A daemon thread, so that an interrupted program can exit while Spark is still cancelling.
         threading.Thread(target=target, name="spark_hvd-job", daemon=True).start()
 
     @property
     def running(self) -> bool:
-        """Whether Spark is still at it."""
+        """Whether the job has not ended yet."""
         return not self._ended.is_set()
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds for the job to end."""
         self._ended.wait(timeout)
 
     def cancel(self) -> None:
-        """Ask Spark to kill the tasks; returns at once."""
+        """Ask Spark to kill the tasks, and return at once."""
         cancel_jobs(self._spark, self._tag)
 
     @property
     def placed(self) -> bool | None:
-        """Whether Spark has started all tasks; None where it cannot be asked (Spark Connect of 3.5)."""
+        """Whether Spark has started all tasks; None if it does not say (Spark Connect 3.5)."""
         if is_connect(self._spark):
             return None if self._begun is None else self._begun >= self._num_tasks
-        there = self.placement()
-        return there is not None and len(there.tasks) == self._num_tasks
+        placement = self.placement()
+        return placement is not None and len(placement.tasks) == self._num_tasks
 
     def placement(self) -> Placement | None:
-        """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
+        """Return where Spark has put the tasks so far; None if it does not say (Spark Connect)."""
         if is_connect(self._spark):
             return None
         try:
@@ -155,15 +155,15 @@ class TaskJob:
         )
 
     def where(self, size: int) -> Where:
-        """Where the ranks are, and the page of their stage in the Spark UI, as far as Spark tells.
+        """Return where the ranks are and the address of their stage's page in the Spark UI, as far as Spark says.
 
-        ``size`` is 0 where tasks are not fixed to ranks.
+        ``size`` is the number of ranks, or 0 if tasks have no fixed ranks.
         """
-        there = self.placement() if size else None
-        return Where({} if there is None else there.executors_of_ranks(size), self._page())
+        placement = self.placement() if size else None
+        return Where({} if placement is None else placement.executors_of_ranks(size), self._page())
 
     def _page(self) -> str:
-        """The address of the stage's page; empty where there is none."""
+        """Return the address of the stage's page; empty if there is none."""
         if is_connect(self._spark):
             return ""
         try:
@@ -178,7 +178,7 @@ class TaskJob:
             return ""
 
     def attempts(self) -> list[TaskAttempt]:
-        """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
+        """Return the attempts of tasks that Spark has started; empty if it does not say."""
         if is_connect(self._spark):
             return []
         try:
@@ -217,7 +217,7 @@ class TaskJob:
         self._begun = 0
 
         def count(stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool) -> None:
-            if threading.get_ident() == here:  # and not in a query of somebody else's in the same session
+            if threading.get_ident() == here:  # not for another thread's query in the same session
                 ended = sum(stage.num_completed_tasks for stage in stages or ())
                 self._begun = max(self._begun or 0, inflight_tasks + ended)
 
@@ -228,7 +228,7 @@ class TaskJob:
             self._spark.removeProgressHandler(count)  # type: ignore[arg-type]
 
     def _collect(self) -> None:
-        # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
+        # toArrow (Spark 4) takes a third of the memory that rows take when values are large.
         if hasattr(self._frame, "toArrow"):
             table = self._frame.toArrow()
             columns = [table.column(name).to_pylist() for name in table.column_names]

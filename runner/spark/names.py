@@ -1,4 +1,4 @@
-"""What the Spark UI shows of our jobs: a group, a description, and stages named after the user's line of code."""
+"""How our jobs appear in the Spark UI: in a group, with a description, their stages named after the user's line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NOT_THE_USERS = {"spark_hvd", "pyspark", "py4j", "mlflow", "threading", "concur
 
 @contextmanager
 def job_group(spark: SparkSession, group: str) -> Iterator[None]:
-    """Put this thread's jobs into a group, unless the user has done so already and may want to cancel them by it.
+    """Put this thread's jobs into a group, unless the user has set one, by which they may want to cancel the jobs.
 
-    With Spark Connect, which has no groups, nothing happens.
+    Spark Connect has no groups; there this does nothing.
     """
     with _properties(spark, {} if _property(spark, _GROUP) else {_GROUP: group}):
         yield
@@ -33,7 +33,7 @@ def job_group(spark: SparkSession, group: str) -> Iterator[None]:
 
 @contextmanager
 def jobs_tagged(spark: SparkSession, tag: str, description: str) -> Iterator[None]:
-    """Tag all jobs that this thread starts, so that they can be cancelled, and say what they are for.
+    """Tag all jobs that this thread starts, so that they can be cancelled, and describe them.
 
     Spark Connect has no descriptions.
     """
@@ -49,10 +49,11 @@ def jobs_tagged(spark: SparkSession, tag: str, description: str) -> Iterator[Non
 
 @contextmanager
 def job_named(frame: DataFrame, description: str, place: str | None = None, stack: str = "") -> Iterator[None]:
-    """Name the jobs that this thread starts to compute `frame`; afterwards the thread's own names hold again.
+    """Name the jobs that this thread starts to compute `frame`, then restore the thread's previous names.
 
-    A description that the user has set stays, with ours behind it. ``frame`` is one that we have made; its action must
-    be called in here. ``place`` is for the stages, as :func:`call_site` gives it; None: the line that called us.
+    Ours is appended to a description that the user has set. ``frame`` must be one that we have made, and its action
+    must be called in this context. ``place`` names the stages, as :func:`call_site` returns it; None means the line
+    that called us.
     """
     if is_connect(frame.sparkSession):  # the server describes jobs by their plans
         yield
@@ -67,7 +68,7 @@ def job_named(frame: DataFrame, description: str, place: str | None = None, stac
 
 
 def call_site(description: str) -> tuple[str, str]:
-    """A name for stages, with the user's line in it, and the stack that led there: what PySpark has for its own."""
+    """Return a name for stages that contains the user's line, and the stack that led there."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame = frame.f_back
@@ -81,7 +82,7 @@ def _property(spark: SparkSession, name: str) -> str | None:
 
 @contextmanager
 def _properties(spark: SparkSession, values: dict[str, str]) -> Iterator[None]:
-    """Local properties of this thread, then what they were."""
+    """Set local properties of this thread, and restore them afterwards."""
     before = {name: _property(spark, name) for name in values}
     for name, value in values.items():
         _set(spark, name, value)
@@ -95,5 +96,5 @@ def _properties(spark: SparkSession, values: dict[str, str]) -> Iterator[None]:
 def _set(spark: SparkSession, name: str, value: str | None) -> None:
     try:
         spark.sparkContext.setLocalProperty(name, value)  # type: ignore[arg-type] # None unsets it
-    except Exception as error:  # the context may have been stopped meanwhile; names are no reason to fail
+    except Exception as error:  # the context may have been stopped; a missing name is no reason to fail
         _log.debug("cannot set %s: %s", name, error)

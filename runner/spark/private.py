@@ -1,7 +1,7 @@
-"""The private names of PySpark and of Spark's JVM that we need, in one place to look at when Spark moves.
+"""The private names of PySpark and of Spark's JVM that we use, in one place to check when Spark changes.
 
-docs/versions.md lists them by version, tests/spark/test_private_names.py touches every one. Sessions are classic ones,
-since a Spark Connect client has no JVM in reach.
+docs/versions.md lists them by version, and tests/spark/test_private_names.py uses each of them. Functions need a
+classic session unless they say otherwise: a Spark Connect client cannot reach the JVM.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 CALL_SITE, CALL_STACK = "callSite.short", "callSite.long"
 """Local properties that name the stages a thread starts: org.apache.spark.util.CallSite."""
-_MAX_DIRECTORIES = 500  # of files in one plan; listing more takes longer than writing anew
+_MAX_DIRECTORIES = 500  # of one plan's files; to list more takes longer than to write the data again
 
 _log = logging.getLogger(__name__)
-_untold: set[str] = set()
+_warned: set[str] = set()
 
 
 def does_not_tell(spark: SparkSession, what: str, lost: str, error: Exception) -> None:
-    """Say that Spark did not answer as we know it to: in a warning, once in this process for each thing.
+    """Warn, once per process for each ``what``, that Spark did not answer a question as expected.
 
-    What is asked here has no stable interface. An application that has ended, or has no record of a thing yet, is no
-    news. ``what`` completes "Spark does not tell ..."; ``lost`` is a sentence on what does not work without an answer.
+    These questions have no stable interface. An application that has ended, or that has no record yet, is no reason to
+    warn. ``what`` completes "Spark does not tell ..."; ``lost`` is a sentence on what does not work without an answer.
     """
     from py4j.protocol import Py4JNetworkError
 
     context: Any = spark.sparkContext
     ended = isinstance(error, (Py4JNetworkError, OSError)) or context._jsc is None
-    if ended or "NoSuchElementException" in str(error) or what in _untold:
+    if ended or "NoSuchElementException" in str(error) or what in _warned:
         _log.debug("Spark does not tell %s: %s", what, error)
         return
-    _untold.add(what)
-    answer = " ".join(str(error).split("\n\tat ")[0].splitlines()[:2])  # of Java's, what it was, without its stack
+    _warned.add(what)
+    answer = " ".join(str(error).split("\n\tat ")[0].splitlines()[:2])  # without Java's stack
     _log.warning(
         "Spark %s does not tell %s (%s: %s). %s docs/versions.md has the versions that were tried.",
         spark.version,
@@ -58,30 +58,30 @@ def does_not_tell(spark: SparkSession, what: str, lost: str, error: Exception) -
 
 
 def java_context(spark: SparkSession) -> Any:
-    """Scala's SparkContext."""
+    """Return Scala's SparkContext."""
     context: Any = spark.sparkContext
     return context._jsc.sc()
 
 
 def is_stopped(spark: SparkSession) -> bool:
-    """Whether the application has been ended by ``stop()``."""
+    """Tell whether ``stop()`` has ended the application."""
     context: Any = spark.sparkContext
     return context._jsc is None
 
 
 def temporary_folder(spark: SparkSession) -> str:
-    """Where Spark's own temporary files of the driver are, which go with it."""
+    """Return the directory of the driver's temporary files, which Spark deletes when the driver ends."""
     context: Any = spark.sparkContext
     folder: str = context._temp_dir
     return folder
 
 
 def local_workers(spark: SparkSession) -> tuple[int, dict[str, str], list[str]]:
-    """What starts Python workers on a local master, and with what.
+    """Describe how Python workers start on a local master.
 
     Returns:
-        The process of the driver's JVM, the environment of its workers, and where they look for modules before the
-        installed ones.
+        The process ID of the driver's JVM, the environment of its workers, and the paths that they search for modules
+        before the installed ones.
     """
     import psutil
     from pyspark import SparkFiles
@@ -102,43 +102,40 @@ def local_workers(spark: SparkSession) -> tuple[int, dict[str, str], list[str]]:
 
 
 def heap_and_result_limit(spark: SparkSession) -> tuple[int, int]:
-    """Bytes of the driver's Java heap, and ``spark.driver.maxResultSize``; 0 for no limit."""
+    """Return the size of the driver's Java heap and ``spark.driver.maxResultSize`` (0: no limit), in bytes."""
     context: Any = spark.sparkContext
     heap = int(context._jvm.java.lang.Runtime.getRuntime().maxMemory())
     return heap, int(java_context(spark).conf().getSizeAsBytes("spark.driver.maxResultSize", "1g"))
 
 
 def task_slots(spark: SparkSession, profile: ResourceProfile | None) -> int:
-    """How many tasks of a profile, None for the default one, can run at once, busy or not."""
+    """Return how many tasks of a profile can run at once, busy slots included; None is the default profile."""
     context: Any = java_context(spark)
     java = context.resourceProfileManager().resourceProfileFromId(0) if profile is None else _java(profile)
     return int(context.maxNumConcurrentTasks(java))
 
 
 def count_executors(spark: SparkSession) -> int:
-    """Executors there are, without the driver."""
+    """Return the number of executors, without the driver."""
     return int(java_context(spark).getExecutorMemoryStatus().size()) - 1
 
 
 def executor_ports(spark: SparkSession) -> dict[str, str]:
-    """``host:port`` of every executor that Spark holds to be alive, by its name; of one that is starting the host."""
+    """Return ``host:port`` of every live executor, by its ID; for one that is starting, the host alone."""
     executors = items(java_context(spark).statusStore().executorList(True))
     return {each.id(): each.hostPort() for each in executors if each.id() != "driver"}
 
 
 def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
-    """Which of these executors are being decommissioned."""
+    """Return those of ``executors`` that are being decommissioned."""
     scheduler = java_context(spark).taskScheduler()
     return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
 
 
 def stage_of(spark: SparkSession, tag: str, *, fed: bool = False) -> Any:
-    """Spark's record of the last stage of the newest job with a tag, the one that gives the result.
+    """Return Spark's record of the result stage of the newest job with a tag; None if it has not started.
 
-    Where ``fed``, jobs with that tag come before, which compute its input: the stage is then told by its barrier.
-
-    Returns:
-        None before there is one.
+    With ``fed``, earlier jobs with the same tag compute the stage's input. The stage is then recognized by its barrier.
     """
     context = java_context(spark)
     jobs = list(context.statusTracker().getJobIdsForTag(tag))
@@ -162,7 +159,7 @@ class Task(NamedTuple):
 
 
 def tasks_of(spark: SparkSession, tag: str, *, fed: bool = False) -> list[Task]:
-    """The attempts of that stage's tasks."""
+    """Return the attempts of tasks of the stage that :func:`stage_of` finds."""
     stage = stage_of(spark, tag, fed=fed)
     if stage is None:
         return []
@@ -171,7 +168,7 @@ def tasks_of(spark: SparkSession, tag: str, *, fed: bool = False) -> list[Task]:
 
 
 def items(sequence: Any) -> list[Any]:
-    """The elements of a Scala Seq."""
+    """Return the elements of a Scala Seq."""
     return [sequence.apply(index) for index in range(sequence.size())]
 
 
@@ -181,9 +178,9 @@ def _java(profile: ResourceProfile) -> Any:
 
 
 def known_profile(spark: SparkSession, profile: ResourceProfile) -> ResourceProfile:
-    """The profile that the application has already and that asks for the same; else `profile`, which it has now.
+    """Return an equivalent profile that the application already has; otherwise register `profile` and return it.
 
-    Spark keeps every profile for good, and each new one costs seconds at its first use.
+    Spark never forgets a profile, and the first use of a new one takes seconds.
     """
     from pyspark.resource import ResourceProfile
 
@@ -196,7 +193,7 @@ def known_profile(spark: SparkSession, profile: ResourceProfile) -> ResourceProf
 
 
 def qualified(spark: SparkSession, path: str) -> str:
-    """`path` with the file system that Spark takes it for: "/models" may be on HDFS."""
+    """Return `path` with the file system that Spark would use for it: "/models" may be on HDFS."""
     context: Any = spark.sparkContext
     hadoop = context._jvm.org.apache.hadoop.fs.Path(path)
     return str(hadoop.getFileSystem(context._jsc.hadoopConfiguration()).makeQualified(hadoop).toString())
@@ -207,9 +204,9 @@ def qualified(spark: SparkSession, path: str) -> str:
 
 @contextmanager
 def keeping_call_site(frame: DataFrame) -> Iterator[None]:
-    """Let actions of `frame` keep the thread's call site, which PySpark overwrites before each.
+    """Keep the thread's call site during actions of `frame`; PySpark would overwrite it before each action.
 
-    It takes the first of its own lines for it, which in a thread of ours is "wrapped at threading.py:982".
+    In one of our threads, PySpark's call site would be "wrapped at threading.py:982".
     """
     ours: Any = frame
     context, ours._sc = ours._sc, _KeepsCallSite(ours._sc)
@@ -245,14 +242,14 @@ class _NoCallSite:
 
 
 def unowned_param(name: str, doc: str) -> Param[Any]:
-    """A parameter for a class body, which each instance makes its own."""
+    """Return a parameter for a class body; each instance makes its own copy."""
     from pyspark.ml.param import Param, Params
 
     return Param(Params._dummy(), name, doc)
 
 
 def values_and_defaults(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values that are set, and the defaults, by name."""
+    """Return the values that are set, and the defaults, each by name."""
     values: Mapping[Param[Any], Any] = params._paramMap
     defaults: Mapping[Param[Any], Any] = params._defaultParamMap
     return {each.name: value for each, value in values.items()}, {each.name: value for each, value in defaults.items()}
@@ -264,7 +261,7 @@ def set_defaults(params: Params, defaults: Mapping[str, Any]) -> None:
 
 
 def rename(params: Params, uid: str) -> None:
-    """Give `params`, and what it owns, another uid."""
+    """Give `params`, and the parameters that it owns, another uid."""
     params._resetUid(uid)
 
 
@@ -272,25 +269,26 @@ def rename(params: Params, uid: str) -> None:
 
 
 def has_plan(df: DataFrame) -> bool:
-    """Whether there is a plan to look at; with Spark Connect it is on the server."""
+    """Tell whether the plan is in reach; with Spark Connect, it is on the server."""
     return getattr(df, "_jdf", None) is not None
 
 
 def reads(df: DataFrame) -> list[Any] | None:
-    """What `df` computes and reads, as JSON takes it; None where that is not known for certain.
+    """Identify what `df` computes and what it reads, as a value for JSON; None if that cannot be known for certain.
 
-    Nothing is computed of it; the directories of its files are listed. Part of it means nothing to another process.
+    This lists the directories of the files that `df` reads, but computes no rows. Parts of the value have a meaning in
+    this process only.
     """
     spark: Any = df.sparkSession
-    private: Any = df.select("*")  # a new one: what is cached is looked up once for each
+    private: Any = df.select("*")  # a new one: each DataFrame looks up cached data once
     execution = private._jdf.queryExecution()
     plan = execution.analyzed()
     patterns = spark._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
-    # a subquery hides what it reads; the present time is not in the plan; what is not deterministic may be anything
+    # A subquery hides what it reads, the plan lacks the current time, and nondeterministic values may change.
     hidden = plan.containsPattern(patterns.PLAN_EXPRESSION()) or plan.containsPattern(patterns.CURRENT_LIKE())
     if hidden or not plan.deterministic():
         return None
-    # canonical plans have no names of columns: the schemas, here and of each relation, tell which is which
+    # Canonical plans omit the names of columns; the schemas of df and of each relation supply them.
     canonical = plan.canonicalized()
     text = re.sub(r'"jvmId":"[^"]*"', "", canonical.toJSON()) + canonical.toString()
     settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
@@ -305,12 +303,12 @@ def reads(df: DataFrame) -> list[Any] | None:
 
 
 def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
-    """What a leaf of a plan reads. None if it is of an unknown kind."""
+    """Identify what a leaf of a plan reads; None if the leaf is of an unknown kind."""
     identity = spark._jvm.java.lang.System.identityHashCode
     kind = leaf.getClass().getSimpleName()
     if kind in ("Range", "OneRowRelation"):
         return ["range", leaf.toString()]
-    if kind == "LocalRelation":  # the plan's hash covers its rows, but with 32 bits only
+    if kind == "LocalRelation":  # the plan's hash covers its rows, but has only 32 bits
         return [kind, identity(leaf.data())]
     if kind == "LogicalRDD":
         return [kind, leaf.rdd().id()]
@@ -325,7 +323,7 @@ def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
 
 
 def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
-    """Path, bytes and time of the files that were found when the DataFrame was made, as they are now."""
+    """Return path, current size and current time of the files that Spark found when the DataFrame was made."""
     paths = set(re.findall(r"[{]path=(.*?); isDirectory=", location.allFiles().mkString("\n")))
     if len(paths) != location.allFiles().size():
         return None
@@ -352,18 +350,18 @@ def _cached(execution: Any) -> list[Any]:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Spark's types for those of Arrow. A timestamp without a zone stays one. Spark Connect has this function too."""
+    """Convert Arrow's types to Spark's, keeping timestamps without a zone. Works with Spark Connect, too."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return from_arrow_schema(schema, prefer_timestamp_ntz=True)
 
 
-# -- what tasks are sent
+# -- broadcasts
 
 
 def read_once(sent: Any) -> Any:
-    """The value of a broadcast, in a task, without keeping it in this process; anything else as it is."""
+    """Return a broadcast's value inside a task, without caching it in this process; return other objects unchanged."""
     path = getattr(sent, "_path", None)
     if path is not None and hasattr(sent, "load_from_path"):
         return sent.load_from_path(path)
-    return sent.value if hasattr(sent, "value") else sent  # encrypted ones are there already
+    return sent.value if hasattr(sent, "value") else sent  # an encrypted broadcast is already loaded

@@ -1,8 +1,8 @@
-"""How many cores and GPUs a task of a run gets: the application's amounts, or a task-only resource profile of Spark's.
+"""How many cores and GPUs a task gets: the application's amounts, or those of a task-only resource profile.
 
-`plan` decides, from settings alone. `task_resources` reads the settings of a session and makes the profile. A profile
-that asks for other executors needs dynamic allocation, with which Spark runs no barrier stage; one that only changes
-what a task takes from the executors there are works on every cluster manager, but not in local mode.
+`plan` decides from settings alone. `task_resources` reads a session's settings and makes the profile. A profile for
+other executors needs dynamic allocation, which rules out barrier stages. A task-only profile changes only what a task
+takes from existing executors; it works on every cluster manager, but not in local mode.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MANAGERS = ("spark://", "local-cluster", "yarn", "k8s://")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a run was asked for.
+    """The resources that the user asked for.
 
     Attributes:
-        cpus_per_proc: Cores of a rank; None for what the application gives.
-        gpus_per_proc: GPUs of a rank, 0 for none; None for what the application gives.
-        procs_per_task: Ranks in one task, which needs as many times as much.
+        cpus_per_proc: Cores per rank; None means the application's amount.
+        gpus_per_proc: GPUs per rank; None means the application's amount.
+        procs_per_task: Ranks per task. A task needs the resources of all its ranks.
     """
 
     cpus_per_proc: int | None = None
@@ -48,24 +48,24 @@ class Ask:
         return None if self.gpus_per_proc is None else self.gpus_per_proc * self.procs_per_task
 
     def __str__(self) -> str:
-        named = {"cpus_per_proc": self.cpus_per_proc, "gpus_per_proc": self.gpus_per_proc}
+        arguments = {"cpus_per_proc": self.cpus_per_proc, "gpus_per_proc": self.gpus_per_proc}
         if self.procs_per_task > 1:
-            named["procs_per_task"] = self.procs_per_task
-        return ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
+            arguments["procs_per_task"] = self.procs_per_task
+        return ", ".join(f"{name}={value}" for name, value in arguments.items() if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """The settings of an application that decide what its tasks can have.
+    """The settings of an application that limit what its tasks can get.
 
     Attributes:
-        master: ``spark.master``; empty where it is not known.
-        takes_profiles: Whether this PySpark can give a profile to a barrier stage of Arrow batches (from 4.0 on).
+        master: ``spark.master``; empty if unknown.
+        takes_profiles: Whether this PySpark accepts a profile for a barrier stage of Arrow batches (4.0 and newer).
         task_cpus: ``spark.task.cpus``.
         task_gpus: ``spark.task.resource.gpu.amount``; None: Spark schedules no GPUs for tasks.
-        executor_cores: ``spark.executor.cores``; None: all cores that a worker has.
-        executor_gpus: ``spark.executor.resource.gpu.amount``; None: executors have no GPUs that Spark knows of.
-        driver_gpus: In local mode the driver's, if it has discovered any.
+        executor_cores: ``spark.executor.cores``; None: all cores of a worker.
+        executor_gpus: ``spark.executor.resource.gpu.amount``; None: Spark knows of no GPUs in executors.
+        driver_gpus: In local mode, the GPUs that the driver has discovered.
     """
 
     master: str = ""
@@ -84,14 +84,14 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each task of a run takes.
+    """The resources that each task of a run takes.
 
     Attributes:
-        ask: What it follows from.
-        cpus: Cores of a task.
-        gpus: GPUs of a task; a fraction where several tasks share one. None: Spark hands out none.
-        needs_profile: Whether the application's own amounts are others.
-        gpus_there: GPUs that an executor has (in local mode: this machine), if Spark knows.
+        ask: The request that the plan fulfils.
+        cpus: Cores per task.
+        gpus: GPUs per task; a fraction if several tasks share one. None: Spark hands out no GPUs.
+        needs_profile: Whether the amounts differ from the application's, so that a profile is needed.
+        gpus_there: GPUs of an executor (in local mode: of this machine), if Spark knows.
     """
 
     ask: Ask
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def may_share(self) -> bool:
-        """Whether there are meant to be more ranks than GPUs."""
+        """Whether several ranks are meant to share a GPU."""
         return self.gpus is not None and 0 < self.gpus < self.ask.procs_per_task
 
 
@@ -110,12 +110,12 @@ def plan(app: Application, ask: Ask) -> Plan:
     """Decide what tasks take, and whether that needs a profile.
 
     Raises:
-        ClusterError: this application cannot give it; the message has the settings that would.
+        ClusterError: This application cannot provide the resources. The message names the settings that would.
     """
     cpus = app.task_cpus if ask.cpus is None else ask.cpus
     gpus = app.task_gpus if ask.gpus is None else float(ask.gpus)
     if app.is_local:
-        # Spark has cores only here, and counts those of a task by its own setting; task_slots() counts the larger.
+        # In local mode, Spark schedules only cores, spark.task.cpus for each task; task_slots() allows for more.
         return Plan(ask, max(cpus, app.task_cpus), gpus, False, app.driver_gpus)
     if ask.gpus and not app.executor_gpus:
         raise ClusterError(
@@ -133,10 +133,10 @@ def plan(app: Application, ask: Ask) -> Plan:
             f"{ask}: a task needs {ask.cpus} cores, and an executor has {app.executor_cores} (spark.executor.cores). "
             "Ask for fewer cores a task, or start the application with larger executors."
         )
-    as_it_is = cpus == app.task_cpus and (gpus or 0) == (app.task_gpus or 0)
-    if not as_it_is:
+    needs_profile = cpus != app.task_cpus or (gpus or 0) != (app.task_gpus or 0)
+    if needs_profile:
         _require_profiles(app, ask)
-    return Plan(ask, cpus, gpus, not as_it_is, app.executor_gpus)
+    return Plan(ask, cpus, gpus, needs_profile, app.executor_gpus)
 
 
 def _require_profiles(app: Application, ask: Ask) -> None:
@@ -171,14 +171,14 @@ def _start_with(app: Application, ask: Ask) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskResources:
-    """A plan, and the profile that carries it out where one is needed."""
+    """A plan, and the profile that carries it out if it needs one."""
 
     plan: Plan
     profile: ResourceProfile | None = None
 
 
 def task_resources(spark: SparkSession, ask: Ask) -> TaskResources:
-    """Plan for a session, and make the profile.
+    """Plan for a session, and make the profile if the plan needs one.
 
     Raises:
         ClusterError: see :func:`plan`.

@@ -1,8 +1,8 @@
-"""Whether hosts on which Spark has started tasks answer the driver at all, while their ranks have not come up.
+"""Checks whether the hosts of ranks that have not come up answer the driver at all.
 
-Spark hands a task to an executor by a message that gets no answer, so a host that was cut off before the run swallows
-it, and Spark notices after two minutes. Every executor listens on a port for blocks of data, to which the driver is
-entitled to connect; it is asked for nothing here.
+Spark sends a task to an executor in a message that needs no reply. If the host was cut off before the run, the task is
+lost, and Spark notices only after two minutes. Every executor has a port for blocks of data, to which the driver may
+connect. The check connects to that port and asks for nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from spark_hvd.world.layout import WorldLayout
 
 _FIRST_LOOK = 4.0
-"""Seconds that ranks get to come up before their hosts are asked; imports on a cold host take longer, which does no
-harm: its executor answers."""
+"""Seconds that ranks get to come up before their hosts are checked. Imports on a cold host take longer, which does no
+harm, because its executor answers."""
 _LOOK_EVERY = 10.0
 _ANSWER = 3.0
-"""Seconds that a host gets to answer: TCP asks a second time after one."""
+"""Seconds that a host gets to answer; TCP retries after one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Placement:
 
     Attributes:
         tasks: Executor and host of each task, by partition.
-        executors: Host and port of every executor that Spark holds to be alive.
-        num_tasks: How many tasks the run has; None for one a rank.
+        executors: Host and port of every live executor.
+        num_tasks: How many tasks the run has; None means one per rank.
     """
 
     tasks: Mapping[int, tuple[str, str]]
@@ -40,25 +40,25 @@ class Placement:
     num_tasks: int | None = None
 
     def hosts(self, size: int) -> dict[int, str]:
-        """Host of each rank; empty while not all tasks are placed."""
+        """Return the host of each rank; empty until all tasks are placed."""
         return {info.rank: info.host for info in self._layout(size).ranks} if self._complete(size) else {}
 
     def executors_of_ranks(self, size: int) -> dict[int, str]:
-        """Executor of each rank; empty while not all tasks are placed."""
+        """Return the executor of each rank; empty until all tasks are placed."""
         if not self._complete(size):
             return {}
         layout, each = self._layout(size), self._ranks_each(size)
         return {
-            layout.of_process(task * each + place).rank: its
-            for task, (its, _) in self.tasks.items()
+            layout.of_process(task * each + place).rank: executor
+            for task, (executor, _) in self.tasks.items()
             for place in range(each)
         }
 
     def on_executor(self, executor: str, size: int) -> str | None:
-        """Names the ranks of an executor with their host, or None where that is not known."""
+        """Name the ranks of an executor and their host; None if they are not known."""
         hosts = self.hosts(size)
-        there = sorted(rank for rank, its in self.executors_of_ranks(size).items() if its == executor)
-        return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in there) or None
+        ranks = sorted(rank for rank, other in self.executors_of_ranks(size).items() if other == executor)
+        return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks) or None
 
     def _complete(self, size: int) -> bool:
         return sorted(self.tasks) == list(range(self.num_tasks or size))
@@ -73,26 +73,26 @@ class Placement:
 
 @dataclass(slots=True)
 class Reach:
-    """Looks after ranks that do not come up."""
+    """Finds out why ranks do not come up."""
 
     size: int
     placement: Callable[[], Placement | None]
     _look_at: float = field(default_factory=lambda: time.monotonic() + _FIRST_LOOK)
 
     def missing(self, started: Iterable[int]) -> str | None:
-        """Name the ranks that cannot have come up, because their hosts do not answer; None if there are none known.
+        """Name the ranks that cannot have come up because their hosts do not answer; None if none are known.
 
-        Asks every ten seconds, and else returns at once. Blocks for three seconds when some host does not answer. If no
-        host does, nothing is concluded: a firewall may stand before all of them.
+        A call checks the hosts at most every ten seconds, and otherwise returns at once. It blocks for three seconds if
+        a host does not answer. If no host answers, a firewall may protect all of them, and the result is None.
         """
         if time.monotonic() < self._look_at:
             return None
         self._look_at = time.monotonic() + _LOOK_EVERY
-        there = self.placement()
-        hosts = {} if there is None else there.hosts(self.size)
-        if there is None or not hosts:
+        placement = self.placement()
+        hosts = {} if placement is None else placement.hosts(self.size)
+        if placement is None or not hosts:
             return None
-        targets = set(there.executors.values())
+        targets = set(placement.executors.values())
         silent = unanswered(targets, _ANSWER)
         answering = {host for host, _ in targets - silent}
         gone = {host for host, _ in silent} - answering
@@ -100,20 +100,20 @@ class Reach:
         if not absent or not answering:
             return None
         names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in absent)
-        return f"{names} (Spark has started the task, but its executor does not answer within {_ANSWER:g} s)"
+        return f"{names} (Spark has started the task, but the executor did not answer within {_ANSWER:g} s)"
 
     def absent(self, started: Iterable[int]) -> str:
-        """Name the ranks that have not come up, with their hosts where Spark can tell."""
+        """Name the ranks that have not come up, with their hosts; empty if Spark does not know the hosts."""
         ranks = sorted(set(range(self.size)) - set(started))
-        there = self.placement()
-        hosts = {} if there is None else there.hosts(self.size)
+        placement = self.placement()
+        hosts = {} if placement is None else placement.hosts(self.size)
         if not hosts:
             return ""
-        return "Not heard of: " + ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks) + ". "
+        return "Not heard from: " + ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks) + ". "
 
 
 def unanswered(targets: Iterable[tuple[str, int]], timeout: float) -> set[tuple[str, int]]:
-    """The addresses (host, port) from which nothing comes back within ``timeout`` seconds, not even a refusal."""
+    """Return the (host, port) pairs from which nothing comes back within ``timeout`` seconds, not even a refusal."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
     silent: set[tuple[str, int]] = set()
     with ExitStack() as closing, selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""Windows over a DataFrame's series: Spark sorts the rows of each key, Python makes a row of each piece of a series."""
+"""Windows over a DataFrame's series: Spark sorts each key's rows, and Python makes a row of each piece of a series."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def series_of(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
-    """A row for each piece of a series, and what says so; Spark sorts, and Python cuts.
+    """Return a DataFrame with a row for each piece of a series, and the metadata that describes the pieces.
 
     Raises:
-        SetupError: executors' Python cannot be used.
-        DataError: a column is missing, or of a type that is of no use there.
+        SetupError: The executors' Python cannot be used.
+        DataError: A column is missing, or has an unsuitable type.
     """
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType, FloatType, LongType, StringType, StructField, StructType
 
     rows, spec = windows.rows, windows.spec
-    choose_python(rows.sparkSession)  # before there is a function, which remembers it
+    choose_python(rows.sparkSession)  # first: mapInArrow records the interpreter
     known = checked(arrow_schema(rows.schema, rows.sparkSession), spec)
     names = [*spec.keys, spec.order_by, *spec.columns]
     wanted = [F.col(quoted(name)) for name in names]
     wanted[len(spec.keys) + 1 :] = [column.cast("float") for column in wanted[len(spec.keys) + 1 :]]
-    # Numbers for names: mapInArrow takes those with dots for fields of structs.
+    # Columns get numbers for names: mapInArrow takes a name with dots for a field of a struct.
     keys = [f"c{at}" for at in range(len(spec.keys))]
     long = rows.select(*[column.alias(f"c{at}") for at, column in enumerate(wanted)])
     long = long.repartition(*keys) if keys else long.repartition(1)
@@ -48,7 +48,7 @@ def series_of(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
 
 
 def arrow_schema(schema: StructType, session: SparkSession) -> pa.Schema:
-    """Of Spark's columns, as Arrow has them."""
+    """Convert a schema of Spark's to one of Arrow's."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     given: dict[str, Any] = {}
@@ -58,5 +58,5 @@ def arrow_schema(schema: StructType, session: SparkSession) -> pa.Schema:
 
 
 def quoted(name: str) -> str:
-    """A column's name in an expression, where dots mean fields."""
+    """Quote a column's name for an expression, in which dots would mean fields."""
     return "`" + name.replace("`", "``") + "`"

@@ -1,4 +1,4 @@
-"""What is asked of PySpark about the application, on the driver."""
+"""Questions to PySpark about the application, asked on the driver."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def active_session(spark: SparkSession | None) -> SparkSession:
     """Return ``spark``, or the session that is active in this thread or application.
 
     Raises:
-        ClusterError: there is none, or it has been stopped.
-        ImportError: there is no PySpark.
+        ClusterError: There is none, or it has been stopped.
+        ImportError: There is no PySpark.
     """
     check_pyspark()
     from pyspark.errors import PySparkException
@@ -45,11 +45,12 @@ def active_session(spark: SparkSession | None) -> SparkSession:
             )
         return spark
     try:
-        return SparkSession.active()  # else the default one: threads that the user started have none of their own
+        return SparkSession.active()  # or the default session: a thread that the user started has no active one
     except PySparkException as error:
         if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("spark_hvd"):
             raise ClusterError(
-                "ranks have no Spark, and this is one: call run, or an estimator's fit, in the program that starts them"
+                "this is a rank, and ranks have no Spark: call run, or an estimator's fit, in the program that starts "
+                "the ranks"
             ) from None
         raise ClusterError(
             "there is no active Spark session. Create one first (SparkSession.builder.getOrCreate()) or pass spark=; "
@@ -58,39 +59,39 @@ def active_session(spark: SparkSession | None) -> SparkSession:
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Whether the session is a Spark Connect client, with no JVM in reach."""
+    """Tell whether the session is a Spark Connect client, which cannot reach the JVM."""
     return "connect" in type(spark).__module__
 
 
 def conf(spark: SparkSession, key: str) -> str | None:
-    """A setting of the application or the session, or None."""
+    """Return a setting of the application or the session, or None."""
     value: str | None = spark.conf.get(key, None)
     return value
 
 
 def tells_case_apart(spark: SparkSession) -> bool:
-    """Whether "a" and "A" are two columns for a session."""
+    """Tell whether "a" and "A" are two columns for a session."""
     return conf(spark, "spark.sql.caseSensitive") == "true"
 
 
 def is_local(spark: SparkSession) -> bool:
-    """Whether all tasks run in the driver's own JVM (``local[N]``; not ``local-cluster``)."""
+    """Tell whether all tasks run in the driver's own JVM (``local[N]``; not ``local-cluster``)."""
     master = conf(spark, "spark.master") or ""
     return not is_connect(spark) and (master == "local" or master.startswith("local["))
 
 
 def choose_python(spark: SparkSession) -> None:
-    """On a local master, let Spark's workers run the Python that runs this program, unless the user chose another.
+    """On a local master, let Spark's workers run this program's Python, unless the user chose another.
 
-    Spark itself takes the ``python3`` that is first on PATH, which is another one where an environment is used by its
-    full path. On other masters nothing is known of the hosts' interpreters, and nothing is changed.
+    Spark itself takes the first ``python3`` on PATH, which is the wrong one if an environment's Python was called by
+    its full path. On other masters we know nothing about the hosts' interpreters and change nothing.
 
     Raises:
-        SetupError: the one that was chosen has not what tasks of ours need.
+        SetupError: The chosen Python lacks modules that our tasks need.
     """
     if not is_local(spark):
         return
-    from pyspark import SparkFiles  # which a Connect client without the rest of PySpark does not have
+    from pyspark import SparkFiles  # missing from pyspark-client, which has Spark Connect only
 
     context = spark.sparkContext
     chosen = os.environ.get("PYSPARK_PYTHON") or conf(spark, "spark.pyspark.python")
@@ -102,13 +103,13 @@ def choose_python(spark: SparkSession) -> None:
     if missing:
         raise SetupError(
             f"Spark's workers would run {context.pythonExec}, which cannot be used: {missing}. This program runs "
-            f"{sys.executable}: unset PYSPARK_PYTHON and spark.pyspark.python, or point them at that"
+            f"{sys.executable}: unset PYSPARK_PYTHON and spark.pyspark.python, or set them to that path"
         )
 
 
 @functools.cache
 def _missing_from(python: str, shipped: tuple[str, ...]) -> str:
-    """Why a Python of this host cannot run our tasks, with what Spark ships to them; "" if it can."""
+    """Say why a Python of this host cannot run our tasks with the files that Spark ships; "" if it can."""
     if os.path.abspath(shutil.which(python) or python) == os.path.abspath(sys.executable):
         return ""
     command = [python, "-c", f"import sys; sys.path[:0] = {shipped!r}; import pyarrow, pandas, zmq, spark_hvd"]
@@ -116,15 +117,15 @@ def _missing_from(python: str, shipped: tuple[str, ...]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
-    said = done.stderr.strip().splitlines()
-    return (said[-1] if said else f"exit status {done.returncode}") if done.returncode else ""
+    lines = done.stderr.strip().splitlines()
+    return (lines[-1] if lines else f"exit status {done.returncode}") if done.returncode else ""
 
 
 def max_result_bytes(spark: SparkSession) -> int | None:
-    """How many bytes of values a job may return before Java heap runs out and takes the application along.
+    """Return how many bytes a job may return before it exhausts the Java heap; None with Spark Connect.
 
-    Spark holds a result about five times on its way (measured with 2 x 200 MiB: 1 GiB and 1.5 GiB of heap fail, 2 GiB
-    is enough), and fails badly: an OutOfMemoryError in one of its own threads, after which jobs hang.
+    Spark holds about five copies of a result (measured with 2 x 200 MiB: 1 GiB and 1.5 GiB of heap fail, 2 GiB is
+    enough). It fails badly, with an OutOfMemoryError in one of its own threads, after which jobs hang.
     """
     if is_connect(spark):
         return None
@@ -133,12 +134,12 @@ def max_result_bytes(spark: SparkSession) -> int | None:
 
 
 def temporary_directory(spark: SparkSession) -> tempfile.TemporaryDirectory[str]:
-    """A directory that goes with the run, and with Spark's own temporary files should this process be killed."""
+    """Make a directory for the run. If this process is killed, it goes with Spark's own temporary files."""
     return tempfile.TemporaryDirectory(prefix="spark_hvd-", dir=spark_private.temporary_folder(spark))
 
 
 def check_barrier_possible(spark: SparkSession) -> None:
-    """Refuse what Spark would refuse later, with less help.
+    """Refuse settings that Spark would refuse later, with a less helpful message.
 
     Raises:
         ClusterError: dynamic allocation is on (SPARK-24942).
@@ -152,37 +153,37 @@ def check_barrier_possible(spark: SparkSession) -> None:
 
 
 def has_dynamic_allocation(spark: SparkSession) -> bool:
-    """Whether Spark starts executors as tasks wait for them."""
+    """Tell whether Spark starts executors when tasks wait for them."""
     return not is_local(spark) and conf(spark, "spark.dynamicAllocation.enabled") == "true"
 
 
 def check_elastic_possible(spark: SparkSession) -> None:
-    """Refuse, or warn of, settings with which an elastic run could not do what it promises.
+    """Refuse settings with which an elastic run cannot work, and warn about those that limit it.
 
     Raises:
-        ClusterError: it cannot run at all.
+        ClusterError: speculation is on.
     """
     if conf(spark, "spark.speculation") == "true":
         raise ClusterError(
-            "spark.speculation=true: Spark would start a second copy of tasks that run for long, which all ranks do. "
+            "spark.speculation=true: Spark would start a second copy of long tasks, and all ranks are long tasks. "
             "Start the application with spark.speculation=false"
         )
     failures = int(conf(spark, "spark.task.maxFailures") or 4)
     if not is_local(spark) and failures < 2:
         _log.warning(
-            "spark.task.maxFailures=%d: Spark will end the run with the first executor that is lost; start the "
-            "application with more (Spark counts lost executors for each task)",
+            "spark.task.maxFailures=%d: Spark will end the run when the first executor is lost. Start the application "
+            "with a larger value; Spark counts lost executors for each task",
             failures,
         )
     if conf(spark, "spark.excludeOnFailure.enabled") == "true":
         _log.warning(
-            "spark.excludeOnFailure.enabled=true: Spark may exclude hosts after lost executors, for good; an elastic "
+            "spark.excludeOnFailure.enabled=true: Spark may exclude hosts for good after it lost executors. An elastic "
             "run excludes hosts itself (host_failure_limit=, cooldown_range=)"
         )
 
 
 def busy_tasks(spark: SparkSession) -> int:
-    """How many tasks of other jobs run now; 0 where that cannot be asked (Spark Connect)."""
+    """Return how many tasks run now in the application; 0 with Spark Connect, which does not say."""
     if is_connect(spark):
         return 0
     tracker = spark.sparkContext.statusTracker()
@@ -191,17 +192,17 @@ def busy_tasks(spark: SparkSession) -> int:
 
 
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
-    """By which name or address executors reach this program, and on which it is to listen.
+    """Return the host by which executors reach this program, and the one on which it listens.
 
-    A client of Spark Connect takes the address by which it reaches the server itself.
+    A Spark Connect client uses the local address of its route to the server.
 
     Raises:
-        OSError: a client has no way to its server, or does not know it.
+        OSError: A client has no route to its server, or does not know the server's host.
     """
     if is_connect(spark):
         try:
             own = way_to(str(spark.client.host).strip("[]"))
-        except NotImplementedError:  # a ChannelBuilder of somebody else's
+        except NotImplementedError:  # a custom ChannelBuilder
             raise OSError("this Spark Connect session does not tell its server's host") from None
         return own, own
     public = conf(spark, "spark.driver.host") or "127.0.0.1"
@@ -210,10 +211,10 @@ def driver_hosts(spark: SparkSession) -> tuple[str, str]:
 
 
 def address_of(host: str) -> str:
-    """An address of a host: ZeroMQ binds to addresses only, and the driver's host is often a name.
+    """Resolve a host: ZeroMQ binds to addresses only, and the driver's host is often a name.
 
     Raises:
-        OSError: the name is not known.
+        OSError: The name cannot be resolved.
     """
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
@@ -224,7 +225,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
-    """Host and port of every executor that Spark holds to be alive, by its name; none where it cannot tell."""
+    """Return host and port of every live executor, by its ID; empty if Spark does not say."""
     if is_connect(spark):
         return {}
     try:
@@ -240,5 +241,5 @@ def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
 
 
 def listening(executors: Mapping[str, str]) -> dict[str, tuple[str, int]]:
-    """Host and port of those executors that have one; Spark knows one that is starting by its host alone."""
+    """Return host and port of the executors that have a port; one that is starting has none yet."""
     return {name: _host_and_port(text) for name, text in executors.items() if re.search(r":\d+$", text)}

@@ -1,4 +1,4 @@
-"""How many tasks can run at once, and the wait for enough of them."""
+"""Counts the tasks that can run at once, and waits for enough slots."""
 
 from __future__ import annotations
 
@@ -16,65 +16,66 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 AT_ONCE = "All ranks run at the same time, each in a Spark task."
-"""In the text of an error, before what to do about it."""
+"""Part of an error's message, before the remedy."""
 
 _SETTLE = 10.0
-"""Seconds that another executor gets to register when the configuration does not say how many there will be."""
+"""Seconds that another executor gets to register if the configuration does not promise a number of executors."""
 _FIRST = 60.0
-"""Seconds that the first one gets: an application that has just started asks for its executors, whose JVMs start."""
+"""Seconds that the first executor gets: when an application has just started, its executors' JVMs are starting."""
 
 
 def task_slots(spark: SparkSession, resources: TaskResources) -> int | None:
-    """How many tasks the cluster can run at once, busy or not; None where it cannot be asked (Spark Connect)."""
+    """Return how many tasks the cluster can run at once, busy slots included; None with Spark Connect."""
     if is_connect(spark):
         return None
-    there = spark_private.task_slots(spark, resources.profile)
-    if is_local(spark):  # it knows no profiles: the cores are there, if we count them ourselves
-        there = there * int(conf(spark, "spark.task.cpus") or 1) // resources.plan.cpus
+    slots = spark_private.task_slots(spark, resources.profile)
+    if is_local(spark):  # local mode has no profiles, so we compute what fits
+        slots = slots * int(conf(spark, "spark.task.cpus") or 1) // resources.plan.cpus
         if resources.plan.gpus and resources.plan.gpus_there is not None:
-            there = min(there, int(resources.plan.gpus_there / resources.plan.gpus))
-    return there
+            slots = min(slots, int(resources.plan.gpus_there / resources.plan.gpus))
+    return slots
 
 
 def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float, resources: TaskResources) -> int:
-    """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
+    """Wait until ``num_proc`` tasks can run at once, as long as that may still happen.
 
-    If ``num_proc`` is None, as many ranks are wanted as there are slots. Executors that the configuration promises have
-    ``start_timeout`` seconds, others that at most.
+    If ``num_proc`` is None, one slot is enough, and every slot gets a task. The wait lasts up to ``start_timeout``
+    seconds if the configuration promises enough executors. Otherwise it ends once no new ones register.
 
     Returns:
         The number of tasks.
 
     Raises:
-        ClusterError: ``num_proc`` is None, and a Spark Connect server does not tell its slots; NotEnoughSlotsError:
-            naming the slots wanted, the slots there, and the settings to change.
+        NotEnoughSlotsError: There are too few. The message names the slots wanted, the slots available, and the
+            settings to change.
+        ClusterError: ``num_proc`` is None, and a Spark Connect server does not say how many slots it has.
     """
     if is_connect(spark):
         return num_proc or _slots_of_server(spark, resources.plan)
     started = grown = time.monotonic()
     most = 0
     while True:
-        there = task_slots(spark, resources) or 0
-        if num_proc is None and there:
-            return there
-        if num_proc is not None and there >= num_proc:
+        slots = task_slots(spark, resources) or 0
+        if num_proc is None and slots:
+            return slots
+        if num_proc is not None and slots >= num_proc:
             return num_proc
         now = time.monotonic()
-        if there > most:
-            most, grown = there, now
-        executors = int(conf(spark, "spark.executor.instances") or 0)  # that the configuration promises
+        if slots > most:
+            most, grown = slots, now
+        executors = int(conf(spark, "spark.executor.instances") or 0)  # promised by the configuration
         promised = executors * _in_executor(spark, resources) >= (num_proc or 1)
         settled = now - grown >= (_SETTLE if most else _FIRST) and not promised
         if is_local(spark) or settled or now - started >= start_timeout:
-            raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
+            raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, slots, resources))
         check_stop()
         time.sleep(0.1)
 
 
 def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
-    """As many tasks as the server of a Spark Connect session can run at once, by the partitions that it chooses itself.
+    """Count the tasks that a Spark Connect server can run at once by the partitions that it chooses for a range.
 
-    Spark makes as many of a range as the cluster has cores, unless a setting says how many.
+    Spark makes as many partitions as the cluster has cores, unless a setting fixes their number.
     """
     settings = ("spark.sql.leafNodeDefaultParallelism", "spark.default.parallelism")
     unknown = [f"{key}={value}" for key in settings if (value := conf(spark, key))]
@@ -84,10 +85,10 @@ def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
         unknown.append("spark.executor.cores=None")
     if unknown or (plan.gpus and plan.gpus_there is None):
         raise ClusterError(
-            "num_proc=None means one rank for every task slot, and a Spark Connect client cannot count those of a "
+            "num_proc=None means one rank for every task slot, but a Spark Connect client cannot count the slots of a "
             f"server with {', '.join(unknown) or 'GPUs that it does not count'}. Give the number of ranks: num_proc="
         )
-    # A row in each partition, of as many as there may be.
+    # Enough rows that none of the partitions is empty.
     partitions = spark.range(1 << 16).selectExpr("spark_partition_id() AS at").selectExpr("max(at) AS last").collect()
     cores = int(partitions[0]["last"]) + 1
     executors, inside = (1, cores) if each is None else (cores // int(each), int(each))
@@ -103,13 +104,13 @@ def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
 
 
 def _in_executor(spark: SparkSession, resources: TaskResources) -> int:
-    """How many tasks an executor runs at once."""
+    """Return how many tasks an executor can run at once."""
     plan = resources.plan
     each = int(conf(spark, "spark.executor.cores") or 1) // plan.cpus
     return min(each, int(plan.gpus_there / plan.gpus)) if plan.gpus and plan.gpus_there is not None else each
 
 
-def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskResources) -> str:
+def _too_few(spark: SparkSession, num_tasks: int, slots: int, resources: TaskResources) -> str:
     settings = (
         "spark.executor.instances",
         "spark.executor.cores",
@@ -119,31 +120,31 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
         "spark.task.resource.gpu.amount",
     )
     now = ", ".join(f"{key}={value}" for key in settings if (value := conf(spark, key)) is not None)
-    master, cores = conf(spark, "spark.master") or "", num_proc * resources.plan.cpus
+    master, cores = conf(spark, "spark.master") or "", num_tasks * resources.plan.cpus
     if is_local(spark):
         more = f'start the session with master("local[{cores}]")'
     elif master.startswith("spark://"):
-        more = f"set spark.cores.max={cores} and have as many free cores in the cluster's workers"
+        more = f"set spark.cores.max={cores}, and have as many free cores in the cluster's workers"
     else:
-        executors = math.ceil(num_proc / max(1, _in_executor(spark, resources)))
+        executors = math.ceil(num_tasks / max(1, _in_executor(spark, resources)))
         more = f"set spark.executor.instances={executors} (fewer with more spark.executor.cores)"
     procs = resources.plan.ask.procs_per_task
-    fewer = f"Ask for fewer ranks, num_proc={there * procs}, or" if there else "Ask the cluster for more:"
+    fewer = f"Ask for fewer ranks, num_proc={slots * procs}, or" if slots else "Ask the cluster for more:"
     asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""
-    slots_there = f"{num_proc} slots wanted, {there} there{_amounts_there(spark, num_proc, resources)}"
+    found = f"{num_tasks} slots wanted, {slots} there{_amounts_there(spark, num_tasks, resources)}"
     return (
-        f"num_proc={num_proc * procs}{asked}: {slots_there} (master {master}{', ' + now if now else ''}). "
+        f"num_proc={num_tasks * procs}{asked}: {found} (master {master}{', ' + now if now else ''}). "
         f"{AT_ONCE} {fewer} {more}."
     )
 
 
-def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources) -> str:
-    """Cores and GPUs, wanted and there, where a slot is more than one core."""
+def _amounts_there(spark: SparkSession, num_tasks: int, resources: TaskResources) -> str:
+    """Name the cores and GPUs wanted and available, if a slot is more than one core."""
     plan = resources.plan
     texts = []
     executors = 1 if is_local(spark) else spark_private.count_executors(spark)
     if plan.gpus and plan.gpus_there is not None:
-        texts.append(f"{num_proc * plan.gpus:g} GPUs wanted, {executors * plan.gpus_there} there")
+        texts.append(f"{num_tasks * plan.gpus:g} GPUs wanted, {executors * plan.gpus_there} there")
     if plan.cpus > 1:
-        texts.append(f"{num_proc * plan.cpus} cores wanted, {plan.cpus} in one executor for each task")
+        texts.append(f"{num_tasks * plan.cpus} cores wanted, {plan.cpus} in one executor for each task")
     return f": {'; '.join(texts)}" if texts else ""

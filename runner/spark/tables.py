@@ -1,8 +1,8 @@
-"""Tables in this program's memory as Spark DataFrames with the same values."""
+"""Converts tables in this program's memory to Spark DataFrames with the same values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyspark
@@ -27,9 +27,7 @@ _WIDER = {
 
 
 def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
-    """The rows of ``data[name]``. Numbers and times are widened to types that Spark has.
-
-    Before PySpark 4 they pass through pandas, where times without a zone become local times of the session.
+    """Return the rows of ``data[name]`` as a DataFrame, with numbers and times widened to types that Spark has.
 
     Raises:
         DataError: Spark lacks the type of a column, or cannot hold one of its values.
@@ -43,18 +41,50 @@ def frame_of(session: SparkSession, name: str, table: pa.Table) -> DataFrame:
                     f"data[{name!r}]: column {field.name!r} of {field.type} has a value that {kind}, its type in "
                     f"Spark, cannot hold: {error}. Next: convert it in the table, or write Parquet and give the path"
                 ) from error
-    if int(pyspark.__version__.partition(".")[0]) < 4:
-        return session.createDataFrame(table.to_pandas())
-    for at, field in enumerate(table.schema):
+    old = int(pyspark.__version__.partition(".")[0]) < 4
+    schema = pa.schema([field.with_type(_type_before_4(field.type)) for field in table.schema]) if old else table.schema
+    for field in schema:
         try:
-            spark_schema(table.schema.empty_table().select([at]).schema)
+            spark_schema(pa.schema([field]))
         except Exception as error:  # PySpark's error classes differ between versions, and on Connect
             raise DataError(
                 f"data[{name!r}]: column {field.name!r} is {field.type}, for which Spark has no type. Next: convert "
                 "it to another type, or leave it out"
             ) from error
     # Without a schema, Spark takes timestamps without a zone for local times of the session.
-    return session.createDataFrame(table, spark_schema(table.schema))
+    if not old:
+        return session.createDataFrame(table, spark_schema(schema))
+    # Through pandas, nulls of integers would become NaN, and structs maps.
+    columns = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        try:
+            columns.append(_objects(column))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DataError(
+                f"data[{name!r}]: column {field.name!r} of {field.type} has a value that cannot be passed to Spark "
+                f"{pyspark.__version__}: {error}. Next: convert it in the table, or write Parquet and give the path"
+            ) from error
+    return session.createDataFrame([*zip(*columns, strict=True)], spark_schema(schema))
+
+
+def _objects(column: pa.ChunkedArray) -> list[Any]:
+    values: list[Any] = column.to_pylist()
+    if not pa.types.is_map(column.type):
+        return values
+    maps = [None if value is None else dict(value) for value in values]
+    for value, made in zip(values, maps, strict=True):
+        if made is not None and len(made) < len(value):
+            raise ValueError(f"the map {value} has a key twice")
+    return maps
+
+
+def _type_before_4(kind: pa.DataType) -> pa.DataType:
+    """What Spark 3.5 calls a type whose values as Python's objects are the same."""
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_type_before_4(kind.value_type))
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    return pa.date32() if pa.types.is_date64(kind) else type_of_types(kind, _type_before_4)
 
 
 def _type_in_spark(kind: pa.DataType) -> pa.DataType:

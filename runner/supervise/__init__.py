@@ -1,6 +1,5 @@
-"""What runs in a Spark task: finds its ranks, forks them, watches them.
+"""The code of a Spark task: finds its ranks, forks them, watches them.
 
-May import channel, outcome, config, spark_hvd.world, scratch, data (for the rows that a task is given) and, of rank,
-what it orders (order, gpus); what runs in a rank is imported by the fork server alone. No pyspark, no torch. Door:
-task.
+May import channel, outcome, config, spark_hvd.world, scratch, data (for the rows that a task gets) and, of rank, order
+and gpus; only the fork server imports what runs in a rank. No pyspark, no torch. Door: task.
 """

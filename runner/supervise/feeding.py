@@ -28,7 +28,7 @@ class FeederSpec:
 
 
 def run_feeder(spec: FeederSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Feed ranks; yields nothing."""
+    """Feed ranks until they end. Yields nothing, but Spark expects an iterator."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

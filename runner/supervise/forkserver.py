@@ -1,16 +1,16 @@
 """The fork server: a process with torch imported, from which ranks are forked in milliseconds.
 
-Importing torch takes seconds. A process that has done it once can fork a rank at once, and a rank that crashes does not
-affect the others. Each Spark executor has one server, shared by its Python workers, which Spark replaces after an idle
-minute. The server ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children behind when
+Importing torch takes seconds. A process that has done so can fork ranks at once, and a rank that crashes does not
+affect the others. Each Spark executor has one server, which its Python workers share; Spark replaces idle workers after
+a minute. The server ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children behind if
 it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
 
-Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER``. FD is a Unix socket that listens in
-FOLDER, or the only connection. On a connection, each request arrives as a length with five file descriptors, followed
-by a JSON object. When a connection closes, the ranks requested on it are killed with their process groups, so no rank
-outlives its supervisor, however that one died. The server ends with process ANCHOR, or when nobody has been connected
-for LINGER seconds. SPARK_HVD_PRELOAD names modules to import besides torch. SPARK_HVD_IMPORTS, in the environment of a
-rank, names modules to import before that rank is forked.
+Run it as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER``. FD is a Unix socket that listens
+in FOLDER, or the only connection. On a connection, each request arrives as a length with five file descriptors,
+followed by a JSON object. When a connection closes, the server kills the ranks requested on it, with their process
+groups, so no rank outlives its supervisor. The server ends with process ANCHOR, or after LINGER seconds without a
+connection. SPARK_HVD_PRELOAD names modules to import besides torch. SPARK_HVD_IMPORTS, in the environment of a rank,
+names modules to import before that rank is forked.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from spark_hvd.scratch import local_directory, sweep, temporary_directory
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 1.0
 _LAST_SECONDS = 5.0
-_MOST_BYTES = 8 << 20  # of a request: an environment and a path
-_REQUEST_SECONDS = 30.0  # from its beginning to its end; nobody else is served meanwhile
+_MOST_BYTES = 8 << 20  # maximum size of a request, which holds an environment and a path
+_REQUEST_SECONDS = 30.0  # maximum duration of a request; the server handles one at a time
 _FDS = 5
 
 
@@ -52,7 +52,7 @@ _FDS = 5
 class _Rank:
     status_fd: int
     connection: socket.socket
-    temporary: set[str]  # where it and its task have temporary files
+    temporary: set[str]  # directories of its temporary files, and of its task's
 
 
 @dataclass(slots=True)
@@ -68,9 +68,9 @@ class _ServerLoop:
     ranks: dict[int, _Rank] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Serve until nobody can need this server any more."""
+        """Serve until nobody can need this server any longer."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he will close the connection
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then closes the connection
         signal.set_wakeup_fd(self.wake[1])
         if _listens(self.listener):
             self.selector.register(self.listener, selectors.EVENT_READ)
@@ -94,8 +94,8 @@ class _ServerLoop:
                 break
         for connection in list(self.connections):
             self._drop(connection)
-        # Ranks that are killed leave temporary files, and while they die one may have our listener open: whoever tidies
-        # up after us would take it for alive.
+        # Killed ranks leave temporary files, which _reap() deletes. A dying rank may still hold our listener open, and
+        # a process that tidies up after us would think that we are alive.
         until = time.monotonic() + _LAST_SECONDS
         while self.ranks and time.monotonic() < until:
             self._reap()
@@ -135,8 +135,8 @@ class _ServerLoop:
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(1)  # it must not continue as the server
-        # Here too, before anybody knows the process: who kills the group must find it.
+                os._exit(1)  # the child must not continue as the server
+        # The parent sets the group as well, before it reports the process, so that whoever kills the group finds it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)
         for fd in rank_fds:
@@ -169,7 +169,7 @@ class _ServerLoop:
             _report(rank.status_fd, {"exitcode": os.waitstatus_to_exitcode(status)})
             os.close(rank.status_fd)
             for parent in rank.temporary:
-                sweep(parent)  # who was killed has not done that
+                sweep(parent)  # a rank that was killed could not do so itself
 
 
 def _listens(given: socket.socket) -> bool:
@@ -178,13 +178,13 @@ def _listens(given: socket.socket) -> bool:
 
 def _preload() -> None:
     """Import what every rank needs. If torch cannot be loaded, each rank reports that to its driver."""
-    # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
-    # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
+    # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it starts, so it must start in the rank. With
+    # this variable, torch can say whether there is a GPU without starting CUDA. Ranks get their own environment.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import encodings.idna  # noqa: F401  whoever connects to a host by its name would
+    import encodings.idna  # noqa: F401  every rank that connects to a host by name would import it
 
-    gc.disable()  # all that imports make stays: looking through it again and again is a tenth of their time
-    with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
+    gc.disable()  # imported objects stay alive, and to visit them again and again takes a tenth of the time
+    with contextlib.suppress(Exception):  # broken installations raise OSError, ImportError and others
         import torch
 
         import spark_hvd.runner.rank.elastic
@@ -193,14 +193,14 @@ def _preload() -> None:
         import spark_hvd.torch  # noqa: F401
         from spark_hvd.transport.lookups import without_lookups
 
-        # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
-        # Its first use imports the profiler.
+        # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself, and
+        # its first use imports the profiler.
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))]).zero_grad()
         without_lookups()
     with contextlib.suppress(Exception):
-        import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would
+        import pandas  # noqa: F401  pyarrow imports it for its first array, so every rank that gets rows would
     _import_each(os.environ.get(PRELOAD, ""))
-    # In a forked process TensorFlow's first operation waits for threads that are not there, and CUDA raises errors.
+    # After a fork, TensorFlow waits for threads that only the parent has, and CUDA raises errors.
     done = "ran operations of TensorFlow" if has_computed() else "started CUDA" if has_started_cuda() else ""
     if done and PRELOAD in os.environ:
         print(f"spark_hvd: {PRELOAD}={os.environ[PRELOAD]} {done}: not imported", file=sys.stderr)
@@ -212,7 +212,7 @@ def _preload() -> None:
 
 def _import_each(names: str) -> None:
     for name in filter(None, names.split(",")):
-        with contextlib.suppress(Exception):  # a rank that imports it says what is wrong
+        with contextlib.suppress(Exception):  # a rank that imports the module raises the error itself
             importlib.import_module(name)
 
 
@@ -224,7 +224,7 @@ def _import_ahead(names: str) -> None:
 
 
 def has_computed() -> bool:
-    """Whether TensorFlow has run an operation in this process, recognised by the names of its threads."""
+    """Tell, by the names of its threads, whether TensorFlow has run an operation in this process."""
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
             if file.read().startswith("tf_"):
@@ -233,7 +233,7 @@ def has_computed() -> bool:
 
 
 def has_started_cuda(files: str = "/proc/self/fd") -> bool:
-    """Whether CUDA has been started in this process, which opens a device; nothing else does, not even NVML."""
+    """Tell whether CUDA has started in this process; only CUDA, and not even NVML, opens this device."""
     for number in os.listdir(files):
         with contextlib.suppress(OSError):
             if os.readlink(f"{files}/{number}").startswith("/dev/nvidia-uvm"):
@@ -242,7 +242,7 @@ def has_started_cuda(files: str = "/proc/self/fd") -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next request; None if there is none or it is malformed, in which case the connection is no longer usable."""
+    """Return the next request; None if it is malformed or the connection has ended, which then must be dropped."""
     fds: list[int] = []
     try:
         prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, _FDS)
@@ -262,7 +262,7 @@ def _become_rank(
 ) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.setpgid(0, 0)  # its own process group: what it starts can be killed with it
+    os.setpgid(0, 0)  # its own process group, so that the processes that it starts can be killed with it
     _die_with_parent(server_pid)
     os.dup2(out_fd, 1)
     os.dup2(err_fd, 2)
@@ -272,7 +272,7 @@ def _become_rank(
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(request["env"])
-    tempfile.tempdir = None  # what the server has chosen by its own TMPDIR
+    tempfile.tempdir = None  # forget the server's choice, which depended on its own TMPDIR
     sys.path[:] = request["sys_path"]
     sys.argv[:] = request["argv"]
     os.chdir(request["cwd"])
@@ -285,7 +285,7 @@ def _become_rank(
 def _die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we could ask
+    if os.getppid() != parent:  # the parent died before we could ask
         os._exit(1)
 
 
@@ -297,11 +297,11 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
 def main(folder: str, fd: str, anchor: str, linger: str) -> int:
     """Import what ranks need, then serve requests for processes."""
     listener = socket.socket(fileno=int(fd))
-    # From 3.12 on Python warns of a fork where there are threads. Those of what is imported here, such as jemalloc's in
-    # pyarrow, are ready for forks.
+    # Since 3.12, Python warns about a fork in a process with threads. The threads of the modules imported here, such as
+    # those of jemalloc in pyarrow, can deal with forks.
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     if _listens(listener):
-        listener.listen(BACKLOG)  # again: the kernel tells who connects of the process that did so last
+        listener.listen(BACKLOG)  # again, because clients see the credentials of the process that called it last
     with listener, contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(int(anchor))
         _preload()

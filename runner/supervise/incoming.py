@@ -1,4 +1,4 @@
-"""Writes the rows that Spark gives a task to the local disk, in a thread, while the task's ranks start."""
+"""Writes a task's input rows to the local disk, in a thread, while the task's ranks start."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from spark_hvd.scratch import Scratch, local_directory
 
 
 class Incoming:
-    """The rows of a task. It must be closed, because its thread reads memory of Spark.
+    """The input rows of a task. Close it, because its thread reads memory of Spark's.
 
     Args:
-        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; then :func:`struct_of` each data set, or the columns
-            of a single one. The user's columns have numbers for names, "c0" for the first.
-        schemas: Number of each data set's column, and its schema in case it has no rows here.
+        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; then the column :func:`struct_of` of each data set,
+            or the columns of a single one. The user's columns have numbers for names; "c0" is the first.
+        schemas: For each data set, by name, the number of its struct column and its schema, which is needed if it has
+            no rows here.
 
     Attributes:
-        folders: Folders of the rows, by name.
+        folders: The folder of each data set, by name.
     """
 
     def __init__(self, batches: Iterator[Any], schemas: Mapping[str, tuple[int, bytes]]) -> None:
@@ -41,7 +42,7 @@ class Incoming:
         self._thread.start()
 
     def close(self) -> None:
-        """Delete the rows; rows that have not arrived are left to Spark."""
+        """Delete the rows; those that have not arrived yet are not read."""
         self._ends = True
         self._thread.join()
         self._scratch.close()

@@ -1,4 +1,4 @@
-"""The output of a rank on its way from the pipes to the hub; nothing is lost if the hub is slow."""
+"""Takes a rank's output from its pipes to the hub, and loses nothing if the hub is slow."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UP = re.compile(rb"\x1b\[[0-9]*A")
 _DRAWING = re.compile(rb"\r|" + _UP.pattern)
 _SECONDS_BETWEEN_STATES = 1.0
 _NO_NAME = re.compile(r"\[W[^\]]*\bsocket\.cpp:\d+\].*The hostname of the client socket cannot be retrieved")
-"""What torch writes where addresses have no names (no reverse DNS). It needs none, and nothing follows from it."""
+"""torch's warning about addresses without names (no reverse DNS). It is harmless, because torch needs no names."""
 TAIL_LINES = 20
 _MAX_LINE = 64 << 10
 
 
 class LineCutter:
-    """Turns pieces of bytes into whole lines of text.
+    """Cuts a stream of bytes into complete lines of text.
 
     A progress bar that redraws its line with carriage returns gives one line per second, and its last state. Cursor
     movements of nested bars are removed, because they have no meaning among the lines of other ranks.
@@ -33,24 +33,24 @@ class LineCutter:
         self._clock = clock
         self._rest = b""
         self._drawing = False
-        self._drawn, self._told = "", ""
+        self._drawn, self._shown = "", ""  # states of a progress bar: the newest unless shown, and the last shown
         self._next = 0.0
 
     def feed(self, data: bytes) -> list[str]:
-        """Take a piece; return the lines it completes. A line of more than 64 KiB is cut."""
+        """Take a piece, and return the lines that it completes. A line of more than 64 KiB is cut."""
         pieces = _LINE_END.split(self._rest + data)
         *ended, self._rest = pieces
         lines: list[str] = []
         for line, following in zip(ended, pieces[1:], strict=False):
             state = _state(line)
-            if _DRAWING.search(line) and (state in ("", self._drawn, self._told) or _UP.search(following)):
-                self._draw(state)  # a nested bar moves down from it
+            if _DRAWING.search(line) and (state in ("", self._drawn, self._shown) or _UP.search(following)):
+                self._draw(state)  # the newline only moves the cursor to a nested bar
             elif line or not self._drawing:
                 if _DRAWING.search(line):
-                    self._drawn = ""  # it stands in the place of that
-                lines += [*self._tell(), state]
+                    self._drawn = ""  # this line overwrites the bar's state
+                lines += [*self._show(), state]
                 self._drawing = False
-        drawn = self._rest.removesuffix(b"\r")  # it may be half of a line's end
+        drawn = self._rest.removesuffix(b"\r")  # the first half of a line's end, perhaps
         if _DRAWING.search(drawn):
             self._draw(_state(drawn))
             self._rest = self._rest[max(drawn.rfind(b"\r"), 0) :]
@@ -60,32 +60,32 @@ class LineCutter:
         return lines + self.due()
 
     def due(self) -> list[str]:
-        """The current state of a progress bar, if it is due."""
-        return self._tell() if self._clock() >= self._next else []
+        """Return the current state of a progress bar if it is due."""
+        return self._show() if self._clock() >= self._next else []
 
     def end(self) -> list[str]:
         """Return the rest of an unfinished line."""
         rest, self._rest = self._rest, b""
         if _DRAWING.search(rest):
             self._draw(_state(rest))
-            return self._tell()
-        return self._tell() + ([rest.decode(errors="replace")] if rest else [])
+            return self._show()
+        return self._show() + ([rest.decode(errors="replace")] if rest else [])
 
     def _draw(self, state: str) -> None:
         self._drawing = True
         if state:
-            self._drawn = "" if state == self._told else state
+            self._drawn = "" if state == self._shown else state
 
-    def _tell(self) -> list[str]:
+    def _show(self) -> list[str]:
         if not self._drawn:
             return []
-        self._told, self._drawn = self._drawn, ""
+        self._shown, self._drawn = self._drawn, ""
         self._next = self._clock() + _SECONDS_BETWEEN_STATES
-        return [self._told]
+        return [self._shown]
 
 
 def _state(line: bytes) -> str:
-    """The visible end state of a line."""
+    """Return what a terminal would show of a line in the end."""
     if not _DRAWING.search(line):
         return line.decode(errors="replace")
     parts = [text for part in line.split(b"\r") if (text := _CURSOR.sub(b"", part)).strip()]
@@ -114,7 +114,7 @@ class RankOutput:
 
     def __init__(self, fds: dict[int, str], link: Link, on_lines: Callable[[str, list[str]], None] | None) -> None:
         self.fds = fds
-        """The pipes that are open."""
+        """The open pipes."""
         self.tail = Tail()
         self._link = link
         self._on_lines = on_lines
@@ -123,11 +123,11 @@ class RankOutput:
 
     @property
     def waiting(self) -> bool:
-        """Whether the hub is slow. The pipes then fill up, and the rank waits in its print."""
+        """Whether the hub is slow. Then the pipes fill up, and the rank blocks in its print."""
         return bool(self._unsent)
 
     def read(self, fd: int) -> bool:
-        """Read a pipe; False if it has ended, and must not be polled any more."""
+        """Read a pipe, and return False if it has ended and must no longer be polled."""
         stream = self.fds[fd]
         data = os.read(fd, _READ_BYTES)
         if data:

@@ -1,4 +1,4 @@
-"""Starts rank processes: the client side of the fork server."""
+"""The client of the fork server, which starts rank processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours, name
 from spark_hvd.runner.config import PRELOAD
 
 _log = logging.getLogger(__name__)
-_STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete
+_STACKS_PAUSE = 0.1  # stacks are complete once nothing has been written for this many seconds
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 _READ_AT_LOAD = re.compile(
@@ -37,7 +37,8 @@ _READ_AT_LOAD = re.compile(
     r"(OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|GOTO|NUMEXPR|NPY|NUMPY|MALLOC|GLIBC|JE|MIMALLOC|ARROW|LD|PYTHON|LC)_?.*"
     r"|LANG|TZ|HOME|(TORCH|PYTORCH|AOT|TRITON|TF|XLA|GRPC|ABSL|KERAS|JAX).*|" + PRELOAD
 )
-"""Variables that libraries read when they are loaded, and so in the server. A rank gets all others after the fork."""
+"""Variables that libraries read when they are loaded, which happens in the server. Ranks get the others after the
+fork."""
 
 
 @dataclass(slots=True)
@@ -52,15 +53,15 @@ class RankProcess:
     status_fd: int
     server: ForkServer
     orphaned: bool = False
-    """Whether it has ended because its fork server was killed; known once its exit code is."""
+    """Whether the rank ended because its fork server was killed. Known only with the exit code."""
 
     def signal_group(self, signum: signal.Signals) -> None:
-        """Send a signal to the rank and to everything it has started."""
+        """Send a signal to the rank and to every process that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def ask_for_stacks(self) -> None:
-        """Let the rank, but not its child processes, write its stacks again; it continues to work."""
+        """Let the rank, but not its child processes, write its stacks. It keeps running."""
         self.clear_stacks()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACKS_SIGNAL)
@@ -100,11 +101,11 @@ class RankProcess:
         return text
 
     def stacks(self) -> str:
-        """The Python stacks of its threads, as written by the rank's fault handler."""
+        """Return the Python stacks of the rank's threads, as its fault handler has written them."""
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Close our ends; the process has ended."""
+        """Close our ends of the pipes, after the process has ended."""
         self.control.close()
         for fd in (self.stdout_fd, self.stderr_fd, self.stacks_fd, self.status_fd):
             os.close(fd)
@@ -120,26 +121,26 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.ranks = 0  # forked and not yet closed
-        self._lock = threading.Lock()  # held for a whole request: another's must not come in between
+        self._lock = threading.Lock()  # held for a complete request, so that requests do not mix
         self._socket = connection
 
     @property
     def alive(self) -> bool:
         """Whether the server can still fork."""
-        # It never writes here, so what can be read is its end.
+        # The server never writes here, so the socket becomes readable only when the server ends.
         return not readable([self._socket.fileno()], 0)
 
     def spawn(self, env: Mapping[str, str], timeout: float) -> RankProcess:
-        """Fork a rank process, which waits for its first frame on ``control``.
+        """Fork a rank process, which then waits for its first frame on ``control``.
 
-        ``env`` is the rank's complete environment. ``timeout`` is how many seconds to wait for a server that still
-        imports torch.
+        ``env`` is the rank's complete environment. ``timeout`` is the number of seconds to wait for a server that may
+        still be importing torch.
 
         Raises:
-            ForkServerError: the server ended, or did not answer in time.
+            ForkServerError: The server ended, or did not answer in time.
         """
         request = {"env": dict(env), "sys_path": sys.path, "argv": sys.argv[:1], "cwd": os.getcwd()}
-        with ExitStack() as ours, ExitStack() as theirs:  # both are closed if there is no rank, else the second
+        with ExitStack() as ours, ExitStack() as theirs:  # ours stay open if the fork succeeds
             try:
                 control, child_control = socket.socketpair()
                 ours.callback(control.close)
@@ -147,7 +148,7 @@ class ForkServer:
                 out_read, out_write = _pipe(ours, theirs)
                 err_read, err_write = _pipe(ours, theirs)
                 status_read, status_write = _pipe(ours, theirs)
-                with tempfile.TemporaryFile() as file:  # nameless: it goes with the last descriptor
+                with tempfile.TemporaryFile() as file:  # has no name, so it disappears with its last descriptor
                     stacks = os.dup(file.fileno())
                 ours.callback(os.close, stacks)
                 given = (child_control.fileno(), out_write, err_write, stacks, status_write)
@@ -156,8 +157,8 @@ class ForkServer:
                     self.ranks += 1
             except (OSError, ForkServerError) as error:
                 raise ForkServerError(
-                    f"the fork server of {sys.executable} gave no process: {error}. "
-                    "Its own error, if any, is in the log of the Spark executor."
+                    f"the fork server of {sys.executable} did not start a process: {error}. "
+                    "The Spark executor's log has the server's own error, if there is one."
                 ) from error
             ours.pop_all()
         return RankProcess(pid, control, out_read, err_read, stacks, status_read, self)
@@ -175,12 +176,15 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
-        """Close the connection: the server kills the ranks that were forked on it."""
+        """Close the connection; the server then kills the ranks that were forked on it."""
         self._socket.close()
 
 
 def readable(fds: Sequence[int], timeout: float) -> set[int]:
-    """Wait until one of any number of descriptors is readable or has ended, or for so many seconds; return those."""
+    """Wait up to ``timeout`` seconds for descriptors to become readable or to end, and return those that have.
+
+    Unlike ``select``, it takes descriptors of any number.
+    """
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -206,12 +210,12 @@ def _read_line(fd: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python interpreter as started for some process, which determines its torch.
+    """A Python interpreter with the settings that determine which torch it imports.
 
     Attributes:
-        executable: The program.
-        environ: Its whole environment.
-        path: Folders in which it looks for modules, before or including its own.
+        executable: Path of the program.
+        environ: Its complete environment.
+        path: Folders in which it looks for modules, with or without its own.
     """
 
     executable: str
@@ -220,19 +224,19 @@ class Interpreter:
 
 
 _servers: OrderedDict[frozenset[tuple[str, str | None]], ForkServer] = OrderedDict()
-_servers_lock = threading.Lock()  # held until a server has started: two runs must not start two for one environment
+_servers_lock = threading.Lock()  # held until a server has started, so that two runs share one
 _started: list[subprocess.Popen[bytes]] = []
 
 
 def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
-    """The warm fork server for a run's changes to the environment; started if there is none.
+    """Return the fork server for a run's changes to the environment, and start it if there is none.
 
-    The server starts with the changes that libraries read when they load. Every rank also gets its complete
-    environment, so that all other changes reach it from any server.
+    The server itself needs only the changes that libraries read when they load. Every rank gets its complete
+    environment, so the other changes reach it from any server.
 
     Args:
-        env: Changes to this process's environment. A server started with changes ends with its last user. One without,
-            or only with modules to import, waits ten minutes for another run.
+        env: Changes to this process's environment. A server with such changes ends with its last client. A server
+            without any, or only with modules to import, waits ten minutes for another run.
         anchor: The process with which the server ends: the Spark executor, or this one. Processes with the same anchor,
             environment and Python share a server.
     """
@@ -253,10 +257,10 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
 
 
 def fork_server_of(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> ForkServer | None:
-    """The fork server that processes of another Python will ask for; started if there is none.
+    """Return the fork server that processes of another Python will use, and start it if there is none.
 
-    It imports torch while these processes start, and stays at least until the connection is closed. ``env`` and
-    ``anchor`` are the arguments that they will pass to :func:`fork_server`.
+    The server imports torch while those processes start. It stays at least until the returned connection is closed.
+    ``env`` and ``anchor`` are the arguments that the processes will pass to :func:`fork_server`.
 
     Returns:
         The server; None if servers cannot be shared on this machine.
@@ -270,7 +274,7 @@ def fork_server_of(python: Interpreter, env: Mapping[str, str | None], anchor: i
 
 
 def outlives_runs(env: Mapping[str, str | None]) -> bool:
-    """Whether the server of a run with such changes to the environment waits for another run."""
+    """Tell whether the server of a run with such changes to the environment waits for another run."""
     return not _read_at_load(env).keys() - {PRELOAD}
 
 
@@ -279,10 +283,10 @@ def _read_at_load(env: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def check_system() -> None:
-    """Check that ranks can run on this machine. A driver runs on any system.
+    """Check that ranks can run on this machine. A driver can run on any system.
 
     Raises:
-        ForkServerError: this machine does not run Linux.
+        ForkServerError: This machine does not run Linux.
     """
     if platform.system() != "Linux":
         raise ForkServerError(
@@ -292,7 +296,7 @@ def check_system() -> None:
 
 
 def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """``base`` with ``changes``; a change to None removes the variable."""
+    """Return ``base`` with ``changes``; a change to None removes the variable."""
     env = {**base, **changes}
     return {key: value for key, value in env.items() if value is not None}
 
@@ -302,7 +306,7 @@ def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
     try:
         return _connect_to_shared(python, env, anchor)
     except OSError as error:
-        _log.warning("This process cannot share a fork server with others, and starts one of its own: %s", error)
+        _log.warning("This process cannot share a fork server with others, so it starts its own: %s", error)
     connection, given = socket.socketpair()
     with given:
         _start(python, "", given, env, anchor, 0.0)
@@ -314,21 +318,21 @@ def _connect_to_shared(python: Interpreter, env: Mapping[str, str | None], ancho
         name = _name(python, env, anchor)
         connection = folder.connect(name)
         if connection is None:
-            with folder.listen(name) as listener:  # from now on connections wait while the server imports torch
-                folder.tidy()  # what servers have left that were killed
+            with folder.listen(name) as listener:  # connections now wait until the server has imported torch
+                folder.tidy()  # remove the sockets of servers that were killed
                 _start(python, folder.path, listener, env, anchor, 0.0 if env.keys() - {PRELOAD} else _LINGER)
                 connection = folder.connect(name)
         if connection is None or not is_ours(connection):
-            raise PermissionError(f"who listens at {os.path.join(folder.path, name)} is in another container")
+            raise PermissionError(f"a process of another container listens at {os.path.join(folder.path, name)}")
         return connection
 
 
 def _name(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> str:
-    """The name of the server for these settings. Only this user can see it, so it may contain values of variables."""
-    born = psutil.Process(anchor).create_time()
-    # What decides which torch a server has imported, besides the changes that the run asks for.
-    which = [python.executable, python.environ.get("PYTHONPATH")]
-    identity = json.dumps([anchor, born, namespaces("self"), which, sorted(env.items(), key=str)])
+    """Return the name of the server for these settings. Only this user sees it, so it may depend on variables."""
+    started = psutil.Process(anchor).create_time()
+    # These decide which torch the server imports, together with the run's changes.
+    interpreter = [python.executable, python.environ.get("PYTHONPATH")]
+    identity = json.dumps([anchor, started, namespaces("self"), interpreter, sorted(env.items(), key=str)])
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
@@ -348,17 +352,17 @@ def _start(
         ],
         pass_fds=[given.fileno()],
         env={**apply_env(python.environ, env), "PYTHONPATH": path},
-        cwd="/",  # -m looks there first: the directory that this program works in may be one that others write to
+        cwd="/",  # -m searches the working directory first, and others may be able to write to this program's
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    # Asking the older ones whether they have ended also frees their entries in the process table.
+    # poll() also reaps the servers that have ended.
     _started[:] = [process for process in _started if process.poll() is None] + [started]
 
 
 def _forget_after_fork() -> None:
-    # A forked copy of this process must not hold the connections open: their closing is what ends the ranks.
+    # A forked copy of this process must not hold the connections open, because closing them is what ends the ranks.
     for server in _servers.values():
         server.close()
     _servers.clear()

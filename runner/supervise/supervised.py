@@ -1,4 +1,4 @@
-"""A rank's process under its supervisor, in static and elastic runs: frames, output, examination, end."""
+"""A rank's process under its supervisor, in static and elastic runs: its frames, output, examination and end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
 _SECONDS = 1.0
-"""For how long the process' use of processors is watched."""
+"""Seconds for which an examination measures CPU usage."""
 _STACKS_SECONDS = 0.3
-"""How long its fault handler gets to write."""
+"""Seconds that the rank's fault handler gets to write the stacks."""
 
 
 class Probe:
-    """An examination under way; it does not block. Call :meth:`turn` when it is :attr:`due`, until it has a result."""
+    """An examination in progress, which never blocks. Call :meth:`turn` when :attr:`due`, until it has a result."""
 
     def __init__(self, process: RankProcess) -> None:
         self._process = process
@@ -40,7 +40,7 @@ class Probe:
         self._used = _cpu_seconds(process.pid)
         self._cpu: float | None = None
         self.due = self._started + _SECONDS
-        """When there is something to do, on the monotonic clock."""
+        """When to call :meth:`turn`, on the monotonic clock."""
 
     def turn(self, now: float) -> Examination | None:
         """Do the next part of the examination.
@@ -56,20 +56,20 @@ class Probe:
             self.due = now + _STACKS_SECONDS
             return None
         stacks = trim_stacks(self._process.stacks())
-        self._process.clear_stacks()  # what is found there later is to be of a crash
+        self._process.clear_stacks()  # stacks found there later must come from a crash
         return Examination(self._cpu, _status(self._process.pid), stacks)
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process and its child processes."""
+    """Return the CPU time of a process and its child processes, in seconds."""
     total = 0.0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return total
-    for one in family:
+    for process in family:
         try:
-            times = one.cpu_times()
+            times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.system
@@ -85,14 +85,14 @@ def _status(pid: int) -> str:
 
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 _KILL_GRACE = 5.0  # seconds that the kernel may take to end a killed process
-_BEHIND_SECONDS = 0.02  # between two tries where the hub is behind with the output
+_BEHIND_SECONDS = 0.02  # between two attempts to send output while the hub is slow
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
     """A rank for a supervisor to run.
 
-    ``start_timeout`` also limits joining the others' world; the run's ``timeout`` is only for messages.
+    ``start_timeout`` also limits the time to join the others' world. ``timeout`` is the run's, and only for messages.
     """
 
     order: RankOrder
@@ -111,10 +111,10 @@ class RankJob:
 class SupervisedRank:
     """A rank's process under its supervisor.
 
-    ``on_frame`` takes the rank's frames, except its records, and may end the rank. ``poller`` is the supervisor's.
+    ``on_frame`` gets the rank's frames, except its records, and may end the rank. ``poller`` is the supervisor's.
 
     Raises:
-        ForkServerError: the process could not be started.
+        ForkServerError: The process could not be started.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SupervisedRank:
         self.process = process = server.spawn(job.env, job.start_timeout)
         self.output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self.exitcode: int | None = None
-        """The exit code of a process that has ended; minus the number of the signal, if one killed it."""
+        """The exit code of the process once it has ended; negative if a signal killed it."""
         self.ended = False
         self._frames = FrameReader(process.control)
         self._link, self._poller, self._on_frame = link, poller, on_frame
@@ -144,13 +144,13 @@ class SupervisedRank:
             send_frame(self.process.control, message, payload)
 
     def wait(self, seconds: float) -> float:
-        """Seconds to poll, at most ``seconds``."""
+        """Return the number of seconds to poll, at most ``seconds``."""
         if self.output.waiting:
             return _BEHIND_SECONDS
         return seconds if self._probe is None else max(min(seconds, self._probe.due - time.monotonic()), 0.0)
 
     def take(self, events: Mapping[Any, int]) -> None:
-        """Handle the poller's events, and the rest of a process that has ended."""
+        """Handle the poller's events, and try to send output that the hub has not taken yet."""
         self.output.flush()
         if self.process.control.fileno() in events:
             self._read_frame()
@@ -170,21 +170,21 @@ class SupervisedRank:
             self._drain_output()
 
     def examine(self) -> None:
-        """Begin an examination, whose result goes to the hub."""
+        """Begin an examination; its result goes to the hub."""
         self._probe = self._probe or Probe(self.process)
 
     def look(self, now: float) -> None:
-        """Continue the examination."""
+        """Continue the examination if there is one."""
         if self._probe is not None and (found := self._probe.turn(now)) is not None:
             self._probe = None
             self._link.send("examined", **asdict(found))
 
     def await_stacks(self, seconds: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
-        """The stacks of the rank's threads; see :meth:`RankProcess.await_stacks`."""
+        """Return the stacks of the rank's threads; see :meth:`RankProcess.await_stacks`."""
         return trim_stacks(self.process.await_stacks(seconds, meanwhile))
 
     def failed(self, place: RankInfo, kind: FailureKind, error: str, trace: str = "", **more: Any) -> Failed:
-        """The failure of this rank, with its last output so far."""
+        """Return a failure of this rank, with its last output so far."""
         return Failed(place.rank, place.host, kind, error, trace, str(self.output.tail), ended_at=time.time(), **more)
 
     def let_exit(self, meanwhile: Callable[[float], object] | None = None) -> None:
@@ -192,7 +192,7 @@ class SupervisedRank:
 
         ``meanwhile`` is called repeatedly, with seconds to wait for events; None handles this rank's events only.
         """
-        self.process.control.shutdown(2)  # it lingers until this
+        self.process.control.shutdown(2)  # the rank waits for this before it exits
         self._await_exit(_EXIT_GRACE, meanwhile)
 
     def end(self, term_grace: float, output_grace: float) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
-_MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's may still import torch when others are up
+_MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's host may import torch later than the others
 
 
 def supervise(
@@ -34,25 +34,25 @@ def supervise(
 ) -> Packed:
     """Run one rank to its end.
 
-    The hello message has been sent on ``link``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    The caller has sent the hello message on ``link``. Output goes to ``on_lines`` (stream, lines), or to the hub if
+    that is None.
 
     Returns:
-        The outcome. No failure of the rank raises an exception here. When it returns, the rank's process group has
-        ended.
+        The outcome, once the rank's process group has ended. A failure of the rank raises no exception here.
     """
     try:
-        watch = _Supervision(job, link, server, on_lines)
+        supervision = _Supervision(job, link, server, on_lines)
     except ForkServerError as error:
         return not_started(job.me, link, str(error))
     try:
-        return watch.run()
+        return supervision.run()
     finally:
-        watch.end()
+        supervision.end()
         link.send("gone")
 
 
 def not_started(me: RankInfo, link: Link, error: str) -> Packed:
-    """The outcome of a rank that cannot be started, which is also reported to the hub."""
+    """Report to the hub that a rank cannot be started, and return its outcome."""
     link.send("ended", ok=False, echo=False)
     link.send("gone")
     return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
@@ -67,13 +67,13 @@ class _Supervision:
         self._job = job
         self._link = link
         self._outcome: Packed | None = None
-        self._failure: Failed | None = None  # as the child told it, before its last output is known
-        self._leaving = False
-        self._hands_over = False  # its value to the hub, and not to Spark
+        self._failure: Failed | None = None  # without the rank's last output, which comes later
+        self._leaving = False  # whether the hub has released or stopped this rank
+        self._hands_over = False  # whether its value goes to the hub instead of Spark
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
-        self._suspect = Suspect()  # among the parts of MPI's process manager
-        self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
+        self._suspect = Suspect()  # the part of MPI's process manager that may have failed first
+        self._ready: Message | None = None  # the rank's message, until MPI is ready, too
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._rank = SupervisedRank(job, server, link, self._poller, self._on_frame, on_lines)
@@ -81,13 +81,13 @@ class _Supervision:
         self._mpi_deadline = self._start_deadline
         if job.mpi is not None:
             self._mpi_deadline = min(self._start_deadline, time.monotonic() + _MPI_SECONDS)
-        self._deadline: float | None = self._mpi_deadline  # to be ready; then, to be in the world
+        self._deadline: float | None = self._mpi_deadline  # for being ready, and then for joining the world
 
     def run(self) -> Packed:
         """Watch until this rank and all others have their outcomes."""
         job = self._job
         if job.mpi is not None:
-            # Here, because few runs need what brings up MPI, and every task would load it.
+            # Few runs need MPI, so only those import it.
             from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
             from spark_hvd.runner.supervise.mpi.side import MpiSide
 
@@ -96,30 +96,30 @@ class _Supervision:
             except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._rank.exitcode is None:
-            self._step(self._next_moment())
-            self._look_at_the_clock()
+            self._step(self._seconds_to_next_action())
+            self._check_deadlines()
             if self._link.hub_silence() > HUB_PATIENCE:
                 self._stop("cut off", None)
         if self._outcome is None and self._failure is None:
             self._judge_exit()
         return self._finish()
 
-    def _next_moment(self) -> float:
-        """Seconds until the next action that needs no event."""
-        moments = [moment for moment in (self._deadline, self._suspect.due) if moment is not None]
-        return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
+    def _seconds_to_next_action(self) -> float:
+        """Return the seconds until the next action that needs no event."""
+        times = [due for due in (self._deadline, self._suspect.due) if due is not None]
+        return min([BEAT, *(max(due - time.monotonic(), 0.0) for due in times)])
 
-    def _look_at_the_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._start_took_too_long()
         self._rank.look(now)
-        if self._suspect.told(now) and self._outcome is None and self._failure is None:
+        if self._suspect.is_due(now) and self._outcome is None and self._failure is None:
             assert self._suspect.error is not None
             self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
 
     def _step(self, timeout: float) -> None:
-        """Handle the events of up to ``timeout`` seconds."""
+        """Handle events, waiting up to ``timeout`` seconds for them."""
         mpi = self._watch_mpi()
         events = dict(self._poller.poll(int(self._rank.wait(timeout) * 1000)))
         if self._link.socket in events:
@@ -129,11 +129,11 @@ class _Supervision:
         for fd in [fd for fd in mpi if fd in events]:
             mpi[fd]()
             if self._mpi is not None and self._mpi.variables is not None and self._deadline == self._mpi_deadline:
-                self._deadline = self._mpi_deadline = self._start_deadline  # MPI is up: now the others' time counts
+                self._deadline = self._mpi_deadline = self._start_deadline  # MPI is up, so the usual deadline holds
             self._tell_ready()
 
     def _watch_mpi(self) -> dict[int, Callable[[], None]]:
-        """Poll the current files of MPI; returns the handler of each."""
+        """Register MPI's current file descriptors with the poller, and return the handler of each."""
         handlers = {} if self._mpi is None else dict(self._mpi.handlers)
         for fd in self._mpi_fds - handlers.keys():
             self._poller.unregister(fd)
@@ -181,12 +181,13 @@ class _Supervision:
             self._link.send("ended", ok=False, echo=frame["echo"])
 
     def _tell_ready(self) -> None:
-        """Tell the hub once when both the rank and MPI are ready."""
+        """Tell the hub, once, that both the rank and MPI are ready."""
         if self._ready is not None and (self._mpi is None or self._mpi.variables is not None):
             self._link.send("ready", **self._ready)
             self._ready = None
 
     def _mpi_failed(self, error: str, blame: Blame) -> None:
+        # Another supervisor may know a likelier cause, so _check_deadlines() reports this one a little later.
         self._suspect.accuse(error, blame, time.monotonic())
 
     def _start_took_too_long(self) -> None:
@@ -201,14 +202,14 @@ class _Supervision:
             return
         if reason == "timeout":
             stacks = self._take_stacks()
-            limit = "" if self._job.timeout is None else f" {self._job.timeout:g} s"
-            self._fail(FailureKind.TIMEOUT, f"still running when timeout={limit} was over", stacks)
+            limit = "" if self._job.timeout is None else f"{self._job.timeout:g} s"
+            self._fail(FailureKind.TIMEOUT, f"still running after timeout={limit}", stacks)
         elif reason == "cut off":
             self._fail(
                 FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
             )
         elif lost is not None:
-            self._fail(FailureKind.LOST, f"stopped because other ranks are not heard of any more: {lost}")
+            self._fail(FailureKind.LOST, f"stopped because other ranks have fallen silent: {lost}")
         else:
             self._fail(FailureKind.STOPPED, stopped(reason, culprit))
 
@@ -216,8 +217,8 @@ class _Supervision:
         return self._rank.await_stacks(_STACKS_WAIT, self._step)
 
     def _judge_exit(self) -> None:
-        """Judge a process that has ended without an outcome."""
-        self._rank.drain()  # its last output, and an outcome in the socket, come first
+        """Decide how a process failed that ended without an outcome."""
+        self._rank.drain()  # its last output, or even an outcome, may still be unread
         if self._outcome is not None or self._failure is not None:
             return
         assert self._rank.exitcode is not None
@@ -240,7 +241,7 @@ class _Supervision:
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
-        """Fail the rank, which will have no outcome, and tell all others."""
+        """Fail the rank, which will send no outcome, and tell the hub."""
         self._fail(kind, error, trace, echo)
         self._link.send("ended", ok=False, echo=echo)
 
@@ -253,14 +254,14 @@ class _Supervision:
             if self._link.hand_over(self._outcome.data):
                 return Packed.handed_over(self._job.me.rank)
             size = len(self._outcome.data) >> 20
-            self._fail(FailureKind.LOST, f"the driver did not answer while it was sent the value of fn, {size} MiB")
+            self._fail(FailureKind.LOST, f"the driver stopped answering while the value of fn was sent ({size} MiB)")
         elif self._outcome is not None:
             return self._outcome
         assert self._failure is not None
         return Packed.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))
 
     def end(self) -> None:
-        """End the rank, and then the processes of MPI's process manager here, which a rank would leave behind."""
+        """End the rank and then MPI's process manager on this host, which would otherwise stay behind."""
         self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
         if self._mpi is not None:
             self._mpi.close(0 if self._outcome is not None else 1)

@@ -1,4 +1,4 @@
-"""Each Spark task of a run: finds its ranks, meets the other tasks, and supervises the ranks' processes."""
+"""The Spark task of a run: finds its ranks, connects to the other tasks, and supervises the ranks' processes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
 _spare_modules = functools.cache(gc.freeze)
-"""Leaves what this worker has imported out of its collections of garbage, one of which Spark's daemon does a task: it
-takes 40 ms in each worker, and all workers of a run do it at once."""
+"""Excludes the modules that this worker has imported from garbage collection. Spark's daemon collects once per task,
+which takes 40 ms in each worker, and all workers of a run do so at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TaskSpec:
         spool: Directory for large values, if all tasks run on the driver's machine.
         may_share_gpus: Whether several ranks may use one GPU.
         generation: How often the ranks of this run were started before.
-        secret: Secret of the world, from which the keys between ranks are derived. It is sent only in Spark's closure.
+        secret: Secret from which the keys between ranks are derived. It travels only in Spark's closure.
         mpi_token: Name of the sockets over which MPI starts.
         sources: Pickled sources of data sets that ranks read themselves, by name.
         schemas: Schemas of data sets whose rows come to the tasks, see
@@ -87,7 +87,7 @@ class TaskSpec:
 
     @property
     def procs_per_task(self) -> int:
-        """Ranks in each Spark task."""
+        """The number of ranks in each Spark task."""
         return self.config.procs_per_task if isinstance(self.config, RunConfig) else 1
 
     def job(
@@ -104,16 +104,16 @@ class TaskSpec:
         stream: int | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> RankJob:
-        """The job for the supervisor of one rank.
+        """Make the job for the supervisor of one rank.
 
         ``address`` is this host's address for other ranks. ``gpus`` are the GPUs that Spark assigned; None if it
         assigns none. ``mpi`` says how MPI starts; None for other backends. ``join_timeout`` is the number of seconds to
-        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream`` of random
-        numbers is by default the rank's number. ``part`` says which of how many parts of the rows the rank gets.
-        ``watched`` says whether the rank sends records to the driver.
+        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream``, the
+        number of the stream of random numbers, is by default the rank. ``part`` says which part of how many the rank
+        gets of the task's rows. ``watched`` says whether the rank sends records to the driver.
         """
         config = self.config
-        # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+        # A CUDA_VISIBLE_DEVICES that the user has set is the same for all ranks, which divide it by local rank.
         assigned = None if "CUDA_VISIBLE_DEVICES" in config.env else gpus
         order = RankOrder(
             me=me,
@@ -165,14 +165,14 @@ def run_task(
         packed = _run_ranks(spec, payload, context)
     for each in packed:
         if not each.ok and isinstance(failure := each.open(), Failed) and failure.kind is FailureKind.LOST:
-            # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
-            # minutes). One failing task ends a barrier job at once.
+            # Spark would wait for the lost rank's task until spark.network.timeout, two minutes. A failing task ends
+            # a barrier job at once.
             raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
     yield from to_batches(packed, spec.spool)
 
 
 def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
-    """Outcomes as record batches of the result schema, for Spark."""
+    """Convert outcomes to record batches of the result schema, for Spark."""
     import pyarrow
 
     kinds = pyarrow.int32(), pyarrow.bool_(), pyarrow.int32(), pyarrow.binary()
@@ -182,14 +182,14 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
-    # Every task sees the same list in the same order, so all compute the same ranks without a message.
+    # Every task sees the same list of hosts, so all compute the same ranks without exchanging messages.
     each = spec.procs_per_task
     hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
     layout = WorldLayout.from_hosts(hosts)
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
     addresses = None if gpus is None else gpus.addresses
-    server = fork_server(spec.config.env, executor_pid())  # starts to import torch while we meet the others
+    server = fork_server(spec.config.env, executor_pid())  # imports torch while we connect to the others
     with ExitStack() as closing:
         links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
@@ -211,10 +211,11 @@ def run_ranks(
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run those ranks of a world that belong to this task, after all ranks have met.
+    """Run this task's ranks after all ranks of the run have met.
 
-    The hello message has been sent on ``links``, which are in the order of ``mine``. ``gpus`` are the GPUs that Spark
-    assigned to this task; None if it assigns none. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    The caller has sent the hello message on ``links``, which are in the order of ``mine``. ``gpus`` are the GPUs that
+    Spark assigned to this task; None if it assigns none. Output goes to ``on_lines`` (stream, lines), or to the hub if
+    that is None.
     """
     towards = None if spec.hub is None else spec.hub.host
     alone = mine[0].local_size == mine[0].size
@@ -226,7 +227,7 @@ def run_ranks(
         return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
     mpi = None
     if spec.mpi is not None:
-        # Here, and so is all of MPI and of the hub below, because few tasks need it and every task would load it.
+        # Few tasks need MPI, or the hub below, so only those import them.
         from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
         mpi = MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
@@ -246,10 +247,10 @@ def run_ranks(
 
 
 def executor_pid() -> int:
-    """The process ID of the executor's JVM, the parent of Spark's daemon, which is this worker's parent.
+    """Return the process ID of the executor's JVM, which started Spark's daemon, which started this worker.
 
-    Without an executor, it is this process. If the daemon was killed, its workers have lost their parent; then it is
-    the executor that works in our directory.
+    If the daemon was killed and this worker has lost its parent, this finds the executor by its working directory.
+    Without an executor, it returns this process's own ID.
     """
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
     return (java or _executors_here() or [os.getpid()])[0]
@@ -258,22 +259,22 @@ def executor_pid() -> int:
 def _executors_here() -> list[int]:
     here, found = os.getcwd(), []
     for process in psutil.process_iter(["pid", "name", "uids", "cwd", "cmdline"]):
-        told = process.info  # of what is not ours to know, None
+        info = process.info  # values are None if access to them is denied
         if (
-            told["name"] == "java"
-            and told["uids"] is not None
-            and told["uids"].effective == os.geteuid()
-            and told["cwd"] == here
-            and "--executor-id" in (told["cmdline"] or ())
+            info["name"] == "java"
+            and info["uids"] is not None
+            and info["uids"].effective == os.geteuid()
+            and info["cwd"] == here
+            and "--executor-id" in (info["cmdline"] or ())
         ):
-            found.append(told["pid"])
+            found.append(info["pid"])
     return found if len(found) == 1 else []
 
 
 def _meet_at_rank_0(
     spec: TaskSpec, mine: Sequence[RankInfo], layout: WorldLayout, context: BarrierTaskContext, closing: ExitStack
 ) -> list[Link]:
-    """Meet in a hub inside rank 0's task, whose address and keys are sent by Spark's barrier messages."""
+    """Connect through a hub inside rank 0's task, whose address and keys Spark's barrier messages carry."""
     address = b""
     if mine[0].rank == 0:
         from spark_hvd.runner.channel.hub import Hub
@@ -282,7 +283,7 @@ def _meet_at_rank_0(
         hub = Hub(HubState(mine[0].size, timeout=spec.config.timeout), mine[0].host)
         closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
-    gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
+    gathered = context.allGather(base64.b64encode(address).decode())  # takes a second, as Spark polls once a second
     encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
     links = [Link(hub_address, me.rank, me.host) for me in mine]
@@ -295,7 +296,7 @@ def _meet_at_rank_0(
 
 
 def _close_hub(hub: Hub) -> None:
-    """Wait until every rank has left or is lost, because the driver cannot see that a task has gone silent."""
+    """Close the hub once every rank has left or is lost; the driver cannot see that a task has gone silent."""
     from spark_hvd.runner.outcome.errors import check_hub
 
     hub.wait_gone(SILENT_AFTER + 2 * BEAT)
@@ -314,16 +315,16 @@ def _print_here(stream: str, lines: list[str]) -> None:
 
 
 def host_of(address: str) -> str:
-    """The host part of Spark's ``host:port``."""
+    """Return the host of Spark's ``host:port``."""
     host, colon, port = address.rpartition(":")
     return host.strip("[]") if colon and port.isdigit() else address.strip("[]")
 
 
 def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str] | None) -> dict[str, str]:
-    """The environment of a rank: that of this process, variables for native libraries, then the user's.
+    """Return the environment of a rank: this process's, then variables for native libraries, then the user's.
 
-    It includes torchrun's variables, for Lightning, Accelerate and plain ``env://`` initialisation. MASTER_ADDR and
-    MASTER_PORT follow when rank 0 listens.
+    It includes torchrun's variables, for Lightning, Accelerate and plain ``env://`` initialization. MASTER_ADDR and
+    MASTER_PORT are added once rank 0 listens.
     """
     ours: dict[str, str | None] = {
         "RANK": str(me.rank),
@@ -334,7 +335,7 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         "GROUP_WORLD_SIZE": str(me.cross_size),
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(spec.generation),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: nobody may bind its port again
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already, so no rank may bind its port again
         "PYTHONUNBUFFERED": "1",
     }
     if address.interface is not None:
@@ -342,13 +343,13 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         if spec.config.interfaces or "GLOO_SOCKET_IFNAME" not in os.environ:
             ours["GLOO_SOCKET_IFNAME"] = address.interface
         if spec.config.interfaces:
-            ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
+            ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # without "=", it would be a prefix
     if spec.mpi is not None:
         from spark_hvd.runner.supervise.mpi.side import MANAGERS
 
         only = address.interface if spec.config.interfaces or me.local_size == me.size else None
         ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)
     if spec.config.cpus_per_proc is not None:
-        ours["OMP_NUM_THREADS"] = str(spec.config.cpus_per_proc)  # Spark's own value is that of the application's tasks
+        ours["OMP_NUM_THREADS"] = str(spec.config.cpus_per_proc)  # Spark's value ignores cpus_per_proc
     ours |= gpu_env(gpus, os.environ)
     return apply_env(os.environ, {**ours, **spec.config.env})

@@ -1,4 +1,4 @@
-"""The ranks of one Spark task, or of this machine: meet the others, and are supervised together."""
+"""Connects the ranks of one Spark task, or of this machine, to the others, and supervises them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_hvd.runner.supervise.supervisor import supervise
 
 T = TypeVar("T")
 _CONNECT_WAIT = 8.0
-"""Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
+"""Seconds to reach the driver's hub; less than the hub waits for missing tasks (FALLBACK_AFTER)."""
 
 
 class LostError(RuntimeError):
@@ -28,7 +28,7 @@ class LostError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """The hub has refused that this task runs fn."""
+    """The hub has refused to let this task run fn."""
 
 
 def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
@@ -38,7 +38,7 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
         False if the ranks must meet elsewhere because some of them cannot reach this hub; the links are then closed.
 
     Raises:
-        RefusedError: the task was started a second time, or the run has been stopped.
+        RefusedError: The task was started a second time, or the run has been stopped.
     """
     connected = [link.wait_connected(min(_CONNECT_WAIT, start_timeout)) for link in links]
     if not all(connected):
@@ -70,7 +70,8 @@ def _answer(link: Link, attempt: int, start_timeout: float) -> str:
         link.close()
         raise RefusedError(
             f"Spark started the task of rank {link.rank} a second time (task attempts {message['first_attempt']} and "
-            f"{attempt}). fn is never run twice unasked, because it may have had effects. Start the run again."
+            f"{attempt}). fn does not run twice unless you ask for it, because it may have side effects. Start the run "
+            "again."
         )
     return str(message["type"])
 
@@ -81,9 +82,9 @@ def supervise_all(
     server: ForkServer,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run ranks to their end, at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
+    """Run several ranks to their end; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
-    ``links`` are in the order of ``jobs``. Output goes to ``on_lines`` (stream, lines); None: to the hub.
+    ``links`` are in the order of ``jobs``. Output goes to ``on_lines`` (stream, lines), or to the hub if that is None.
 
     Returns:
         The outcomes, in the same order.
@@ -94,8 +95,8 @@ def supervise_all(
     def one(number: int) -> Packed:
         try:
             return supervise(jobs[number], links[number], server, on_lines)
-        except BaseException:  # a defect of ours: raised when the other ranks have been stopped
-            with contextlib.suppress(zmq.ZMQError):  # of a link that is the defect
+        except BaseException:  # a bug of ours, which is raised once the other ranks have been stopped
+            with contextlib.suppress(zmq.ZMQError):  # the link itself may be broken
                 links[number].send("ended", ok=False, echo=False)
             raise
 
@@ -105,7 +106,10 @@ def supervise_all(
 
 
 def in_threads(work: Callable[[int], T], count: int, name: str = "task") -> list[futures.Future[T]]:
-    """Call a function with each number below ``count``, in daemon threads: an executor's would delay the exit."""
+    """Call a function with each number below ``count``, each in a daemon thread.
+
+    The threads of a ThreadPoolExecutor would delay the exit of the program.
+    """
     calls: list[futures.Future[T]] = [futures.Future() for _ in range(count)]
 
     def call(number: int) -> None:

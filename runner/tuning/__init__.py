@@ -1,4 +1,4 @@
-"""Hyperparameters: trials of an Optuna study as runs, several side by side.
+"""Hyperparameter search: runs several trials of an Optuna study at a time.
 
 May import launch and what is below it. Door: `spark_hvd.tuning`.
 """

@@ -1,4 +1,4 @@
-"""Trials in MLflow: each a run below the one that is active where the study is optimized."""
+"""Records trials in MLflow, each as a run below the one that is active where the study is optimized."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Value = float | Sequence[float]
 
 
 class Parent:
-    """The run of MLflow that is active in the thread that makes this, if there is one."""
+    """The MLflow run that is active in the current thread, if there is one."""
 
     def __init__(self) -> None:
-        mlflow = sys.modules.get("mlflow")  # who has not imported it has no run
+        mlflow = sys.modules.get("mlflow")  # a program that has not imported it has no run
         self._run: Any = None if mlflow is None else mlflow.active_run()
 
     @contextmanager
     def child(self, trial: optuna.Trial) -> Iterator[Callable[[Value], None]]:
-        """A run below it for a trial, active in this thread meanwhile; it ends as the trial does.
+        """Start a run below it for a trial. It is active in this thread, and ends with the trial's status.
 
         Yields:
-            What is to be told the trial's value.
+            A function that records the trial's value.
 
         Raises:
-            mlflow.exceptions.MlflowException: there can be no such run.
+            mlflow.exceptions.MlflowException: the run cannot be created.
         """
         if self._run is None:
             yield lambda value: None
@@ -45,10 +45,10 @@ class Parent:
             nested=True,
             parent_run_id=parent.run_id,
         )
-        told: list[Value] = []
+        values: list[Value] = []
         state, status = "FAIL", "FAILED"
         try:
-            yield told.append
+            yield values.append
             state, status = "COMPLETE", "FINISHED"
         except optuna.TrialPruned:
             state, status = "PRUNED", "KILLED"
@@ -59,9 +59,9 @@ class Parent:
         finally:
             try:
                 mlflow.log_params(trial.params)
-                mlflow.log_metrics(_named(trial, told[0]) if told else {})
+                mlflow.log_metrics(_named(trial, values[0]) if values else {})
                 mlflow.set_tags({"optuna.trial": trial.number, "optuna.state": state})
-            except Exception as error:  # a server that fails is no failure of the trial
+            except Exception as error:  # a failure of the server is not one of the trial
                 _log.warning("the record of trial %d is incomplete: %s", trial.number, without_password(str(error)))
             finally:
                 mlflow.end_run(status)

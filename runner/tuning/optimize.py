@@ -1,4 +1,4 @@
-"""``optimize``: an Optuna study whose trials are runs, several side by side, that end together."""
+"""``optimize``: an Optuna study whose trials are runs, several at a time, which are stopped together."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Pruned(StopRun, optuna.TrialPruned):
 
 
 class TrialTracker(Tracker):
-    """The tracker of a run within an Optuna trial; works with ``study.optimize`` too.
+    """The tracker of a run within an Optuna trial, which also works with ``study.optimize``.
 
-    After each epoch it passes rank 0's value of ``monitor`` to ``trial.report``, with the number of the epoch, from 1,
-    as its step. If ``trial.should_prune()`` is then true, the run stops its ranks and raises ``optuna.TrialPruned``.
+    After each epoch, it passes rank 0's value of ``monitor`` to ``trial.report``, with the number of the epoch, from 1,
+    as the step. If ``trial.should_prune()`` is then true, the run stops its ranks and raises ``optuna.TrialPruned``.
     Epochs are those of ``hvd.progress(..., epoch=...)`` or of an estimator.
 
     Args:
@@ -49,7 +49,7 @@ class TrialTracker(Tracker):
         tracker: Another tracker to call, such as ``MlflowTracker()``.
 
     Raises:
-        ValueError: the study has several objectives, for which Optuna does not prune.
+        ValueError: The study has several objectives, for which Optuna does not prune.
         TypeError: ``tracker`` is not a tracker.
     """
 
@@ -58,8 +58,8 @@ class TrialTracker(Tracker):
     def __init__(self, trial: optuna.Trial, monitor: str, *, tracker: Tracker | None = None) -> None:
         if len(trial.study.directions) > 1:
             raise ValueError(
-                f"the study has {len(trial.study.directions)} objectives, and Optuna prunes trials of one only: leave "
-                "out TrialTracker"
+                f"the study has {len(trial.study.directions)} objectives, but Optuna prunes only studies of one: leave "
+                "TrialTracker out"
             )
         self._trial, self._monitor = trial, monitor
         self._further = Tracking(tracker)
@@ -73,17 +73,17 @@ class TrialTracker(Tracker):
         """See base class.
 
         Raises:
-            StopRun: the trial is pruned; an ``optuna.TrialPruned`` too.
+            StopRun: the trial is pruned. The exception is also an ``optuna.TrialPruned``.
         """
         self._further.take(vitals)
         if vitals.rank != 0:
             return
         for row in vitals.epochs_done:
             epoch = int(row["epoch"])
-            if epoch <= self._epoch:  # told before, or done again after a loss
+            if epoch <= self._epoch:  # reported before, or repeated after a loss
                 continue
             self._others |= row.keys() - {"epoch", self._monitor}
-            if (value := row.get(self._monitor)) is None:  # it may come later
+            if (value := row.get(self._monitor)) is None:  # it may arrive later
                 continue
             self._epoch = epoch
             self._reported = True
@@ -92,16 +92,16 @@ class TrialTracker(Tracker):
                 raise _Pruned(f"after epoch {epoch}, with {self._monitor} {value:g}")
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
-        """See base class; warns where nothing was ever reported."""
+        """See base class. Warns if the monitored value was never reported."""
         self._further.end(error, summary)
         if error is None and not self._reported:
-            there = f"its epochs have {', '.join(sorted(self._others))}" if self._others else "it told of no epoch"
+            found = f"its epochs have {', '.join(sorted(self._others))}" if self._others else "it reported no epoch"
             _log.warning(
-                "trial %d: nothing is reported as monitor=%r: %s. Give the value to hvd.progress(..., epoch=epoch), by "
-                "bar.report(%s=...)",
+                "trial %d: nothing was reported as monitor=%r: %s. Report the value in hvd.progress(..., epoch=epoch) "
+                "with bar.report(%s=...)",
                 self._trial.number,
                 self._monitor,
-                there,
+                found,
                 self._monitor.rpartition("/")[2],
             )
 
@@ -126,7 +126,7 @@ def optimize(
     spark: SparkSession | None = None,
     **options: Any,
 ) -> None:
-    """Run trials of an Optuna study, several side by side, each on its share of the cluster; like ``study.optimize``.
+    """Run trials of an Optuna study like ``study.optimize``, several at a time, each on its share of the cluster.
 
     ``objective(trial)`` is called in this program, and calls ``spark_hvd.run`` or the ``fit`` of an estimator as usual.
     Each trial may use another ``num_proc``. If there are too few slots for all, trials wait for each other. To prune
@@ -139,7 +139,7 @@ def optimize(
         study: The Optuna study.
         objective: Function from a trial to its value (or values). Called in separate threads, which have this thread's
             local properties of Spark.
-        n_trials: Number of trials; None: until ``timeout``.
+        n_trials: Number of trials; None runs trials until ``timeout``.
         parallel: Number of simultaneous trials.
         catch: Exceptions of the objective that do not end the study. Such a trial has the state FAIL, and the first
             line of the error as its user attribute "error".
@@ -147,12 +147,12 @@ def optimize(
         options: Other options of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
-        TrialFailedError: every trial failed.
+        ValueError, TypeError: An argument is wrong.
+        TrialFailedError: Every trial failed.
         KeyboardInterrupt: after the ranks of every trial have been stopped; these trials have the state FAIL.
     """
     if not isinstance(parallel, int) or parallel < 1:
-        raise ValueError(f"parallel={parallel!r}: expected a number of trials from 1")
+        raise ValueError(f"parallel={parallel!r}: expected a number of trials, at least 1")
     if "n_jobs" in options:
         raise TypeError(f"n_jobs={options['n_jobs']!r}: expected parallel={options['n_jobs']!r}")
     trials = _Trials(objective, catch, _session(spark), parallel)
@@ -160,7 +160,7 @@ def optimize(
     def work(_: int) -> None:
         study.optimize(trials, n_trials, n_jobs=parallel, catch=(TrialFailedError,), **options)
 
-    # Optuna, when interrupted, waits until all trials have ended by themselves; here they are told to.
+    # When interrupted, Optuna would wait until all trials have ended by themselves. We stop them.
     working = in_threads(work, 1, "tuning")
     try:
         futures.wait(working)
@@ -172,7 +172,7 @@ def optimize(
 
 
 class _Trials:
-    """The objective as Optuna's threads call it."""
+    """The objective that Optuna's threads call."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Trials:
         self._signal = threading.Event()
         self._last_failure: TrialFailedError | None = None
         self._succeeded = False
-        # Each has Spark's local properties of its own: threads that share them would write into each other's.
+        # Each call has its own copy of Spark's local properties: threads that share them would overwrite each other's.
         self._calls: queue.SimpleQueue[Callable[[optuna.Trial], Value]] = queue.SimpleQueue()
         for _ in range(parallel):
             self._calls.put(self._run if session is None else inheriting(session, self._run))
@@ -217,7 +217,7 @@ class _Trials:
             self._succeeded = True
             raise
         except Exception as error:
-            if self._signal.is_set():  # its jobs were cancelled
+            if self._signal.is_set():  # the error only says that the trial's jobs were cancelled
                 raise KeyboardInterrupt from error
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             trial.set_user_attr("error", line)
@@ -228,17 +228,17 @@ class _Trials:
         self._succeeded = True
 
     def stop(self, working: list[futures.Future[None]]) -> None:
-        """End all trials, and wait for that."""
+        """Stop all trials, and wait for their end."""
         self._signal.set()
         while futures.wait(working, _CANCEL_EVERY).not_done:
             if self._session is not None:
                 cancel_jobs(self._session, self._tag)
 
     def check(self) -> None:
-        """Raise a TrialFailedError if there were trials, and all have failed."""
+        """Raise a TrialFailedError if there were trials and all have failed."""
         if self._last_failure is not None and not self._succeeded:
             last = self._last_failure
-            raise TrialFailedError(f"every trial has failed, the last with {last}") from last.__cause__
+            raise TrialFailedError(f"every trial failed, the last with {last}") from last.__cause__
 
 
 def _session(spark: SparkSession | None) -> SparkSession | None:
@@ -247,4 +247,4 @@ def _session(spark: SparkSession | None) -> SparkSession | None:
     except (ClusterError, ImportError):
         if spark is not None:
             raise
-        return None  # run_local needs none
+        return None  # run_local needs no session

@@ -1,4 +1,4 @@
-"""What a run has cost, and what it would have cost with other numbers of ranks."""
+"""Computes the cost of a run, and estimates it for other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from spark_hvd.runner.watch import words
 from spark_hvd.world.words import count
 
 _LEAST = 0.5
-"""Other numbers of ranks are left out where steps were less of the run: of a short one the start is most."""
+"""Minimum share of the time spent in steps for estimates with other numbers of ranks; a short run is mostly start."""
 _WORTH = 0.9
-"""More ranks do not help where twice as many would leave more than this part of the time."""
+"""More ranks do not help if twice as many would still take more than this share of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run used of its cluster, and the parts of its time that other numbers of ranks would change.
+    """The resources that a run used, and the parts of its time that depend on the number of ranks.
 
-    The model of :meth:`seconds_with`: the rows stay the same, so with more ranks, each rank's time for computing and
+    :meth:`seconds_with` assumes that the rows stay the same, so with more ranks, each rank's time for computing and
     waiting for data shrinks. Communication takes 2 (n - 1) / n times the time of its bytes, as in a ring. Everything
     else (the start, the end, time outside of `hvd.progress` loops) stays. The model ignores communication hidden behind
     backward, and networks between hosts that the run did not use.
@@ -66,23 +66,23 @@ class Cost:
             raise ValueError(f"ranks={ranks!r}: expected a number of ranks, at least 1")
         if self.divided is None:
             raise ValueError(
-                "nothing is known of this run's steps, or its ranks came and went: expected a run of a fixed number of "
-                "ranks that calls hvd.progress or steps a DistributedOptimizer"
+                "this run reported no steps, or ranks joined or left: expected a run of a fixed number of ranks that "
+                "calls hvd.progress or steps a DistributedOptimizer"
             )
-        talked = self.communication or 0.0
+        measured = self.communication or 0.0
         part = self.ranks / ranks
-        again = talked * _ring(ranks) / _ring(self.ranks) if talked and self.ranks > 1 else 0.0
-        fixed = max(0.0, self.seconds - self.divided - talked)
-        return fixed + part * self.divided + (again if same_steps else part * again)
+        communication = measured * _ring(ranks) / _ring(self.ranks) if measured and self.ranks > 1 else 0.0
+        fixed = max(0.0, self.seconds - self.divided - measured)
+        return fixed + part * self.divided + (communication if same_steps else part * communication)
 
     def as_dict(self) -> dict[str, Any]:
-        """The cost as plain data, including `price`."""
+        """Return the cost as plain data, including `price`."""
         return {**asdict(self), "price": self.price}
 
     def text(self, data: float | None = None, communication: float | None = None) -> str:
-        """The cost in one line.
+        """Describe the cost in one line.
 
-        ``data`` and ``communication`` are the shares of the ranks' time spent waiting for these, if known.
+        ``data`` and ``communication`` are the shares of the ranks' time spent waiting for them, if known.
         """
         spent = f"{words.number(self.rank_seconds)} rank-seconds"
         spent += f" and {words.number(self.gpu_seconds)} GPU-seconds" if self.gpu_seconds else ""
@@ -115,5 +115,5 @@ class Cost:
 
 
 def _ring(ranks: float) -> float:
-    """The bytes that each rank sends in a ring all-reduce, divided by the bytes of the tensor."""
+    """Return the bytes that each rank sends in a ring all-reduce, divided by the bytes of the tensor."""
     return 2.0 * (1.0 - 1.0 / ranks)

@@ -19,7 +19,7 @@ _LEAST_POINTS = 100
 _MOST_IN_ALL = 400_000
 _MOST_METRICS = 64
 _SPAN = 0.9
-"""Seconds of a speed."""
+"""Minimum seconds over which a speed is measured."""
 _STATES = ("generation", "epoch", "step", "memory_bytes", "gpu_memory_bytes", "gpu_utilization")
 _COLUMNS = ("seconds", "piece", "stage", "done", *GROWING, *_STATES)
 
@@ -89,13 +89,13 @@ class RunHistory:
         if vitals.generation >= 0:
             if not self._generations or self._generations[-1].number < vitals.generation:
                 self._generations.append(Generation(vitals.generation, vitals.size, seconds))
-            elif self._generations[-1].number > vitals.generation:  # it was on its way when its world had ended
+            elif self._generations[-1].number > vitals.generation:  # the record arrived after the end of its world
                 return
         if vitals.rank not in self._tracks:
             self._tracks[vitals.rank] = _Track()
         track = self._tracks[vitals.rank]
         if len(self._generations) > 1 and track.is_new(vitals):
-            # A process that comes later has no steps of its own; it goes on where the others are.
+            # A process that joins later has no steps of its own; it continues where the others are.
             track.done = max(each.done for each in self._tracks.values())
         stage = self._stages.setdefault(vitals.stage, len(self._stages))
         most = max(_LEAST_POINTS, min(MOST_POINTS, _MOST_IN_ALL // max(vitals.size, 1)))
@@ -106,7 +106,7 @@ class RunHistory:
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank with a record."""
+        """The ranks that have records."""
         return sorted(self._tracks)
 
     @property
@@ -121,21 +121,21 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """From the first record to the last."""
+        """The time from the first record to the last, in seconds."""
         return max((track.columns["seconds"][-1] for track in self._tracks.values()), default=0.0)
 
     def points(self, rank: int) -> list[Point]:
-        """The points of a rank, in order.
+        """Return the points of a rank, in order.
 
         Raises:
-            KeyError: there are none.
+            KeyError: The rank has none.
         """
         if rank not in self._tracks:
             raise KeyError(f"rank {rank}: the history has ranks {self.ranks}")
         return list(self._tracks[rank].points(list(self._stages)))
 
     def curves(self, rank: int, most: int) -> Iterator[tuple[str, str, list[float], list[float]]]:
-        """Curves of one rank, from about ``most`` of its points: each metric, and its speed last.
+        """Yield curves of one rank, from about ``most`` of its points: each metric, and the speed last.
 
         Yields:
             Name of the metric, or "samples/s" or "steps/s" for the speed; the name of the loop; steps; values.
@@ -159,7 +159,7 @@ class RunHistory:
             seconds = columns["clock"][i] - columns["clock"][since]
             if columns["piece"][i] != columns["piece"][since]:
                 since = i
-            elif seconds >= _SPAN:  # over less than that a speed is noise
+            elif seconds >= _SPAN:  # over a shorter time, a speed is noise
                 x.append(steps[i])
                 y.append((columns[counted][i] - columns[counted][since]) / seconds)
                 since = i
@@ -167,7 +167,7 @@ class RunHistory:
             yield "samples/s" if counted == "samples" else "steps/s", "", x, y
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row for each point, indexed by rank and seconds, and a column for each metric."""
+        """Make a DataFrame with a row for each point, indexed by rank and seconds, and a column for each metric."""
         import pandas as pd
 
         rows = [_row(rank, point) for rank in self.ranks for point in self.points(rank)]
@@ -176,7 +176,7 @@ class RunHistory:
 
 
 class _Track:
-    """The points of one rank: a column of numbers for each quantity, NaN where one is not known."""
+    """The points of one rank: a column of numbers for each quantity, with NaN for unknown ones."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in _COLUMNS}
@@ -187,7 +187,7 @@ class _Track:
         self._last: Vitals | None = None
 
     def is_new(self, vitals: Vitals) -> bool:
-        """Whether this is a process of which nothing is known."""
+        """Tell whether the record is the first of its process."""
         return self._last is None or vitals.process != self._last.process
 
     def take(self, vitals: Vitals, seconds: float, stage: int, most: int) -> None:
@@ -196,7 +196,7 @@ class _Track:
         self._piece += self._last is not None and not goes_on(self._last, vitals)
         self._last = vitals
         times, pieces = self.columns["seconds"], self.columns["piece"]
-        # Close to the last but one: it takes the last one's place, so that the newest is always there.
+        # A point close to the last but one replaces the last one, so that the newest is always kept.
         if len(times) > 1 and seconds - times[-2] < self._apart and pieces[-2] == self._piece:
             for column in self._all():
                 column.pop()

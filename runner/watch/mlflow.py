@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spark_hvd.world.vitals import Vitals
 
 _log = logging.getLogger(__name__)
-_MOST_A_CALL = 1000  # MLflow's own limit
+_MAX_PER_CALL = 1000  # MLflow's own limit
 _MOST_WAITING = 50_000
 _SEND_EVERY = 2.0
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]", re.ASCII)
@@ -107,30 +107,30 @@ class Outbox:
 
 
 def _batches(values: list[Value], params: Mapping[str, str], tags: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Arguments of log_batch. Parameters go alone: one that has another value already makes all of a batch fail."""
+    """Yield arguments for log_batch. Parameters go alone: one that already has another value fails the whole batch."""
     from mlflow.entities import Metric, Param, RunTag
 
     if params:
         yield {"params": [Param(allowed(name), value) for name, value in params.items()]}
-    for start in range(0, len(values), _MOST_A_CALL):
-        some = values[start : start + _MOST_A_CALL]
+    for start in range(0, len(values), _MAX_PER_CALL):
+        some = values[start : start + _MAX_PER_CALL]
         yield {"metrics": [Metric(allowed(name), value, at, step) for name, value, at, step in some]}
     if tags:
         yield {"tags": [RunTag(allowed(name), value) for name, value in tags.items()]}
 
 
 def allowed(name: str) -> str:
-    """The name with characters that MLflow accepts."""
+    """Replace the characters of a name that MLflow does not accept."""
     return _NOT_ALLOWED.sub("_", name)[:250]
 
 
 _SYSTEM_EVERY = 10.0
 _RANKS_AT_ONCE = 64
-"""With more ranks, each tells its system metrics less often: a server is to have the same work."""
+"""With more ranks, each logs its system metrics less often, so that the server's work stays the same."""
 _FIT = "fit."
-"""Before the names of what estimators tell of a fit."""
+"""Prefix of the facts of an estimator's fit."""
 _PATIENCE = 15.0
-"""Seconds that a run waits at its end for what the server has not taken yet."""
+"""Seconds that a run waits at its end for the server to take the remaining values."""
 
 
 class MlflowTracker(Tracker):
@@ -141,8 +141,8 @@ class MlflowTracker(Tracker):
     ``system/rank_3/samples_per_second`` and similar metrics for each rank; the summary; and how the run ended.
     docs/tracking.md lists all names.
 
-    A separate thread talks to the server, so a slow server does not slow down training. If the server fails, a warning
-    is logged.
+    A separate thread talks to the server, so a slow server does not slow down training. If the server fails, the
+    tracker logs a warning.
 
     Args:
         experiment: Name of the experiment for a new run, created if it does not exist. None for the current one.
@@ -180,20 +180,20 @@ class MlflowTracker(Tracker):
         self._experiment, self._run_name, self._nested = experiment, run_name, nested
         self.checkpoints, self.registered_model_name = checkpoints, registered_model_name
         self.run_id: str | None = None
-        """Of the run of MLflow; None before the first start."""
+        """The ID of the MLflow run; None before the first start."""
         self._ours = self._fits = False
         self._outbox: Outbox | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._generation = -1
-        self._epochs_told: set[tuple[float, str]] = set()
+        self._epochs_logged: set[tuple[float, str]] = set()
         self._began = time.time()
         self._steps = 0
         self._rank_0: Vitals | None = None
         self._before: dict[int, Vitals] = {}
         self._newest: dict[int, Vitals] = {}
-        self._told: dict[int, float] = {}
+        self._logged_at: dict[int, float] = {}
 
     def start(self, facts: Facts) -> None:
         """See base class.
@@ -212,27 +212,27 @@ class MlflowTracker(Tracker):
             )
 
         active = mlflow.active_run()
-        there: str | None
-        there = active.info.run_id if active is not None else os.environ.get("MLFLOW_RUN_ID")  # set by `mlflow run`
-        self._ours = there is None or self._nested
-        self.run_id = run_id = there if there is not None and not self._nested else self._new_run(there)
+        known: str | None
+        known = active.info.run_id if active is not None else os.environ.get("MLFLOW_RUN_ID")  # set by `mlflow run`
+        self._ours = known is None or self._nested
+        self.run_id = run_id = known if known is not None and not self._nested else self._new_run(known)
         self._reset()
         self._outbox = Outbox(run_id)
         self._outbox.put(params={_param(name): str(value) for name, value in facts.items()})
 
     def take(self, vitals: Vitals) -> None:
-        if vitals.generation < self._generation:  # it was on its way when its world had ended
+        if vitals.generation < self._generation:  # the record arrived after the end of its world
             return
         if vitals.generation > self._generation:
             self._generation = vitals.generation
-            self._before, self._newest, self._told = {}, {}, {}
+            self._before, self._newest, self._logged_at = {}, {}, {}
         now = time.time()
         if vitals.rank == 0:
             self._put(self._epochs(vitals, now) if self._fits else self._metrics(vitals, now))
         self._newest[vitals.rank] = vitals
         if vitals.rank not in self._before:
-            self._before[vitals.rank], self._told[vitals.rank] = vitals, now
-        elif now - self._told[vitals.rank] >= _SYSTEM_EVERY * max(1.0, vitals.size / _RANKS_AT_ONCE):
+            self._before[vitals.rank], self._logged_at[vitals.rank] = vitals, now
+        elif now - self._logged_at[vitals.rank] >= _SYSTEM_EVERY * max(1.0, vitals.size / _RANKS_AT_ONCE):
             self._put(self._system(vitals, now))
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
@@ -251,7 +251,7 @@ class MlflowTracker(Tracker):
         outbox.close(status if self._ours else None, _PATIENCE)
 
     def _new_run(self, parent: str | None) -> str:
-        """Made by the client, not by ``mlflow.start_run``, whose end would wait for the server."""
+        """Create a run with the client, because the end of ``mlflow.start_run`` would wait for the server."""
         from mlflow import MlflowClient
         from mlflow.tracking.context.registry import resolve_tags
         from mlflow.tracking.fluent import _get_experiment_id
@@ -260,7 +260,7 @@ class MlflowTracker(Tracker):
         tags = resolve_tags()  # the user, the program
         if parent is not None:
             tags["mlflow.parentRunId"] = parent
-        experiment: Any  # mlflow says that it may be None
+        experiment: Any  # None according to mlflow's types
         if self._experiment is not None:
             found = client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else client.create_experiment(self._experiment)
@@ -273,22 +273,22 @@ class MlflowTracker(Tracker):
             self._outbox.put(values)
 
     def _epochs(self, vitals: Vitals, now: float) -> list[Value]:
-        """The means of epochs that are new, as MLflow's own logging of Keras and Lightning has them: a point each."""
-        self._metrics(vitals, now)  # which counts the steps
+        """Return the means of new epochs, one point each, as MLflow's own logging of Keras and Lightning does."""
+        self._metrics(vitals, now)  # called to count the steps
         rows = [(row["epoch"], name, value) for row in vitals.epochs_done for name, value in row.items()]
-        # An epoch that is trained again is told once, and what is known of it later when it comes.
-        new = [each for each in rows if each[1] != "epoch" and each[:2] not in self._epochs_told]
-        self._epochs_told |= {each[:2] for each in new}
+        # Log each metric of an epoch once, even if the epoch is repeated, and metrics that arrive late when they do.
+        new = [each for each in rows if each[1] != "epoch" and each[:2] not in self._epochs_logged]
+        self._epochs_logged |= {each[:2] for each in new}
         return [(name, value, int(1000 * now), int(epoch)) for epoch, name, value in new]
 
     def _metrics(self, vitals: Vitals, now: float) -> list[Value]:
-        """Rank 0's, if they are new."""
+        """Return rank 0's metrics if they are new."""
         before, self._rank_0 = self._rank_0, vitals
         if before is not None and before.process == vitals.process:
             self._steps += vitals.total_steps - before.total_steps
             if (vitals.total_steps, vitals.stage, vitals.metrics) == (before.total_steps, before.stage, before.metrics):
                 return []
-        else:  # a new process begins at 0, and goes on with what the one before has done
+        else:  # a new process counts from 0 and continues the work of the previous one
             self._steps += vitals.total_steps
         stage = "" if vitals.stage in ("", "train") else f"{vitals.stage}/"
         found = {f"{stage}{name}": value for name, value in vitals.metrics.items()}
@@ -297,7 +297,7 @@ class MlflowTracker(Tracker):
         return [(name, value, int(1000 * now), self._steps) for name, value in found.items()]
 
     def _system(self, vitals: Vitals, now: float) -> list[Value]:
-        """What a rank has done since the last time; steps are seconds since the start, as in MLflow's own."""
+        """Return a rank's rates since the last call; the step is in seconds since the start, as in MLflow's own."""
         rank = vitals.rank
         found: dict[str, float | None] = {
             "memory_mb": vitals.memory_bytes / 1e6,
@@ -311,7 +311,7 @@ class MlflowTracker(Tracker):
             found |= {"share_data": done.data, "share_communication": done.communication, "share_compute": done.compute}
             if vitals.samples:
                 found["samples_per_second"] = done.samples_per_second
-        self._before[rank], self._told[rank] = vitals, now
+        self._before[rank], self._logged_at[rank] = vitals, now
         at = round(now - self._began)
         return [
             (f"system/rank_{rank}/{name}", value, int(1000 * now), at)
@@ -321,7 +321,7 @@ class MlflowTracker(Tracker):
 
 
 def _param(name: str) -> str:
-    """What a fact is called: those of a fit as MLflow's own logging calls them."""
+    """Return the name of a fact in MLflow; facts of a fit have the names of MLflow's own logging."""
     return name.removeprefix(_FIT) if name.startswith(_FIT) else f"spark_hvd.{name}"
 
 

@@ -27,7 +27,7 @@ class RankRow:
         step: Steps done in this epoch; without `hvd.progress`, those of the optimizer.
         steps: Number of steps in this epoch.
         steps_per_second: Over the last seconds, as are all rates and shares.
-        samples_per_second: Of this rank.
+        samples_per_second: Samples of this rank per second.
         data: Share of the time waiting for data, from 0 to 1.
         communication: Share of the time waiting for communication.
         compute: The rest of the time in `hvd.progress` loops.
@@ -93,9 +93,9 @@ class Remaining:
     """The remaining time.
 
     Attributes:
-        seconds: Until the end.
-        whole: Whether that is the end of the run; otherwise that of this epoch or loop, since it is unknown how many
-            follow.
+        seconds: Seconds until the end.
+        whole: Whether that is the end of the run. Otherwise, it is the end of this epoch or loop, because it is unknown
+            how many follow.
     """
 
     seconds: float
@@ -104,25 +104,25 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """The run.
+    """A run at one moment.
 
     Attributes:
-        title: What runs.
-        seconds: Since the start.
-        size: Ranks in the newest world.
-        generation: Of that world.
-        restarts: How often all ranks were started again.
-        changes: How often ranks came or went while others stayed.
-        rows: One a rank, in order.
-        samples: Seen so far by all ranks.
-        steps_per_second: Of the median rank.
-        samples_per_second: Of all ranks together.
-        data: Mean over the ranks, as are the next two.
-        communication: Share of the time.
-        compute: Share of the time.
-        remaining: Until the end, if that can be told.
-        slowest: The rank for which others wait, if it is worth a word.
-        verdict: Why nothing moves, if that was found out.
+        title: Name of the function and number of ranks.
+        seconds: Seconds since the start.
+        size: Number of ranks in the newest world.
+        generation: Number of that world.
+        restarts: How often all ranks were restarted.
+        changes: How often ranks joined or left while others stayed.
+        rows: A row for each rank, in order.
+        samples: Samples seen so far by all ranks.
+        steps_per_second: Rate of the median rank.
+        samples_per_second: Rate of all ranks together.
+        data: Mean share of the ranks' time waiting for data.
+        communication: Mean share of their time waiting for communication.
+        compute: Mean share of the rest of their time in `hvd.progress` loops.
+        remaining: The remaining time, if known.
+        slowest: The rank that the others wait for, if it stands out.
+        verdict: Why the run does not progress, if that was found out.
     """
 
     title: str
@@ -144,26 +144,26 @@ class RunSnapshot:
 
     @property
     def heard(self) -> bool:
-        """Whether there is anything to say of the ranks."""
+        """Whether any rank has reported."""
         return any(row.started for row in self.rows)
 
     def at_end(self) -> RunSnapshot:
-        """What to leave standing: nothing remains to be done, and that all ranks have ended need not be said."""
+        """Return the snapshot to show at the end: without the remaining time, and without notes that all have ended."""
         rows = self.rows
         if all(row.ended for row in rows):
             rows = tuple(replace(row, ended=False) for row in rows)
         return replace(self, remaining=None, rows=rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The snapshot as plain data."""
+        """Return the snapshot as plain data."""
         return asdict(self)
 
 
 def shown_rows(rows: Sequence[RankRow], most: int) -> tuple[list[RankRow], int]:
-    """Which ranks to show where there is no room for all: those that stand out, and the first ones.
+    """Choose the ranks to show if there is no room for all: those that stand out, then the first ones.
 
     Returns:
-        Those to show, in order, and the number of the others.
+        The rows to show, in order, and the number of the others.
     """
     if len(rows) <= most:
         return list(rows), 0

@@ -16,7 +16,7 @@ from spark_hvd.world.words import count
 
 _CELL = "text-align:left;padding:1px 8px"
 _LONG = 30.0
-"""Seconds from which on a run is worth a summary that told nothing of its steps."""
+"""Minimum seconds of a run without steps for which the summary is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,17 @@ class Summary:
 
     @property
     def worth_showing(self) -> bool:
-        """Whether the summary says more than that the run took place."""
+        """Whether the summary says more than that the run happened."""
         priced = self.cost is not None and self.cost.price is not None
         return priced or self.steps > 0 or self.seconds >= _LONG or self.restarts + self.changes > 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as plain data, including `efficiency`."""
+        """Return the summary as plain data, including `efficiency`."""
         cost = None if self.cost is None else self.cost.as_dict()
         return {**asdict(self), "efficiency": self.efficiency, "cost": cost}
 
     def facts(self) -> list[tuple[str, str]]:
-        """The lines of the summary, as pairs of a heading and a text."""
+        """Return the lines of the summary, as pairs of a heading and a text."""
         pairs = [("time", self._time())]
         if self.samples_per_second is not None:
             pairs.append(("samples", self._samples()))
@@ -165,9 +165,9 @@ def _with_worst(share: Share, what: str) -> str:
 
 
 def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) -> dict[str, Share | None]:
-    """Put the ranks' shares together, by name.
+    """Combine the ranks' shares, by name.
 
-    ``parts`` has for each process its rank, its seconds, and its shares of them.
+    ``parts`` has, for each process, its rank, its seconds, and its shares of these seconds.
     """
     found: dict[str, Share | None] = {}
     for name in SHARES:
@@ -181,7 +181,7 @@ def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) 
 
 
 def steady_rate(spans: Sequence[Rates], ranks: int) -> float | None:
-    """Samples a second of all ranks between the first and the last step: a rank's mean, times their number."""
+    """Return the samples per second of all ranks between the first and the last step: a rank's mean times ``ranks``."""
     seconds = sum(span.seconds for span in spans)
     samples = sum(span.samples for span in spans)
     return samples / seconds * ranks if seconds > 0 and samples > 0 else None

@@ -20,26 +20,26 @@ _log = logging.getLogger(__name__)
 Facts = Mapping[str, str | int | float]
 
 
-class StopRun(Exception):  # noqa: N818 - no error: a tracker wants it, as a trial that is not worth its time
+class StopRun(Exception):  # noqa: N818 - not an error: a tracker ends, for example, an unpromising trial
     """Raise this, or a subclass, in a tracker's ``take``: the run then stops its ranks and raises it."""
 
     __module__ = "spark_hvd.runner"
 
 
 class Tracker(Protocol):
-    """Records runs, one after the other. Always called by the thread that called ``run``."""
+    """Records runs, one after the other. Only the thread that called ``run`` calls it."""
 
     __module__: str = "spark_hvd.runner"
 
     def start(self, facts: Facts) -> None:
-        """Called when a run begins, before any rank is started. An exception ends the run.
+        """Record the beginning of a run, before any rank starts. An exception ends the run.
 
         Args:
             facts: The run's options, and versions, by name.
         """
 
     def take(self, vitals: Vitals) -> None:
-        """Called with each record of a rank: once a second for each rank, more often at first. Must not block.
+        """Take a record of a rank, which arrives about once a second, and more often at first. Must not block.
 
         Args:
             vitals: The record.
@@ -49,7 +49,7 @@ class Tracker(Protocol):
         """
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
-        """Called when the run is over, if ``start`` has returned.
+        """Record the end of a run. Called only if ``start`` has returned.
 
         Args:
             error: The exception that ``run`` raises; None if it succeeded.
@@ -58,10 +58,10 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """A guard around a tracker, or none: its errors cannot disturb a run that has begun, but it may end the run.
+    """A guard around a tracker (or None), whose errors cannot disturb a run that has begun. It may still end the run.
 
     Raises:
-        TypeError: it is not a tracker.
+        TypeError: It is not a tracker.
     """
 
     def __init__(self, tracker: Tracker | None) -> None:
@@ -76,12 +76,12 @@ class Tracking:
         self._failed = False
 
     def start(self, facts: Facts) -> None:
-        """See Tracker; what it raises is raised."""
+        """See Tracker; exceptions are passed on."""
         if self._tracker is not None:
             self._tracker.start(facts)
 
     def take(self, vitals: Vitals) -> None:
-        """See Tracker; the first error that is no StopRun is logged."""
+        """See Tracker; the first error that is not a StopRun is logged."""
         if self._tracker is not None:
             try:
                 self._tracker.take(vitals)
@@ -102,7 +102,7 @@ class Tracking:
         if not self._failed:
             self._failed = True
             _log.warning(
-                "tracker=%s: %s: %s; the run goes on, its record may be incomplete",
+                "tracker=%s: %s: %s; the run continues, but its record may be incomplete",
                 type(self._tracker).__name__,
                 type(error).__name__,
                 without_password(str(error)),
@@ -110,12 +110,12 @@ class Tracking:
 
 
 def without_password(text: str) -> str:
-    """The text without user names and passwords in its URLs."""
+    """Remove user names and passwords from the URLs in a text."""
     return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 def facts_of(config: CommonConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
-    """The facts for a tracker's start; entries of ``more`` that are None are left out."""
+    """Return the facts for a tracker's start; entries of ``more`` that are None are left out."""
     found: dict[str, str | int | float | None] = {
         "function": name,
         "num_proc": config.num_proc,

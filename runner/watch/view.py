@@ -45,16 +45,16 @@ class RankRecord:
 
     @property
     def steps(self) -> int:
-        """Steps that the rank has done in this world."""
+        """Number of steps that the rank has done in this world."""
         return self.last.total_steps - self.last.steps_before
 
     @property
     def whole(self) -> Rates | None:
-        """The rates from its first step to its last; without steps, over all its records."""
+        """The rates from the first step to the last; without steps, over all records."""
         return rates(grown(self.start, self.end))
 
     def worked(self, lost_after: int | None) -> tuple[float, float]:
-        """Seconds in steps that count, and in lost ones (undone, or done after that step); None if there are none."""
+        """Return the seconds in steps that count, and in lost steps: undone ones, and those after ``lost_after``."""
         last = self.last
         if not last.total_steps:
             return 0.0, 0.0
@@ -75,13 +75,13 @@ class RankRecord:
         self.heard = now
 
     def enter(self, record: Vitals, now: float) -> None:
-        """Take the first record that it sent in another world."""
+        """Take the first record of the rank in another world."""
         self.ended = False
         self.take(record, now)
         self.recent = Recent(record)
 
     def row(self, rank: int, now: float, slowest: Slowest | None) -> RankRow:
-        """Its row in the table."""
+        """Return the rank's row in the table."""
         last, done = self.last, self.recent.done()
         pace = done if self.recent.paced else None
         silent = now - self.heard
@@ -141,16 +141,16 @@ class RunView:
         self._started = now
         self._price_per_hour, self._gpus_per_rank = price_per_hour, gpus_per_rank
         self._sized, self._rank_seconds = now, 0.0
-        """Since when there are so many ranks, and what those before took."""
+        """Start of the current number of ranks, and rank-seconds before that."""
         self._generation = -1
         self._ranks: dict[int, RankRecord] = {}
         self._before: dict[str, RankRecord] = {}
-        """Processes of the world before that have not shown up in this one."""
+        """Processes of the previous world that have not reported in this one."""
         self._all: list[RankRecord] = []
         self._steps_before = self._steps_of_last = 0
-        """In the worlds before the last one, and in that, whose end a process tells that it took over."""
+        """Steps in the worlds before the previous one, and in the previous one, to whose end survivors refer."""
         self._survivors: list[int] = []
-        """Of each world but the first, how many processes it took over."""
+        """For each world but the first, the number of processes that it took over."""
         self._pace = Pace()
         self._verdict: str | None = None
 
@@ -177,11 +177,11 @@ class RunView:
             process.ended = True
 
     def mark(self, verdict: str | None) -> None:
-        """Show why nothing moves; None if it moves again."""
+        """Set the reason why the run does not progress; None if it does again."""
         self._verdict = verdict
 
     def snapshot(self, now: float) -> RunSnapshot:
-        """The state of the run now, as plain values."""
+        """Return the state of the run now, as plain values."""
         slowest = slowest_of({rank: process.recent.done() for rank, process in self._judged(now)}, self._counted)
         shown = tuple(
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else RankRow(rank)
@@ -211,14 +211,14 @@ class RunView:
         )
 
     def summary(self, now: float) -> Summary:
-        """The summary of the run, at its end or so far."""
-        told = [(process, whole) for process in self._all if (whole := process.whole) is not None]
+        """Return the summary of the run, at its end or so far."""
+        measured = [(process, whole) for process in self._all if (whole := process.whole) is not None]
         samples = sum(process.last.samples for process in self._all)
         seconds = now - self._started
         steps = self._steps_before + self._steps_of_last + self._steps()
         first = self._ranks.get(0)
         effective, lost = self._in_steps(now)
-        parts = mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in told])
+        parts = mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in measured])
         return Summary(
             title=self.title,
             seconds=seconds,
@@ -226,7 +226,7 @@ class RunView:
             steps=steps,
             samples=samples,
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
-            steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
+            steady_samples_per_second=steady_rate([whole for _, whole in measured], self._size),
             **parts,
             effective_training_time=effective,
             lost_training_time=lost,
@@ -256,7 +256,7 @@ class RunView:
         self._verdict = None
 
     def _arrived(self, record: Vitals, now: float) -> RankRecord:
-        """The process of a first record in this world: known from an earlier world, or new."""
+        """Return the process of a first record in this world, which is known from the previous world or new."""
         if (process := self._before.pop(record.process, None)) is not None:
             if self._survivors:
                 self._survivors[-1] += 1
@@ -272,9 +272,9 @@ class RunView:
         return self._rank_seconds + self._size * (now - self._sized)
 
     def _in_steps(self, now: float) -> tuple[float, float] | tuple[None, None]:
-        """Shares of all ranks' time in steps that count and in lost steps; None if unknown."""
-        there = set(self._ranks.values())
-        kept: dict[int, int] = {}  # by world, its steps in its newest save: rank 0 may save for all
+        """Return the shares of all ranks' time in steps that count and in lost steps; None if unknown."""
+        current = set(self._ranks.values())
+        kept: dict[int, int] = {}  # steps of each world in its newest save, which rank 0 may have made for all
         for one in self._all:
             last = one.last
             if last.kept_steps is not None:
@@ -283,36 +283,37 @@ class RunView:
         counted = lost = 0.0
         for one in self._all:
             done_by_then = kept.get(one.last.generation)
-            after = None if one in there or done_by_then is None else one.last.steps_before + done_by_then
+            after = None if one in current or done_by_then is None else one.last.steps_before + done_by_then
             useful, useless = one.worked(after)
             counted, lost = counted + useful, lost + useless
         total = self._rank_seconds_by(now)
         if not total or not counted + lost:
             return None, None
-        most = max(total, counted + lost)  # records and this clock differ by a moment
+        most = max(total, counted + lost)  # the ranks' clocks and this one differ slightly
         return counted / most, lost / most
 
-    def _cost(self, now: float, steps: int, talks: bool) -> Cost:
+    def _cost(self, now: float, steps: int, communicates: bool) -> Cost:
         seconds = now - self._started
         rank_seconds = self._rank_seconds_by(now)
         gpus = self._gpus_per_rank
         if gpus is None:
             gpus = int(any(process.last.gpu_memory_bytes is not None for process in self._all))
         wholes = [(whole, one) for one in self._ranks.values() if (whole := one.whole) is not None and whole.steps]
-        divided = talked = None
+        divided = communication = None
         if wholes and math.isclose(rank_seconds, seconds * self._size):
             whole, process = min(wholes, key=lambda each: each[0].communication)  # the others waited for this rank
             stepping = min(seconds, steps * whole.seconds / whole.steps)
             own = whole.compute + whole.data if process.end.stage else 1 - whole.communication
-            divided, talked = own * stepping, whole.communication * stepping if talks else None
-        return Cost(seconds, self._size, rank_seconds, gpus * rank_seconds, divided, talked, self._price_per_hour)
+            divided, communication = own * stepping, whole.communication * stepping if communicates else None
+        gpu_seconds = gpus * rank_seconds
+        return Cost(seconds, self._size, rank_seconds, gpu_seconds, divided, communication, self._price_per_hour)
 
     def _steps(self) -> int:
-        """Steps that the rank has done in this world."""
+        """Return the number of steps that the ranks have done in this world."""
         return max((process.steps for process in self._ranks.values()), default=0)
 
     def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
-        """The ranks to compare; none while one is missing."""
+        """Return the ranks to compare; none while one is missing."""
         complete = len(self._ranks) == self._size and all(
             not process.ended and now - process.heard <= LONG for process in self._ranks.values()
         )
@@ -320,7 +321,7 @@ class RunView:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """The sum; None if a value is unknown, because a partial sum would mislead."""
+    """Return the sum; None if a value is unknown, because a partial sum would mislead."""
     every = list(values)
     known = [value for value in every if value is not None]
     return sum(known) if known and len(known) == len(every) else None

@@ -1,4 +1,4 @@
-"""Texts of numbers, the same in the terminal, the notebook and the log."""
+"""Formats numbers and rows, in the same way for the terminal, the notebook and the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spark_hvd.world.words import count
 
 
 def duration(seconds: float) -> str:
-    """``7.3 s``, ``42 s``, ``12 min 31 s``, ``3 h 05 min``."""
+    """Format seconds: ``7.3 s``, ``42 s``, ``12 min 31 s``, ``3 h 05 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all of those before the point: ``0.0123``, ``1.23``, ``123``, ``12,345``."""
+    """Format a number with three digits, or all before the point: ``0.0123``, ``1.23``, ``123``, ``12,345``."""
     if not math.isfinite(value):
         return str(value)
     if value == 0 or abs(value) >= 99.95:
@@ -31,51 +31,51 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """``12 %``."""
+    """Format a share in percent: ``12 %``."""
     return f"{value * 100:.0f} %"
 
 
 def size(count: int) -> str:
-    """Bytes: ``512 MiB``, ``1.5 GiB``."""
+    """Format bytes: ``512 MiB``, ``1.5 GiB``."""
     return f"{count >> 20} MiB" if count < 1000 << 20 else f"{count / (1 << 30):.1f} GiB"
 
 
 def metric(value: float) -> str:
-    """Four digits: losses get small, and accuracies near to 1."""
+    """Format a metric with four digits, because losses become small, and accuracies approach 1."""
     return f"{value:#.4g}".removesuffix(".")
 
 
 def metrics(values: Mapping[str, float]) -> str:
-    """``loss 0.1234, accuracy 0.98``."""
+    """Format metrics: ``loss 0.1234, accuracy 0.98``."""
     return ", ".join(f"{name} {metric(value)}" for name, value in values.items())
 
 
 def slowest(slow: Slowest) -> str:
-    """Which rank, and how much it differs."""
+    """Name the slowest rank, and say how much slower it is."""
     return f"rank {slow.rank}: {slow.skew:.2f} times the median rank's own time a step"
 
 
 def again(restarts: int, changes: int) -> str:
-    """Restarts and changes in words; "" if there were none."""
+    """Name the numbers of restarts and changes; "" if there were none."""
     parts = [count(restarts, "restart")] if restarts else []
     parts += [count(changes, "change") + " of membership"] if changes else []
     return ", ".join(parts)
 
 
 def remaining(left: Remaining) -> str:
-    """``ETA 3 min 10 s``, or how long this epoch will take."""
+    """Format the remaining time: ``ETA 3 min 10 s``, or the time until this loop ends."""
     return f"ETA {duration(left.seconds)}" if left.whole else f"this loop ends in {duration(left.seconds)}"
 
 
 def epoch(row: RankRow) -> str:
-    """``3/10``, counted from 1 for people; "" if it is not known."""
+    """Format the epoch, counted from 1: ``3/10``; "" if it is unknown."""
     if row.epoch is None:
         return ""
     return f"{row.epoch + 1}/{row.epochs}" if row.epochs else f"{row.epoch + 1}"
 
 
 def step(row: RankRow) -> str:
-    """``120/1000``, after the loop's name if that is not "train"; "" before the first."""
+    """Format the step: ``120/1000``, after the loop's name if that is not "train"; "" before the first step."""
     if not row.stage and not row.step:
         return ""
     name = "" if row.stage in ("", "train") else f"{row.stage} "
@@ -83,7 +83,7 @@ def step(row: RankRow) -> str:
 
 
 def note(row: RankRow) -> str:
-    """The note at the end of a rank's row; "" if there is none."""
+    """Return the note at the end of a rank's row; "" if there is none."""
     if row.ended:
         return "ended"
     if row.silent is not None:

@@ -19,7 +19,8 @@ from spark_hvd.world.activity import activity
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
-_PARTS = {"step": int, "state": dict}
+_CONTENT = {"step": int, "state": dict}
+"""The keys of a checkpoint's file, with their types."""
 
 __all__ = ["Checkpoint", "SaveHandle", "latest", "load", "load_sharded", "save", "save_sharded"]
 
@@ -71,10 +72,10 @@ def save(
         A handle that tells when the checkpoint is written, and waits for it; with ``wait=True`` it is done.
 
     Raises:
-        TypeError, ValueError: ``state`` has something else in it, such as one rank's rows of a ShardedEmbedding, or an
+        TypeError, ValueError: ``state`` holds something else, such as one rank's rows of a ShardedEmbedding, or an
             argument is wrong.
-        StoreError: it cannot be written, or, with ``wait=False``, the previous one could not be written.
-        CollectiveError: with ``wait=False``, a peer or the network failed.
+        StoreError: The checkpoint cannot be written, or, with ``wait=False``, the previous one could not be written.
+        CollectiveError: With ``wait=False``, a peer or the network failed.
     """
     check_step(step, keep)
     require_no_tables(state, "save")
@@ -115,8 +116,8 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
         The checkpoint, or None if there is none yet.
 
     Raises:
-        StoreError: the store cannot be read, or a save in the background failed. Raised on every rank.
-        CheckpointError: all are damaged; or `step` is damaged or missing; or a newer spark_hvd wrote it.
+        StoreError: The store cannot be read, or a save in the background failed. Raised on every rank.
+        CheckpointError: All checkpoints are damaged, or `step` is damaged or missing, or a newer spark_hvd wrote it.
     """
     check_step(step)
     settle()
@@ -124,7 +125,7 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
     def newest() -> Found | None:
         folder = Folder(store_of(where), ONE_FILE)
         return folder.newest(
-            step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it", _PARTS)
+            step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it", _CONTENT)
         )
 
     saved = read_by_rank_0(newest)
@@ -132,13 +133,13 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
 
 
 def latest(where: Store | str | os.PathLike[str]) -> int | None:
-    """The number of the newest checkpoint, including sharded ones; None if there is none.
+    """Return the number of the newest checkpoint, including sharded ones; None if there is none.
 
     Every rank looks by itself; a rank that is still writing finishes first. Only :func:`load` finds out whether the
     checkpoint can be read.
 
     Raises:
-        StoreError: the store cannot be read, or, on rank 0, a save in the background failed.
+        StoreError: The store cannot be read, or, on rank 0, a save in the background failed.
     """
     background.finish()
     store = store_of(where)
@@ -173,10 +174,10 @@ def save_sharded(
         A handle that tells when the checkpoint is written, and waits for it; with ``wait=True`` it is done.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
-        StoreError: it cannot be written, or, with ``wait=False``, the previous one could not be written. Raised on
-            every rank.
-        CollectiveError: a peer or the network failed.
+        TypeError, ValueError: An argument is wrong.
+        StoreError: The checkpoint cannot be written, or, with ``wait=False``, the previous one could not be
+            written. Raised on every rank.
+        CollectiveError: A peer or the network failed.
     """
     check_step(step, keep)
     settle()
@@ -203,8 +204,8 @@ def load_sharded(
         Its number and ``state``, or None if there is no checkpoint yet.
 
     Raises:
-        StoreError: the store cannot be read.
-        CheckpointError: no checkpoint can be used, or it does not match the model.
+        StoreError: The store cannot be read.
+        CheckpointError: No checkpoint can be used, or it does not match the model.
     """
     check_step(step)
     settle()

@@ -37,7 +37,7 @@ _THREADS = 4
 
 
 def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
-    """A copy of ``state`` that shares no memory with it, with tensors on the CPU.
+    """Return a copy of ``state`` that shares no memory with it, with tensors on the CPU.
 
     What shares memory in ``state``, such as tied weights, does so in the copy: it is written once, as without a copy.
     Numbers go to ``memory``, over a former copy there. Of DTensors, this rank's part is copied.
@@ -242,7 +242,7 @@ class SaveHandle:
         self._failure: str | None = None
 
     def done(self) -> bool:
-        """Whether this rank has nothing more to write. It says nothing of how that ended, nor of other ranks."""
+        """Return whether this rank has nothing more to write, whatever the outcome here or on other ranks."""
         return self._write is None or self._write.ended
 
     def wait(self) -> None:
@@ -266,7 +266,7 @@ class SaveHandle:
 
 
 def start_saving(write: Write | None) -> SaveHandle:
-    """The handle of a save that all ranks have just begun."""
+    """Return the handle of a save that all ranks have just begun."""
     global _handle
     _handle = SaveHandle(write)
     return _handle

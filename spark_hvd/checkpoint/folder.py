@@ -33,17 +33,17 @@ class Folder:
         return self.store.join(f"{stem(step)}.{self.kind}")
 
     def steps(self) -> list[int]:
-        """The steps there are, ascending."""
+        """Return the existing steps, ascending."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.url))
         matches = (match for name in names if (match := _NAME.fullmatch(name)))
         return sorted(int(match[1]) for match in matches if match[2] == self.kind)
 
     def newest(self, wanted: int | None, read_step: Callable[[int], Found]) -> Found | None:
-        """The newest checkpoint that is not damaged, with a warning for each that is; None where there is none yet.
+        """Return the newest checkpoint that is not damaged, and warn of each that is; None if there is none yet.
 
         Raises:
-            StoreError: one cannot be read.
-            CheckpointError: all are damaged, the one wanted is or is not there, or one is of a newer version.
+            StoreError: One cannot be read.
+            CheckpointError: All are damaged, the one wanted is or is not there, or one is of a newer version.
         """
         steps = self.steps()
         if wanted is not None and wanted not in steps:
@@ -61,14 +61,21 @@ class Folder:
         return None
 
     def superseded(self, step: int, keep: int | None) -> list[int]:
-        """The steps to delete now that there is ``step``. Later ones are left: a run that went back leaves such."""
-        if keep is None:
-            return []
-        return [each for each in self.steps() if each < step][: -(keep - 1) or None]
+        """Return the steps to delete now that there is ``step``. Later ones are left, with a warning."""
+        steps = self.steps()
+        if later := [each for each in steps if each > step]:
+            _log.warning(
+                "%s has checkpoints of later steps than the %d just saved, %s: of a run that went back, or of another. "
+                "load() takes them for newer: delete them, or save to another folder",
+                self.store.url,
+                step,
+                later,
+            )
+        return [] if keep is None else [each for each in steps if each < step][: -(keep - 1) or None]
 
 
 def stem(step: int) -> str:
-    """How the names of a step begin, so that they sort by it."""
+    """Return the beginning of the names of a step's files, which sort by step."""
     return f"step-{step:012d}"
 
 
@@ -76,7 +83,7 @@ def store_of(where: Store | str | os.PathLike[str]) -> Store:
     """``where`` as a store whose root is the folder.
 
     Raises:
-        StoreError: it is gone with this process.
+        StoreError: It is gone with this process.
     """
     from spark_hvd.store import Store  # not above: `import spark_hvd.torch` would load fsspec
 

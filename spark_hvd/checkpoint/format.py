@@ -48,8 +48,8 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
     """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
 
     Raises:
-        TypeError: something else is in it, which could not be read again.
-        StoreError: it cannot be written; a former file of that name is still there, whole.
+        TypeError: Something else is in it, which could not be read again.
+        StoreError: It cannot be written; a former file of that name is still there, whole.
     """
     check_state(state)
     with store.writing(path) as file:
@@ -60,8 +60,8 @@ def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | No
     """Read a checkpoint; see :func:`unpack`.
 
     Raises:
-        StoreError: it cannot be read.
-        CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
+        StoreError: It cannot be read.
+        CheckpointError: It is damaged, or, as NewerFormatError, of a newer version.
     """
     data = store.read_bytes(path)
     return Found(path, data, unpack(data, path, otherwise, parts))
@@ -70,12 +70,12 @@ def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | No
 def unpack(
     data: bytes, path: str, otherwise: str, parts: Mapping[str, type] | None = None, *, tested: bool = False
 ) -> dict[str, Any]:
-    """The state in the content of a file, on the CPU. No code is run by it: only tensors and plain data are unpickled.
+    """Return the state in a file's content, on the CPU. It runs no code: only tensors and plain data are unpickled.
 
     ``parts`` must be in it, of these types; ``tested`` says that the checksums are known to be right.
 
     Raises:
-        CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
+        CheckpointError: It is damaged, or, as NewerFormatError, of a newer version.
     """
     try:
         if not tested and (wrong := zipfile.ZipFile(io.BytesIO(data)).testzip()) is not None:
@@ -99,7 +99,7 @@ def unpack(
 
 
 def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
-    """What ``do`` returns on rank 0, on all ranks. Alone where there is no world.
+    """Return on all ranks what ``do`` returns on rank 0. Without a world, just call it.
 
     Ranks match their calls by the name, which one thread at a time uses.
 
@@ -121,7 +121,7 @@ def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
 
 
 def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
-    """The state that rank 0 has chosen and read, on all ranks; None where it found none. Alone where there is no world.
+    """Return on all ranks the state that rank 0 has chosen and read; None if it found none. Without a world, just read.
 
     One rank chooses, because hosts may list a folder differently for a moment, and reads, because a store serves one
     reader better than a thousand.
@@ -155,7 +155,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     """Make sure that :func:`write` can write ``state``.
 
     Raises:
-        TypeError: something else than dicts, lists, numbers, text and tensors is in it.
+        TypeError: Something else than dicts, lists, numbers, text and tensors is in it.
     """
     for name, part in state.items():
         check_plain(part, name)
@@ -165,7 +165,7 @@ def check_plain(value: Any, where: str) -> None:
     """Make sure that a checkpoint can hold ``value``, called ``where`` in the error.
 
     Raises:
-        TypeError: something in it could not be read again without running code.
+        TypeError: Something in it could not be read again without running code.
     """
     if type(value) in _PLAIN:
         return

@@ -111,10 +111,10 @@ def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[i
 
 
 def _checked(folder: Folder, step: int) -> str:
-    """The directory of a checkpoint, whose files are all there in their size.
+    """Return the directory of a checkpoint, all of whose files exist with the right size.
 
     Raises:
-        CheckpointError: some are not, or the manifest is damaged or of a newer version.
+        CheckpointError: Some are not, or the manifest is damaged or of a newer version.
     """
     store, path = folder.store, folder.path(step)
     data = store.read_bytes(path)

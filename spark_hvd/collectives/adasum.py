@@ -18,20 +18,20 @@ from spark_hvd.transport.shapes import require_dense
 
 T = TypeVar("T")
 Steps = Generator[Handle[Any], None, T]
-"""Yields every handle before it needs the handle's result, and returns a T in the end."""
+"""Yields each handle before it needs the handle's result, and finally returns a T."""
 
 CHUNK = 1 << 18
-"""Elements that are widened to float64 at a time: 2 MiB fit a processor's cache, which doubles the speed."""
+"""Number of elements widened to float64 at a time: 2 MiB fit into a processor's cache, which doubles the speed."""
 
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 
 def adasum(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Generator[Handle[Any], None, None]:
-    """Reduce tensors over all ranks, in place, in steps between which the caller may do something else.
+    """Reduce tensors over all ranks, in place. The caller may do other work between the steps.
 
-    Two vectors a and b become ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``. Every tensor is a vector of its own. A
-    vector whose squared norm is 0 or no normal float64 has the factor 1. There is no larger limit, so that gradients
-    may have any scale; Horovod takes 1 below 1e-8.
+    Two vectors a and b become ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``. Each tensor is one vector. If a vector's
+    squared norm is 0 or not a normal float64, its factor is 1. Horovod uses factor 1 for any squared norm below 1e-8;
+    without such a limit, gradients may have any scale.
 
     The order, with 2^k the largest power of two that is no larger than the number of ranks:
 
@@ -43,13 +43,14 @@ def adasum(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Gener
     The result has the same bits on every rank. Dot products and sums are computed in float64. Between two levels a
     vector is kept in float64 if the tensors are, else in float32, and it is rounded to their dtype once, at the end.
 
-    Each step may start a collective. So all ranks must take the steps of several reductions in the same order, and for
-    tensors on a GPU on the same stream.
+    Each step may start a collective. So all ranks must take the steps of several reductions in the same order, and on
+    the same stream if the tensors are on a GPU.
 
     Args:
-        communicator: Any; in a world of one there are no steps, and the tensors stay as they are.
-        tensors: Floating-point, dense, of one dtype and on one device, of any shapes and strides; dtypes and shapes are
-            the same on every rank, which is not compared. They change in the last step, or not at all if one fails.
+        communicator: Any communicator; in a world of one there are no steps, and the tensors do not change.
+        tensors: Floating-point, dense, of one dtype and on one device, of any shapes and strides. Dtypes and shapes
+            must be the same on every rank; this is not checked. All tensors change in the last step, or none if a step
+            fails.
 
     Returns:
         A generator that yields each handle of the communicator before it needs the handle's result. Resume it when the
@@ -81,21 +82,21 @@ def _require_like(tensor: torch.Tensor, first: torch.Tensor) -> None:
 def _steps(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Steps[None]:
     lengths = [tensor.numel() for tensor in tensors]
     if communicator.size > 1 and sum(lengths) > 0:
-        # Always a copy, also of a single tensor: `tensors` change in the last step only.
+        # A copy even of a single tensor: `tensors` change in the last step only.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         yield from _Tree(communicator, lengths, flat).reduce()
         unflatten_into(flat, tensors)
 
 
 class _Tree:
-    """One reduction, as seen by my rank.
+    """One reduction, from this rank's point of view.
 
-    "Members" are the ranks of the binary tree, "extras" the others. Extras call every collective that members call, as
-    a communicator demands, but with no elements.
+    "Members" are the ranks of the binary tree, "extras" the others. A communicator's collectives need all ranks, so
+    extras take part in each of the members' calls, without elements.
     """
 
     def __init__(self, communicator: Communicator, lengths: Sequence[int], flat: torch.Tensor) -> None:
-        """Plan to reduce `flat`, 1-dim, in place; it consists of layers of these lengths."""
+        """Plan to reduce `flat`, 1-dim, in place; it consists of layers with these lengths."""
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._members = 1 << (self._size.bit_length() - 1)
@@ -114,7 +115,7 @@ class _Tree:
             yield from self._hand_back()
 
     def _hand_over(self) -> Steps[None]:
-        """Extras give their vectors to members, who combine them with their own."""
+        """Send the extras' vectors to members, which combine them with their own."""
         buddy, adopts = self._buddy()
         given = self._flat if self._extra else self._nothing
         theirs = yield from self._exchange(given, buddy, self._flat.numel() if adopts else 0)
@@ -123,7 +124,7 @@ class _Tree:
             _combine(a, b, self._lengths, _dots(a, b, self._lengths), into=a)
 
     def _hand_back(self) -> Steps[None]:
-        """Extras receive the result."""
+        """Send the result to the extras."""
         buddy, adopts = self._buddy()
         given = self._flat if adopts else self._nothing
         result = yield from self._exchange(given, buddy, self._flat.numel() if self._extra else 0)
@@ -131,23 +132,23 @@ class _Tree:
             self._flat.copy_(result)
 
     def _buddy(self) -> tuple[int, bool]:
-        """An extra's member, or a member's extra, myself if I have none; and whether I am a member that has one."""
+        """Return an extra's member, or a member's extra (this rank if it has none), and whether it has one."""
         if self._extra:
             return self._rank - self._members, False
         extra = self._rank + self._members
         return (extra, True) if extra < self._size else (self._rank, False)
 
     def _halve(self, start: int, stop: int, distance: int) -> Steps[None]:
-        """Reduce the elements from `start` to `stop`, which the ranks with my `rank % distance` hold in common.
+        """Reduce the elements from `start` to `stop`, which the ranks with this rank's `rank % distance` share.
 
         Args:
-            start: First of the elements that my group of `distance` ranks gave to me to reduce.
-            stop: Behind the last of them.
-            distance: How far my partner is.
+            start: First of the elements that this rank's group of `distance` ranks assigned to it.
+            stop: One past the last of them.
+            distance: Distance to this rank's partner.
         """
         if distance == self._members:
             if self._held.dtype != self._flat.dtype:
-                self._flat[start:stop] = self._held[start:stop]  # rounded here, so that less travels on the way back
+                self._flat[start:stop] = self._held[start:stop]  # rounded here, so that fewer bytes travel back
             return
         upper = bool(self._rank & distance)
         partner = self._rank if self._extra else self._rank ^ distance
@@ -165,7 +166,7 @@ class _Tree:
         self._flat[given] = yield from self._exchange(self._flat[kept], partner, given.stop - given.start)
 
     def _exchange(self, given: torch.Tensor, partner: int, expected: int) -> Steps[torch.Tensor]:
-        """Give a 1-dim tensor to a rank that gives me `expected` elements; myself, if both are none."""
+        """Exchange 1-dim tensors with a rank; it sends `expected` elements. The rank is this one if both are empty."""
         splits, received = [0] * self._size, [0] * self._size
         splits[partner], received[partner] = given.numel(), expected
         handle = self._communicator.alltoall(given, splits, received)
@@ -173,19 +174,19 @@ class _Tree:
         return handle.wait()
 
     def _summed(self, dots: torch.Tensor, group: int) -> Steps[torch.Tensor]:
-        """Sum up what my group of this many neighbouring ranks found, each in its part of the vectors."""
+        """Sum what each of a group of neighbouring ranks computed for its part of the vectors."""
         handle = self._communicator.allgather(dots.unsqueeze(0), rows=[1] * self._size)
         yield handle
         gathered = handle.wait()
         first = self._rank // group * group
         total = torch.zeros_like(dots)
-        # Not sum(0), whose order depends on the processor: partners must find the same bits.
+        # Not sum(0): its order depends on the processor, but partners must get the same bits.
         for found in gathered[first : first + group]:
             total += found
         return total
 
     def _lengths_within(self, start: int, stop: int) -> list[int]:
-        """How many of the elements from `start` to `stop` belong to each layer."""
+        """Return how many of the elements from `start` to `stop` belong to each layer."""
         cuts = [start, *(min(max(end, start), stop) for end in self._ends)]
         return [cut - before for before, cut in pairwise(cuts)]
 
@@ -195,7 +196,7 @@ def _widened(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(*flats: torch.Tensor, lengths: list[int]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Parts of flat tensors of one size, as views, none of which spans two layers; each with its layer's number."""
+    """Yield parts of flat tensors of one size, as views within one layer, each with the layer's number."""
     for layer, parts in enumerate(zip(*(torch.split(flat, lengths) for flat in flats), strict=True)):
         if parts[0].numel():
             for chunks in zip(*(torch.split(part, CHUNK) for part in parts), strict=True):
@@ -203,7 +204,7 @@ def _chunks(*flats: torch.Tensor, lengths: list[int]) -> Iterator[tuple[int, tup
 
 
 def _dots(a: torch.Tensor, b: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """a.b, |a|^2 and |b|^2 of every layer: float64, (layers, 3)."""
+    """Return a.b, |a|^2 and |b|^2 of every layer: float64, (layers, 3)."""
     dots = torch.zeros(len(lengths), 3, dtype=torch.float64, device=a.device)
     for layer, (a_part, b_part) in _chunks(a, b, lengths=lengths):
         x, y = a_part.double(), b_part.double()
@@ -214,8 +215,8 @@ def _dots(a: torch.Tensor, b: torch.Tensor, lengths: list[int]) -> torch.Tensor:
 def _combine(a: torch.Tensor, b: torch.Tensor, lengths: list[int], dots: torch.Tensor, into: torch.Tensor) -> None:
     """Write the adaptive sum of a and b into one of them, given the :func:`_dots` of the whole layers."""
     product, squares = dots[:, :1], dots[:, 1:]
-    # `<`, so that a NaN makes a NaN of the whole layer and does not go unnoticed.
+    # `<`, so that a NaN spreads to the whole layer and does not go unnoticed.
     factors = torch.where(squares < _SMALLEST, 1.0, 1 - product / (2 * squares))
-    # In float64, as a float32 could not hold the factor of a short vector beside a long one.
+    # In float64: a float32 could not hold the factor of a short vector next to a long one.
     for layer, (a_part, b_part, target) in _chunks(a, b, into, lengths=lengths):
         target.copy_(factors[layer, 0] * a_part.double() + factors[layer, 1] * b_part.double())

@@ -1,7 +1,7 @@
-"""The calls of one rank on a process set, as its user's threads make them: named, known again, and put on their way.
+"""The calls that a rank's user threads make on a process set: names them, recognizes repeated ones, and sends them.
 
-A call goes into the memory that ranks of one host share, into the outbox for the coordinator, or, without a name, waits
-for a name to be free. None of this waits for another rank.
+A call goes into the memory that ranks of one host share, or into the outbox for the coordinator. A call without a name
+may first have to wait until a generated name is free. None of this blocks on another rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Work
-from spark_hvd.collectives.handle import NamedHandle, Owner
+from spark_hvd.collectives.handle import Moment, NamedHandle, Owner
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Request
 from spark_hvd.collectives.names import How, KnownCalls, Unnamed
@@ -31,14 +31,14 @@ DUPLICATE = {False: errors.DuplicateNameError, True: errors.HorovodDuplicateName
 
 
 class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
-    """See the module's description."""
+    """The calls of one queue that have not been handed to the engine's thread yet."""
 
     def __init__(self, members: Members, link: QueueLink[Any], tracing: Tracing, horovod: bool) -> None:
         self._link = link
         self._duplicate = DUPLICATE[horovod]
         self.tracing = tracing
-        # Held over look and change of all that follows: a loss finds each call among the handles, or the call finds
-        # the loss; what is in the outbox is under its name, and has one place there.
+        # Held whenever the fields below are read and then changed. So if a rank is lost, either the loss finds a call
+        # among the handles, or the call finds the loss. A name is in the outbox at most once.
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._unnamed = Unnamed()
@@ -46,35 +46,35 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         self._outgoing = OutgoingCalls[Request]()
         self._deferred = DeferredCalls[NamedHandle[Any]]()
         self.memory = MemoryRounds[NamedHandle[Any]](members.slots, self._lock, self)
-        """Calls of which the coordinator need not know."""
+        """Calls that the coordinator need not know about."""
         self._failure = QueueFailure()
 
     def submit(
         self, name: str | None, request: Request, work: Work, result: Callable[[Work], T], *, urgent: bool = False
     ) -> NamedHandle[T]:
-        """Be ready for a collective.
+        """Register that this rank is ready for a collective.
 
-        Calls without a name match by their order: they get made-up ones. Where such a name is still under way, the call
-        waits for its end, and the caller does not. One that is ``urgent``, as the caller is about to wait, is sent at
-        once.
+        Calls without a name match by their order and get generated names. If such a name is still in use, the call is
+        deferred, but the caller does not wait. ``urgent`` calls are sent at once, because the caller is about to wait.
 
         Raises:
-            DuplicateNameError: The name is under way.
+            DuplicateNameError: The name is in use.
             CollectiveError: A rank has gone.
-            TypeError: The name is no string.
+            TypeError: The name is not a string.
         """
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected a string or None, got {type(name).__name__}.")
         with self._lock:
             self._failure.require_none()
             called = self._unnamed.take(request.kind, self._handles) if name is None else name
-            handle = NamedHandle(self, called, request, work, result)
+            ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+            handle = NamedHandle(self, called, request, work, result, ready)
             first = False
             if name is None and (called in self._deferred or self._is_under_way(called)):
                 self._deferred.put(called, handle)
             else:
                 first = self._put(handle)
-        return self._told(handle, first, urgent)
+        return self._announce(handle, first, urgent)
 
     def again(
         self,
@@ -87,28 +87,31 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         in_place: bool,
         urgent: bool,
     ) -> NamedHandle[T] | None:
-        """:meth:`submit` for a call of `tensor`, or of none, that this rank has made in just this way before.
+        """Do :meth:`submit` for a call that this rank has made in the same way before, of `tensor` or of none.
 
-        ``how`` is that of :func:`spark_hvd.collectives.names.how_of`.
+        ``how`` is the result of :func:`spark_hvd.collectives.names.how_of`.
 
         Returns:
-            None if the name has no number, or the call is another than the number stands for.
+            None if the name has no number, or if the number stands for a different call.
         """
         if name is not None and type(name) is not str:
             return None
         with self._lock:
             called = self._unnamed.next(kind) if name is None else name
             known = self._known.as_before(called, tensor, how)
-            if known is None or (in_place and tensor is not None and 0 in tensor.stride()):
-                return None  # a tensor of expand() is refused on the longer way
-            if self._failure.text is not None:  # not by another function, as below: such calls are many
+            if known is None:
+                return None
+            if in_place and tensor is not None and not tensor.is_contiguous() and 0 in tensor.stride():
+                return None  # tensors made by expand() are refused on the slower path
+            if self._failure.text is not None:  # inlined for speed, as this path is hot
                 self._failure.require_none()
             if name is None:
                 if called in self._deferred or (called in self._handles and self._is_under_way(called)):
                     return None
                 self._unnamed.take(kind, self._handles)
             tensors = () if tensor is None else (tensor,)
-            handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result)
+            ready = Moment.now(known.device) if known.device is not None and known.request.on_gpu else None
+            handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result, ready)
             slot = known.slot
             if slot is None or slot.closed or self.tracing.recorder is not None:
                 first = self._put(handle)
@@ -121,7 +124,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                 if first:
                     self._link.notify(self)
                 return handle
-        return self._told(handle, first, urgent)
+        return self._announce(handle, first, urgent)
 
     def _is_under_way(self, name: str) -> bool:
         other = self._handles.get(name)
@@ -148,11 +151,11 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         return first
 
     def _put_deferred(self) -> None:
-        """Put the deferred calls into the outbox whose names are free by now; under the lock."""
+        """Move deferred calls whose names are free now into the outbox; under the lock."""
         for handle in self._deferred.take(lambda name: not self._is_under_way(name)):
             self._put(handle)
 
-    def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
+    def _announce(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
         if self.tracing.recorder is not None:
             self.tracing.called(handle)
@@ -169,7 +172,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         self.memory.meet(handle, timeout)
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
-        """Empty the outbox: the numbers of known names as bits, and the other names with their requests."""
+        """Empty the outbox; return the numbers of known names as bits, and the other names with their requests."""
         self.memory.publish()
         with self._lock:
             if self._deferred:
@@ -184,11 +187,11 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         self._link.look_later(self)
 
     def learn(self, id: int, use: SlotUse | None, name: str) -> None:
-        """A name has a number, and may have a use for a slot."""
+        """Record that a name has a number; it may also get a slot."""
         with self._lock:
             slot = self.memory.learn(id, use)
             handle = self._handles.get(name)
-            if handle is not None:  # a rank that has joined has no request of its own
+            if handle is not None:  # None if this rank has joined: then it has no request
                 self._known.learn(handle, 1 << id, slot)
 
     def forget(self, handles: Sequence[NamedHandle[Any]]) -> None:
@@ -197,7 +200,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
             self._link.notify(self)
 
     def release(self, handles: Sequence[NamedHandle[Any]]) -> None:
-        """The coordinator's calls of these handles are over: free their names."""
+        """Free the names of these handles, whose calls by way of the coordinator have ended."""
         with self._lock:
             self._free(handles)
         if self._deferred:

@@ -1,4 +1,4 @@
-"""Compression: halve what travels by sending wide floating-point numbers as 16-bit ones."""
+"""Compression: sends wide floating-point numbers as 16-bit ones, which at least halves the traffic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class GradientCompressor(Protocol):
-    """What ``compression=`` accepts: a class or object with the two methods of a :class:`Compressor`."""
+    """What ``compression=`` accepts: a class or object with these two methods."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is to travel, and whatever `decompress` needs."""
+        """Return the tensor to send, and any context for `decompress`."""
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Undo `compress` on the reduced tensor."""

@@ -1,8 +1,8 @@
-"""Runs one batch of entries on a rank: packs tensors, starts the collectives, and gives the results to their owners.
+"""Runs one batch of entries on a rank: packs tensors, starts the collectives, and hands the results to their owners.
 
-Every collective is started without waiting for it. What is left to do when it has ended, scaling and unpacking, is done
-by whoever waits for the result first, which spares a switch of threads. Adasum and all-reduces through shared memory
-are the exception: they take several rounds, so the engine takes them from round to round.
+It starts every collective without waiting for it. The first thread that waits for the result does the remaining work,
+scaling and unpacking, which saves a thread switch. Adasum and all-reduces through shared memory are exceptions: they
+take several rounds, and the engine moves them from round to round.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Work:
     """One rank's part of an entry.
 
     Attributes:
-        tensors: What it contributes; changed in place if `in_place`.
+        tensors: This rank's contribution; changed in place if `in_place`.
         in_place: Whether the results go into `tensors`.
-        results: The tensors that come out, once it is done.
-        received: For alltoall: how many rows came from each rank.
-        seals: Those of all ranks, if this entry has such.
+        results: The output tensors, once the call has ended.
+        received: For alltoall: the number of rows received from each rank.
+        seals: The seals of all ranks, if the entry has any.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -47,21 +47,21 @@ class Work:
 
 
 def all_results(work: Work) -> list[torch.Tensor]:
-    """All results, for grouped calls."""
+    """Return all results, for grouped calls."""
     return list(work.tensors if work.in_place else work.results)
 
 
 def single_result(work: Work) -> torch.Tensor:
-    """The result of a call that has one."""
+    """Return the result of a call that has one."""
     return work.tensors[0] if work.in_place else work.results[0]
 
 
 class Execution:
-    """A batch in flight. ``steps`` starts collectives, and yields each handle that must be done before it goes on."""
+    """A batch in flight. ``steps`` starts collectives, and yields each handle that the next step needs."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._lock = threading.Lock()  # the first thread that waits does what is left; the others wait for it
+        self._lock = threading.Lock()  # the first thread that waits does the remaining work; the others wait for it
         self.finished = False
         self._error: BaseException | None = None
         self.waiting_for: Handle[Any] | None = None
@@ -73,11 +73,11 @@ class Execution:
             self.waiting_for = next(self._steps, None)
 
     def fail(self, error: CollectiveError) -> None:
-        """A step has failed, and there are no more."""
+        """Record that a step has failed; there are no more steps."""
         self._error = error
 
     def finish(self) -> None:
-        """Wait for the last handle and do what is left; may be called from several threads, and does it once.
+        """Wait for the last handle and do the remaining work, once, even if several threads call this.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -97,7 +97,7 @@ class Execution:
 
 
 def rounds(batch: Batch, members: Members) -> bool:
-    """Whether a batch takes several rounds, between which no other may run."""
+    """Return whether a batch takes several rounds; no other batch may run in between."""
     return batch[0].request.op == ReduceOp.ADASUM.name or members.stages(batch)
 
 
@@ -105,13 +105,13 @@ _CPU = torch.device("cpu")
 
 
 def run(batch: Batch, works: Sequence[Work | None], members: Members, device: torch.device = _CPU) -> Steps:
-    """The steps of a batch.
+    """Return the steps of a batch.
 
     Args:
         batch: Entries of one kind; several only if they may be fused.
-        works: This rank's part of each; None where it has joined.
-        members: Of the process set.
-        device: Where a rank that has joined makes what it contributes.
+        works: This rank's part of each entry; None where this rank has joined.
+        members: The members of the process set.
+        device: Where a rank that has joined creates its contribution.
     """
     communicator = members.communicator
     first = batch[0].request
@@ -167,7 +167,7 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
     ((sources, targets),) = _by_dtype(parts)
     dtype, numel = sources[0].dtype, sum(source.numel() for source in sources)
     in_one_go = numel <= staging.room(dtype)
-    # What does not fit goes piece by piece, out of one flat tensor and into the same or another.
+    # What does not fit is reduced in pieces, from one flat tensor into the same or another one.
     one = len(sources) == 1 and targets[0].is_contiguous()
     ins = None if in_one_go else (sources[0].reshape(-1) if one else flatten(sources))
     outs = targets[0].view(-1) if one else ins
@@ -210,7 +210,7 @@ def _sliced_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
 
 
 def _finisher(op: ReduceOp, after: float, size: int) -> Callable[[torch.Tensor], None]:
-    """What makes the result of a sum, in place."""
+    """Return a function that turns a sum into the result, in place."""
 
     def finish(total: torch.Tensor) -> None:
         if op is ReduceOp.AVERAGE:
@@ -221,7 +221,7 @@ def _finisher(op: ReduceOp, after: float, size: int) -> Callable[[torch.Tensor],
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:
-    from spark_hvd.collectives.adasum import adasum  # few runs reduce so
+    from spark_hvd.collectives.adasum import adasum  # few runs use Adasum
 
     for sources, targets in _by_dtype(parts):
         layers = [_copied_into(source, target) for source, target in zip(sources, targets, strict=True)]
@@ -231,7 +231,7 @@ def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator)
 
 
 def _wire(entry: Entry, size: int) -> tuple[ReduceOp, float, bool]:
-    """The reduction to run, the factor afterwards, and whether integers need more room for their sum."""
+    """Return the operation on the wire, the factor to apply after it, and whether integers need a wider sum."""
     op, after = op_of(entry.request), entry.request.postscale
     divisor = entry.divisor or size
     integers = any(is_integer(dtype_of(dtype)) for dtype in entry.request.dtypes)
@@ -296,11 +296,11 @@ def _reducescatter(request: Request, work: Work, communicator: Communicator) -> 
 
 
 def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What goes in and where results go, by dtype and device; in an order that all ranks find alike."""
+    """Group inputs and outputs by dtype and device, in the same order on all ranks."""
     sources = [tensor for work in parts for tensor in work.tensors]
     targets: list[torch.Tensor] = []
     for work in parts:
-        # Made now and not by the call, so that a collective that waits for a rank takes no memory.
+        # Allocated now, not by the call, so that a collective that waits for a rank takes no memory.
         work.results = list(work.tensors) if work.in_place else list(map(_empty_like, work.tensors))
         targets += work.results
     if len(parts) > 1 and not sources[0].is_cuda:
@@ -322,7 +322,7 @@ def _copied_into(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_ins(entry: Entry, device: torch.device) -> Work:
-    """What a rank that has joined contributes: elements that change nothing, or no rows."""
+    """Return the contribution of a rank that has joined: neutral elements, or no rows."""
     request = entry.request
     tensors = []
     for dtype, shape in zip(map(dtype_of, request.dtypes), request.shapes, strict=True):

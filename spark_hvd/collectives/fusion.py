@@ -1,4 +1,4 @@
-"""Fusion: many tensors travel as a few flat ones, of bounded size, planned alike on all ranks."""
+"""Fusion: sends many tensors as a few flat ones of bounded size, with the same plan on all ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from spark_hvd.collectives.messages import Entry, bits, bytes_of
 
 PIECE_BYTES = 64 << 20
-"""Most bytes of a flat tensor; a single tensor larger than that travels alone."""
+"""Maximum bytes of a flat tensor; a larger tensor is sent by itself."""
 
 _REMEMBERED = 256
-"""Sets of numbers whose division into batches is remembered."""
+"""How many sets of numbers are remembered with their batches."""
 
 
 def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[list[int]]:
-    """Divide tensors into batches to fuse: one dtype and one device each, in an order that all ranks find alike.
+    """Divide tensors into batches to fuse, each of one dtype and device, in the same order on all ranks.
 
-    Dtypes, shapes and kinds of device are the same on every rank; ``limit`` is in bytes.
+    Dtypes, shapes and kinds of device must be the same on every rank; ``limit`` is in bytes.
 
     Returns:
         The indices of the tensors of each batch.
@@ -39,13 +39,13 @@ def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[l
 
 @torch.no_grad()
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of tensors of one dtype and device in one new flat tensor."""
+    """Copy the elements of tensors of one dtype and device into one new flat tensor."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
 def flatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of tensors into a flat tensor of as many elements."""
+    """Copy the elements of tensors into a flat tensor with as many elements."""
     if len(tensors) == 1:
         flat.view(tensors[0].shape).copy_(tensors[0])
     else:
@@ -54,10 +54,10 @@ def flatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of a flat tensor back into the tensors it was made of."""
+    """Copy the elements of a flat tensor back into the tensors from which it was made."""
     sizes = [tensor.numel() for tensor in tensors]
     if all(tensor.is_contiguous() for tensor in tensors):
-        # One call for all; a view costs as much as copying a small tensor.
+        # One call for all; creating a view costs as much as copying a small tensor.
         rows = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
         torch.split_with_sizes_copy(flat, sizes, out=rows)
     else:
@@ -66,12 +66,12 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class Batch(list[Entry]):
-    """Entries that travel together."""
+    """Entries that are sent together."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         super().__init__(entries)
         self.nbytes = sum(bytes_of(entry.request) for entry in self)
-        """The bytes of all tensors of the batch, on this rank."""
+        """Bytes of all tensors of the batch, on this rank."""
 
     def add(self, entry: Entry, nbytes: int) -> None:
         """Add an entry to the batch."""
@@ -80,10 +80,10 @@ class Batch(list[Entry]):
 
 
 def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
-    """Divide entries into batches that travel together: the same operation in every respect, and of one dtype.
+    """Divide entries into batches that are sent together: identical operations on tensors of one dtype.
 
-    ``entries`` are in the order that the coordinator gave them. An entry is never divided, so that groups stay whole; a
-    ``threshold`` of 0 bytes is no fusion.
+    ``entries`` are in the order in which the coordinator listed them. Entries are never divided, so groups stay whole.
+    A ``threshold`` of 0 bytes turns fusion off.
     """
     done: list[Batch] = []
     filling: dict[tuple[object, ...], Batch] = {}
@@ -106,7 +106,7 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
 
 
 class Planner:
-    """Divides what all ranks run into batches, and remembers how it has divided sets of known names."""
+    """Divides what all ranks run into batches, and remembers the batches of sets of known names."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold
@@ -119,7 +119,7 @@ class Planner:
         self._known.clear()
 
     def learn(self, number: int, entry: Entry) -> None:
-        """An entry has a number from now on, the next one or one that another entry had."""
+        """Record the entry of a number: either the next number, or one whose entry changes."""
         if number < len(self._entries):
             self._known.clear()
         self._entries[number : number + 1] = [entry]
@@ -129,7 +129,7 @@ class Planner:
         return plan_batches(entries, self.threshold)
 
     def batches_of_known(self, ids: int) -> list[Batch]:
-        """Divide the entries with these numbers, which are given as bits."""
+        """Divide the entries with these numbers, given as bits."""
         found = self._known.get(ids)
         if found is None:
             if len(self._known) >= _REMEMBERED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -17,25 +18,28 @@ from spark_hvd.world.errors import CollectiveError
 
 T = TypeVar("T")
 
+_making = threading.RLock()
+"""Held to make a baton: most handles need none, and to make one takes as long as all else of a handle."""
+
 
 class Owner(Protocol):
     """The queue that runs a handle's collective."""
 
     def flush(self) -> None:
-        """Tell the coordinator what this rank is ready for, if there is news."""
+        """Send the outbox to the coordinator, unless it is empty."""
 
     def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
-        """Wait for a handle that is under way in memory; it may be the coordinator's afterwards. 0: look only."""
+        """Wait for a call in shared memory, which may then move to the coordinator. A timeout of 0 only checks."""
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
-        """Do what is left to do for a handle whose collective has ended.
+        """Do the remaining work for a handle whose collective has ended.
 
         Raises:
-            CollectiveError: It has not ended well.
+            CollectiveError: The collective failed.
         """
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
-        """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
+        """Return the error to raise for a failure on the wire, with what the coordinator knows about lost ranks."""
 
 
 class NamedHandle(Generic[T]):
@@ -57,48 +61,54 @@ class NamedHandle(Generic[T]):
     )
 
     def __init__(
-        self, owner: Owner | None, name: str, request: Request, work: Work, result: Callable[[Work], T]
+        self,
+        owner: Owner | None,
+        name: str,
+        request: Request,
+        work: Work,
+        result: Callable[[Work], T],
+        ready: Moment | None = None,
     ) -> None:
-        """Made by a queue.
+        """Create the handle of a call; queues do this.
 
         Args:
-            owner: Which runs it.
+            owner: The queue that runs the call.
             name: Its name.
-            request: What this rank says of it.
+            request: What this rank tells the coordinator about it.
             work: This rank's tensors.
-            result: Makes what :meth:`wait` returns.
+            result: Makes the return value of :meth:`wait`.
+            ready: When the tensors on a GPU are written.
         """
         self.name = name
         self.request = request
         self.work = work
-        self.ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+        self.ready = ready
         self.since = 0.0
-        """When it was called, on the monotonic clock."""
+        """Time of the call, on the monotonic clock."""
         self.slot: Slot | None = None
-        """The shared memory that it is in."""
+        """The shared memory that the call is in."""
         self._queue = owner
         self._result = result
         self._done = False
         self._error: Exception | None = None
         self._execution: Execution | Moment | None = None
-        # A plain lock is the quickest thing to wait for; it is held until the collective has ended.
-        self._baton = threading.Lock()
-        self._baton.acquire()
+        self._baton: threading.Lock | None = None
+        """The lock that waiting threads sleep on, if there are any. It is held until the collective has ended."""
 
     @classmethod
     def ended(cls, value: T) -> NamedHandle[T]:
-        """A handle for what needed no collective."""
+        """Return a handle of a call that needed no collective."""
         handle = cls(None, "", Request("nothing", [], [], ""), Work([], True, []), lambda _: value)
         handle.complete()
         return handle
 
     @property
     def label(self) -> str:
-        """What to call it: ``allreduce 'loss'``."""
+        """The call in words: ``allreduce 'loss'``."""
         return f"{self.request.kind} {self.name!r}"
 
     def poll(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once; on a GPU, also whether the device has finished."""
+        """Return whether :meth:`wait` would not block; on a GPU, this includes that the device has finished."""
         if not self._done:
             self._owner.meet(self, 0)
             self._owner.flush()
@@ -106,12 +116,12 @@ class NamedHandle(Generic[T]):
         return not isinstance(self._execution, Moment) or self._execution.passed()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the collective has ended, and return its result; may be called again.
+        """Block until the collective has ended, and return its result. You may call it again.
 
-        For tensors on a GPU the current stream waits, not the host.
+        For tensors on a GPU, the current stream waits and not the host.
 
         Args:
-            timeout: Seconds; None: no limit besides the stall timeout and that of the process group.
+            timeout: Seconds; None: only the stall timeout and that of the process group apply.
 
         Raises:
             MismatchError: The ranks' calls do not match. Raised on every rank; the world stays usable.
@@ -128,9 +138,7 @@ class NamedHandle(Generic[T]):
             if not ended:
                 self._owner.flush()
                 left = -1 if timeout is None else max(0.0, begun + timeout - time.monotonic())
-                ended = self._baton.acquire(timeout=left)
-                if ended:
-                    self._let_go()
+                ended = self._sleep(left)
             activity.wait_ends(time.monotonic())
             if not ended:
                 raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
@@ -153,23 +161,36 @@ class NamedHandle(Generic[T]):
     synchronize = wait
 
     def __call__(self) -> T:
-        """The same as :meth:`wait`, as for Horovod's sparse_allreduce_async."""
+        """Do the same as :meth:`wait`, as Horovod's sparse_allreduce_async needs."""
         return self.wait()
 
     def complete(self, outcome: Execution | Moment | None = None, error: Exception | None = None) -> None:
-        """Called by its queue, once: the collective has ended."""
+        """Record that the collective has ended; its queue calls this once."""
         if self._done:
             return
         self._execution = outcome
         self._error = error
         self._done = True
-        self._let_go()
+        if self._baton is not None:
+            self._release_waiters()
 
-    def _let_go(self) -> None:
-        try:  # noqa: SIM105 (a context manager would cost more than the rest)
+    def _sleep(self, seconds: float) -> bool:
+        """Wait until the collective has ended; return whether it has. -1 means no limit."""
+        with _making:
+            if self._baton is None:
+                baton = threading.Lock()
+                baton.acquire()
+                self._baton = baton
+        # Whoever ends the collective sets `_done` and then looks for the baton: one of the two threads sees the other.
+        ended = self._done or self._baton.acquire(timeout=seconds)
+        if ended:
+            self._release_waiters()
+        return ended
+
+    def _release_waiters(self) -> None:
+        assert self._baton is not None
+        with contextlib.suppress(RuntimeError):  # two threads release it at the same time
             self._baton.release()
-        except RuntimeError:  # two threads have ended it at the same time
-            pass
 
     @property
     def _owner(self) -> Owner:
@@ -178,18 +199,18 @@ class NamedHandle(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the queue has nothing more to do for it."""
+        """Whether the queue has nothing left to do for the call."""
         return self._done
 
 
 class Moment:
-    """A moment on the current stream of a CUDA device, for other streams of that device to wait for.
+    """A point in the current stream of a CUDA device that other streams of that device can wait for.
 
-    The device need not be the current one: a thread of its own begins with device 0.
+    The device need not be the current one: a new thread starts with device 0.
     """
 
     finished = False
-    """Every stream that uses the results has to wait for it."""
+    """Every stream that uses the results has to wait."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -197,17 +218,17 @@ class Moment:
 
     @classmethod
     def now(cls, device: torch.device) -> Moment:
-        """The current moment of a device's current stream."""
+        """Return the current point of a device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return cls(event, device)
 
     def passed(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached this point."""
         return bool(self._event.query())
 
     def wait(self, tensors: list[torch.Tensor]) -> None:
-        """Let the device's current stream wait for it, and tell the allocator that this stream uses `tensors`."""
+        """Let the device's current stream wait, and tell the allocator that this stream uses `tensors`."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The members of a process set, and how they communicate: by process groups and shared memory."""
+"""The members of a process set and their means of communication: process groups and shared memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spark_hvd.world.config import Config
 from spark_hvd.world.layout import WorldLayout
 
 _log = logging.getLogger("spark_hvd")
-_told = False
+_warned = False
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""
@@ -41,11 +41,11 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.in
 
 
 class Staging:
-    """Memory that all ranks of a process set share if they are on one host, for all-reduces.
+    """Memory for all-reduces, shared by all ranks of a process set whose ranks are on one host.
 
-    Every rank copies its elements into its own buffer, sums its share of all ranks' buffers, and copies the result
-    out. These are three passes over memory instead of two trips through the loopback interface. Barriers of the queue's
-    communicator separate the passes, so a lost rank is noticed.
+    Each rank copies its elements into its own buffer, sums its share of all ranks' buffers, and copies the result out:
+    three passes over memory instead of two trips through the loopback interface. Barriers of the queue's communicator
+    separate the passes, so that a lost rank is noticed.
 
     ``buffers`` are bytes (uint8), in rank order; ``place`` is this rank's place in the process set.
     """
@@ -55,10 +55,10 @@ class Staging:
         self._place = place
 
     def serves(self, batch: Batch) -> bool:
-        """Whether a batch goes through here: the same answer on every rank.
+        """Return whether a batch uses this memory; all ranks get the same answer.
 
-        Batches with small tensors do, too, where the order of adding shows in the result: slots sum in rank order, as
-        is done here, while Gloo's order depends on what else is in the batch.
+        This includes batches with small tensors if the order of addition shows in the result. Slots and this memory sum
+        in rank order, but Gloo's order depends on what else is in the batch.
         """
         return is_plain_sum(batch) and (batch.nbytes >= LEAST or self._order_shows(batch))
 
@@ -72,23 +72,23 @@ class Staging:
         )
 
     def room(self, dtype: torch.dtype) -> int:
-        """Elements that a buffer holds."""
+        """Return how many elements a buffer holds."""
         return CAPACITY // dtype.itemsize
 
     def mine(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The beginning of my buffer, flat."""
+        """Return the beginning of this rank's buffer, flat."""
         return _view(self._buffers[self._place], dtype, numel)
 
     def sum_share(self, dtype: torch.dtype, numel: int, finish: Callable[[torch.Tensor], None]) -> None:
-        """Sum my share of all ranks' buffers, into all of them; every rank must have filled its own.
+        """Sum this rank's share of all buffers into all of them; every rank must have filled its own buffer.
 
-        ``finish`` makes the result of a sum, in place and element by element.
+        ``finish`` turns a sum into the result, in place and element by element.
         """
         sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place, finish)
 
 
 def is_plain_sum(batch: Batch) -> bool:
-    """Whether a batch can be summed in memory: the same answer on every rank."""
+    """Return whether a batch can be summed in memory; all ranks get the same answer."""
     request = batch[0].request
     return (
         request.kind == "allreduce"
@@ -97,7 +97,7 @@ def is_plain_sum(batch: Batch) -> bool:
         and batch[0].absent is None
         and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
         and len(set(request.dtypes)) == 1
-        # For an average the wire has 64 bits, as a sum of 32 may leave their range.
+        # Averages of int32 are sent as 64 bits: their sum may exceed 32.
         and (request.op, request.dtypes[0]) != (ReduceOp.AVERAGE.name, "int32")
     )
 
@@ -105,12 +105,12 @@ def is_plain_sum(batch: Batch) -> bool:
 def _open_memory(
     group: dist.ProcessGroup, ranks: Sequence[int], hosts: Sequence[str], wanted: bool, timeout: float | None
 ) -> tuple[Staging | None, Slots | None, SlicedStaging | None]:
-    """Make and map memory for large and for small all-reduces; collective over `group`, which nobody else uses.
+    """Map shared memory for large and for small all-reduces; collective over `group`, which nobody else uses.
 
     Returns:
-        None for each, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
-        memory or map another's. No slots and no pieces if there are too many members for them; no pieces if
-        ``timeout``, the seconds that one waits for the others, is None.
+        None for each, on every rank, if the members are on several hosts, if one of them declines, or if one cannot
+        create such memory or map another's. No slots and no slices if there are too many members. No slices if
+        ``timeout``, the seconds that a rank waits for the others, is None.
     """
     if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
         return None, None, None
@@ -121,7 +121,7 @@ def _open_memory(
         try:
             arena = SharedArena([(CAPACITY, torch.uint8), *([*KINDS, *PARTS] if small else ())])
         except OSError as error:
-            _tell(error)
+            _warn_once(error)
     if not all(exchange(arena is not None, group, cpu)) or arena is None:
         return None, None, None
     ask = functools.partial(exchange, group=group, device=cpu)
@@ -131,16 +131,16 @@ def _open_memory(
     staging = Staging(gathered[0], place)
     if not small:
         return staging, None, None
-    # A pipe for each pair of ranks, which costs little for a few ranks.
+    # One pipe for each pair of ranks; cheap, as there are few ranks.
     pipes = None if timeout is None else Pipes.open(ranks, place, timeout, ask)
     sliced = None if pipes is None else SlicedStaging(pipes, gathered[3:])
     return staging, Slots(gathered[1], gathered[2], place), sliced
 
 
-def _tell(error: OSError) -> None:
-    global _told
-    if not _told:  # however many process sets there are
-        _told = True
+def _warn_once(error: OSError) -> None:
+    global _warned
+    if not _warned:  # warn once, however many process sets there are
+        _warned = True
         _log.warning("The ranks of this host share no memory, and exchange all data by sockets: %s", error)
 
 
@@ -150,7 +150,7 @@ def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of a process set, as one of them sees them."""
+    """The ranks of a process set, from the point of view of one of them."""
 
     ranks: Sequence[int]
     """The ranks of the members in the world, ascending."""
@@ -159,26 +159,26 @@ class Members:
     place: int
     """The place of this rank among the members."""
     communicator: Communicator
-    """The communicator over process groups that nobody else uses."""
+    """The communicator, over process groups that nobody else uses."""
     staging: Staging | None = None
-    """Memory that they share, if any."""
+    """Memory that the members share, if any."""
     slots: Slots | None = None
     """Shared memory for small repeated calls, if any."""
     connections: Abortable | None = None
     """The connections of the communicator, if they can be aborted."""
     nccl: NcclGroups | None = None
-    """The process groups that are aborted when one of the ranks is lost."""
+    """The process groups to abort when one of the ranks is lost."""
     on_loss: Callable[[int, str], None] = lambda rank, text: None
-    """Called with the rank, in the world, that has left or is lost, and what is known of it."""
+    """Called with the number in the world of a rank that has left or is lost, and what is known about it."""
     sliced: SlicedStaging | None = None
-    """Memory that the ranks of a host share, and the thread that sums in it."""
+    """Memory that the ranks of a host share, with the thread that sums in it."""
 
     def slices(self, batch: Batch) -> bool:
-        """Whether a batch goes through :attr:`sliced`: the same answer on every rank."""
+        """Return whether a batch goes through :attr:`sliced`; all ranks get the same answer."""
         return self.sliced is not None and batch.nbytes >= self.sliced.least and is_plain_sum(batch)
 
     def stages(self, batch: Batch) -> bool:
-        """Whether a batch goes through :attr:`staging`: the same answer on every rank."""
+        """Return whether a batch goes through :attr:`staging`; all ranks get the same answer."""
         return self.staging is not None and not self.slices(batch) and self.staging.serves(batch)
 
 
@@ -193,7 +193,7 @@ def open_members(
 ) -> Members:
     """Open the communication of a process set; each of its ranks must call this.
 
-    ``process_set_id`` is 0 for all ranks; ``ranks``, ascending, and ``me`` are numbers in the world. ``nccl`` are all
+    ``process_set_id`` is 0 for the world. ``ranks``, ascending, and ``me`` are numbers in the world. ``nccl`` holds all
     process groups that become useless when one of the ranks is lost.
     """
     hosts = [layout.ranks[rank].host for rank in ranks]

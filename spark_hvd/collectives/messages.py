@@ -1,4 +1,4 @@
-"""What a rank tells the coordinator of a call, and what the coordinator decides, as they travel."""
+"""The messages between ranks and the coordinator: what ranks report of a call, and what the coordinator decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from spark_hvd.transport.communicator import ReduceOp
 
 AUTO = ".noname."
-"""Part of every made-up name."""
+"""Part of every generated name."""
 
 
 class Request(NamedTuple):
@@ -21,7 +21,7 @@ class Request(NamedTuple):
     kind: str
     """allreduce, allgather, broadcast, alltoall, reducescatter or barrier."""
     dtypes: list[str]
-    """The dtype of each tensor, without the "torch."."""
+    """The dtype of each tensor, without "torch."."""
     shapes: list[list[int]]
     """The shape of each tensor."""
     device: str
@@ -35,9 +35,9 @@ class Request(NamedTuple):
     splits: list[int] | None = None
     """Rows for each rank of the process set, for alltoall."""
     fault: str | None = None
-    """Why the call cannot run, if its arguments do not fit each other."""
+    """Why the call cannot run, if its arguments contradict each other."""
     seal: str | None = None
-    """What names this rank's pickle to the others, see :mod:`spark_hvd.collectives.objects`; ranks' seals differ."""
+    """Identifies this rank's pickle, see :mod:`spark_hvd.collectives.objects`; each rank has its own seal."""
 
     @property
     def on_gpu(self) -> bool:
@@ -50,13 +50,13 @@ class Entry(NamedTuple):
 
     name: str
     request: Request
-    """The first rank's request; the ranks' requests differ in the rows of allgather and the splits of alltoall."""
+    """The first rank's request; others may differ in the rows of allgather and the splits of alltoall."""
     table: list[list[int]] | None = None
-    """Allgather: for each rank the rows of each tensor. Alltoall: for each rank its splits."""
+    """For allgather, each rank's rows of each tensor; for alltoall, each rank's splits."""
     absent: list[int] | None = None
-    """Places in the process set of the ranks that have joined and contribute nothing."""
+    """Places in the process set of ranks that have joined and contribute nothing."""
     divisor: int | None = None
-    """What Average divides by; None: the number of ranks."""
+    """The divisor of Average; None: the number of ranks."""
     seals: list[str | None] | None = None
     """The seal of each rank, if any has one."""
     zeros: bool = False
@@ -69,30 +69,30 @@ _OPS = {op.name: op for op in ReduceOp}
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """The dtype's name in a request."""
+    """Return the dtype's name in a request."""
     return _NAMES[dtype]
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype with this name in a request."""
+    """Return the dtype with this name in a request."""
     return _DTYPES[text]
 
 
 def op_of(request: Request) -> ReduceOp:
-    """The reduction of an allreduce or reducescatter."""
+    """Return the reduction of an allreduce or reducescatter."""
     assert request.op is not None
     return _OPS[request.op]
 
 
 def bytes_of(request: Request) -> int:
-    """The number of bytes of all tensors together."""
+    """Return the total bytes of all tensors."""
     return sum(
         math.prod(shape) * _DTYPES[dtype].itemsize for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
 class Learn(NamedTuple):
-    """From now on this number stands for this entry; a name that had another entry has this one."""
+    """From now on, this number stands for this entry, which replaces any other entry of the name."""
 
     id: int
     entry: Entry
@@ -105,7 +105,7 @@ class RunKnown(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """A rank waits here, or has joined: those that wait for these numbers in memory are to say so here too."""
+    """Move calls of these numbers from shared memory to the coordinator: a rank waits here, or has joined."""
 
     ids: int
 
@@ -117,15 +117,15 @@ class Run(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """Calls of these collectives fail; the world goes on."""
+    """Calls of these collectives fail; the world continues."""
 
     names: list[str]
     error: str
     """"mismatch", "horovod mismatch" or "stall"."""
     text: str
     places: list[int] | None = None
-    """The places in the process set of the ranks whose calls these are; None: all. To others the names mean other
-    calls, which have not been heard of yet, or were made after the failure."""
+    """Places in the process set of the ranks whose calls fail; None: all. On other ranks, the names belong to other
+    calls, which have not arrived yet or were made after the failure."""
 
 
 class AllJoined(NamedTuple):
@@ -135,18 +135,18 @@ class AllJoined(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A rank has gone, so nothing that has not started yet can run."""
+    """A rank is gone, so nothing can start any more."""
 
     rank: int
     text: str
     left: bool
-    """Whether it said that it would leave."""
+    """Whether the rank announced that it would leave."""
     done: int | None = None
-    """If it left: how many batches it took part in. Later ones would wait for it for ever."""
+    """If it left: the number of batches in which it took part. Later ones would wait for it for ever."""
 
 
 class Tune(NamedTuple):
-    """Settings that hold for all decisions after this one."""
+    """Settings that apply to all later decisions."""
 
     fusion_threshold: int
     horovod: bool = False
@@ -154,14 +154,14 @@ class Tune(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Record a timeline, or stop it."""
+    """Start or stop recording a timeline."""
 
     on: bool
     mark_cycles: bool = False
 
 
 class Pong(NamedTuple):
-    """The answer to one rank's question for the time."""
+    """The answer to a rank that asked for the time."""
 
     place: int
     asked: int
@@ -180,12 +180,12 @@ def encode(decisions: Sequence[Decision]) -> bytes:
 
 
 def decode(data: bytes) -> list[Decision]:
-    """The decisions that :func:`encode` was given."""
+    """Return the decisions that were given to :func:`encode`."""
     return [_decoded(name, fields) for name, *fields in json.loads(data)]
 
 
 def _encoded(decision: Decision) -> list[Any]:
-    # Hexadecimal: a set of a thousand ids is too long a number for most readers of JSON.
+    # Hexadecimal: for a set of a thousand ids, the number is too long for most JSON readers.
     fields = [f"{decision.ids:x}"] if isinstance(decision, RunKnown | Recall) else decision
     return [type(decision).__name__, *fields]
 
@@ -208,7 +208,7 @@ def _entry(fields: list[Any]) -> Entry:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, in ascending order."""
+    """Yield the positions of the bits that are set, in ascending order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

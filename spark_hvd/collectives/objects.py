@@ -1,14 +1,15 @@
-"""Python objects between ranks: pickled, sealed, and sent as bytes by named collectives.
+"""Sends Python objects between ranks: pickles them, seals the pickles, and sends the bytes by named collectives.
 
-Unpickling runs code, and the bytes travel over connections that a stranger on the network may take over. Their digest
-and lengths, the seal, go by the coordinator, whose channel is encrypted and authenticated with keys of this world. They
-come with the decision to run just this call, so a pickle of another call, or of the same one at another time, does not
-fit them. What does not is not unpickled.
+Unpickling runs code, and a stranger on the network may take over the connections that carry the bytes. So a seal, the
+digest and lengths of the bytes, goes through the coordinator, whose channel is encrypted and authenticated with keys of
+this world. The seal arrives with the decision to run this very call, so a pickle of another call, or of the same call
+at another time, does not match it. Bytes that do not match are not unpickled.
 
-A small pickle travels in the place of its seal, by the coordinator alone.
+A small pickle is sent through the coordinator alone, in place of its seal.
 
-The numbers of large arrays follow the pickle as buffers of their own (PEP 574). As the elements of tensors they run no
-code, whatever they are, and they are not hashed, which would take as long as sending them.
+The numbers of large arrays follow the pickle as separate buffers (PEP 574). They become elements of tensors, which
+cannot
+run code, so they are not hashed: that would take as long as sending them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ T = TypeVar("T")
 
 _UNPICKLABLE = "-"
 _WHOLE = "="
-"""Before a pickle that is its own seal."""
+"""Marks a pickle that is sent in place of its seal."""
 _SMALL = 1 << 10
-"""Bytes of such a pickle at most: the coordinator sends those of all ranks to each."""
+"""Maximum bytes of such a pickle: the coordinator sends all ranks' pickles to each rank."""
 _LARGE = 1 << 16
-"""Bytes of an array from which on its numbers follow the pickle."""
+"""Arrays of at least this many bytes are sent after the pickle."""
 _ALIGNMENT = 64
-"""Bytes. Each part begins at a multiple, as numpy is slow with numbers that do not."""
+"""Bytes. Each part starts at a multiple of this, because numpy is slow on unaligned numbers."""
 
 
 def broadcast_object(
@@ -47,10 +48,9 @@ def broadcast_object(
 ) -> T:
     """Give every rank the object of one rank.
 
-    A pickle of up to 1 KiB goes through the coordinator. A larger one goes over the process group's own connections,
-    and the other ranks load it only if it is the one that the root has sent. Only memory limits its size. The numbers
-    of large numpy arrays are sent apart from the pickle. Like tensors in :func:`spark_hvd.torch.broadcast`, they are
-    not verified.
+    A pickle of up to 1 KiB goes through the coordinator. A larger one uses the process group's connections, and other
+    ranks load it only if it is the one that the root sent. Only memory limits its size. The numbers of large numpy
+    arrays are sent apart from the pickle. Like tensors in :func:`spark_hvd.torch.broadcast`, they are not verified.
 
     Args:
         obj: Anything that cloudpickle can pickle; ignored on ranks other than `root_rank`.
@@ -63,7 +63,7 @@ def broadcast_object(
 
     Raises:
         ValueError: There is no rank `root_rank`, or its object cannot be pickled.
-        CollectiveError: A peer or the network failed, or the received pickle is not the one that the root has sent.
+        CollectiveError: A peer or the network failed, or the received pickle is not the one that the root sent.
     """
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
@@ -99,7 +99,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
     Raises:
         ValueError: A rank's object cannot be pickled. Raised on every rank.
-        CollectiveError: A peer or the network failed, or a received pickle is not the one that its rank has sent.
+        CollectiveError: A peer or the network failed, or a received pickle is not the one that its rank sent.
     """
     queue = queue_of(process_set)
     payload, seal, failure = _pickled(obj)
@@ -112,9 +112,9 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     for rank, each in zip(queue.ranks, work.seals, strict=True):
         if each == _UNPICKLABLE:
             raise _unpicklable("allgather_object", rank) from failure
-        if each is not None:  # ranks that have joined have no part
+        if each is not None:  # None: a rank that has joined
             end = start + _numel(each)
-            own = gathered[start:end].clone()  # arrays are views of it, and must not keep those of other ranks
+            own = gathered[start:end].clone()  # arrays are views of it, and must not keep other ranks' bytes alive
             values.append(_loaded(own, each, f"rank {me} got a pickle from rank {rank}"))
             start = end
     return values
@@ -125,7 +125,7 @@ def _whole(work: Work) -> Work:
 
 
 def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
-    """The pickle and what follows it, and the seal."""
+    """Return the pickle with the buffers that follow it, its seal, and the error if pickling failed."""
     file = io.BytesIO()
     buffers: list[memoryview] = []
 
@@ -138,7 +138,7 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
 
     try:
         SourcePickler(file, buffer_callback=stays).dump(obj)
-    except Exception as error:  # whatever a __reduce__ raises; the other ranks wait to hear of it
+    except Exception as error:  # any error of a __reduce__; the other ranks wait to hear about it
         return torch.empty(0, dtype=torch.uint8, device="cpu"), _UNPICKLABLE, error
     if not buffers and file.tell() <= _SMALL:
         return (
@@ -155,13 +155,13 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
 
 
 def _is_numbers(raw: memoryview) -> bool:
-    """Whether it is a large array of numbers. Arrays of bytes are not: they may be a pickle that somebody will load."""
+    """Return whether this is a large array of numbers. Arrays of bytes do not count: they may hold a pickle."""
     array: Any = raw.obj
     return type(array) is np.ndarray and raw.nbytes >= _LARGE and array.dtype.kind in "iufc" and array.itemsize > 1
 
 
 def _places(seal: str) -> list[slice]:
-    """Where the pickle is, and each of the buffers, in what follows the seal."""
+    """Return where the pickle and each buffer lie in the bytes that follow the seal."""
     places = []
     start = 0
     for length in map(int, seal.split(" ")[1:]):
@@ -171,7 +171,7 @@ def _places(seal: str) -> list[slice]:
 
 
 def _numel(seal: str) -> int:
-    """The number of bytes that a rank sends after its seal."""
+    """Return the number of bytes that a rank sends besides its seal."""
     if seal.startswith(_WHOLE):
         return 0
     end: int = _places(seal)[-1].stop
@@ -184,7 +184,7 @@ def _loaded(payload: torch.Tensor, seal: str, what: str) -> Any:
     data, *buffers = (payload.numpy()[place] for place in _places(seal))
     if not hmac.compare_digest(seal.split(" ")[0], hashlib.sha256(data.data).hexdigest()):
         raise CollectiveError(
-            f"{what}, of {len(data):,} bytes, that is not the one that was sent: its digest differs from the one "
+            f"{what}, of {len(data):,} bytes, that differs from what was sent: its digest differs from the one "
             "that the sender told the coordinator. It was not unpickled. Something changes what ranks send each "
             "other: keep strangers off the network of the ranks, see docs/security.md."
         )
@@ -193,6 +193,6 @@ def _loaded(payload: torch.Tensor, seal: str, what: str) -> Any:
 
 def _unpicklable(operation: str, rank: int) -> ValueError:
     return ValueError(
-        f"{operation}: the object of rank {rank} cannot be pickled; the error of rank {rank} says why. Send what the "
-        "object is made of instead: numbers, arrays, state dicts."
+        f"{operation}: the object of rank {rank} cannot be pickled; the error of rank {rank} says why. Send its "
+        "contents instead: numbers, arrays, state dicts."
     )

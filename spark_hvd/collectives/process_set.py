@@ -1,4 +1,4 @@
-"""Process sets: parts of the world whose ranks have collectives of their own."""
+"""Process sets: groups of ranks with their own collectives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spark_hvd.world.layout import World
 
 
 class Here(Protocol):
-    """What process sets ask of the world that this process is in; the context is one."""
+    """What process sets need to know of the world that this process is in; the context provides it."""
 
     @property
     def world(self) -> World:
-        """This rank's view of it."""
+        """This rank's view of the world."""
 
     @property
     def queue(self) -> NegotiatedQueue:
@@ -23,11 +23,11 @@ class Here(Protocol):
 
     @property
     def queues(self) -> Mapping[int, NegotiatedQueue]:
-        """The queues of the process sets that this rank is in, by number."""
+        """Queues of the process sets that include this rank, by number."""
 
     @property
     def process_sets(self) -> Mapping[int, ProcessSet]:
-        """The registered process sets, the global one aside, by number."""
+        """Registered process sets by number, without the global one."""
 
 
 def _nowhere() -> Here:
@@ -38,7 +38,7 @@ _current: Callable[[], Here] = _nowhere
 
 
 def look_up_with(current: Callable[[], Here]) -> None:
-    """Take what gives the world of this process, or raises a NotInitializedError; the context calls this, once."""
+    """Set the function that returns this process's world, or raises NotInitializedError; the context calls this."""
     global _current
     _current = current
 
@@ -74,40 +74,40 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Its number, the same on all ranks; None while it is not registered."""
+        """The set's number, the same on all ranks; None while it is not registered."""
         return self._id
 
     @property
     def ranks(self) -> list[int] | None:
-        """Its ranks in the world, ascending."""
+        """The set's ranks in the world, ascending."""
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """Number of ranks; None while it is not registered."""
+        """Return the number of ranks; None while the set is not registered."""
         return None if self._id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This rank's position in it; None if this rank is not in it, or it is not registered."""
+        """Return this rank's position in the set; None if it is not a member, or the set is not registered."""
         ranks, world = self.ranks, _world()
         if self.process_set_id is None or ranks is None or world is None:
             return None
         return ranks.index(world.me.rank) if world.me.rank in ranks else None
 
     def included(self) -> bool | None:
-        """Whether this rank is in it; None while it is not registered."""
+        """Return whether this rank is a member; None while the set is not registered."""
         return None if self.process_set_id is None else self.rank() is not None
 
     def registered_as(self, number: int | None) -> None:
-        """Take a number, or lose it; for the context only."""
+        """Set or clear the number; for the context only."""
         self._id = number
 
     def require_root(self, root_rank: int) -> None:
-        """Raise a ValueError unless this is the rank, in the world, of a member."""
+        """Raise a ValueError unless a member has this rank in the world."""
         if root_rank not in (self.ranks or []):
-            raise ValueError(f"root_rank={root_rank} is no rank of {self}; root ranks count in the world.")
+            raise ValueError(f"root_rank={root_rank} is not a rank of {self}; give the root as its rank in the world.")
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessSet:
-        return self  # it stands for a part of this world, of which there is one; models that hold it are copied
+        return self  # it stands for part of the one world; models that hold it are copied
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -116,7 +116,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of the world, whichever world that is at the time."""
+    """All ranks of the present world, whichever that is."""
 
     def __init__(self) -> None:
         self._id = 0
@@ -139,7 +139,7 @@ class _GlobalProcessSet(ProcessSet):
     def require_root(self, root_rank: int) -> None:
         size = _current().world.me.size
         if root_rank not in range(size):
-            raise ValueError(f"root_rank={root_rank} is no rank of this world; expected 0 to {size - 1}.")
+            raise ValueError(f"root_rank={root_rank} is not a rank of this world; expected 0 to {size - 1}.")
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
@@ -147,7 +147,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 
 def queue_of(process_set: ProcessSet) -> NegotiatedQueue:
-    """The queue of a process set's collectives.
+    """Return the queue of a process set's collectives.
 
     Raises:
         NotInitializedError: Before init().
@@ -157,7 +157,7 @@ def queue_of(process_set: ProcessSet) -> NegotiatedQueue:
     if process_set is global_process_set:
         return here.queue
     if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"process_set={process_set!r} is no ProcessSet; register one with hvd.add_process_set().")
+        raise ValueError(f"process_set={process_set!r} is not a ProcessSet; register one with hvd.add_process_set().")
     number = process_set.process_set_id
     if number is None or here.process_sets.get(number) is not process_set:
         raise ValueError(f"{process_set} is not registered in this world; call hvd.add_process_set() on every rank.")

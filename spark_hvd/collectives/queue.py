@@ -1,7 +1,7 @@
-"""A rank's collectives by name on one process set: submitted, negotiated, then run as the coordinator decides.
+"""A rank's named collectives on one process set: submitted, negotiated, then run as the coordinator decides.
 
-Calls come from the user's threads, decisions from the engine's. A queue knows no socket: what is to be told to the
-coordinator gathers in an outbox, which whoever is about to wait sends, else the engine.
+Calls come from the user's threads, decisions from the engine's thread. A queue knows no sockets: messages for the
+coordinator collect in an outbox. A thread that is about to wait sends the outbox; otherwise the engine does.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from spark_hvd.world.vitals import Underway
 
 
 class NegotiatedQueue(Calls, Source):
-    """See the module's description.
+    """The collectives of one process set on this rank.
 
-    Collectives travel together up to ``fusion_threshold`` bytes. With ``horovod``, errors are Horovod's.
+    Up to ``fusion_threshold`` bytes are sent together. With ``horovod``, errors are Horovod's.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class NegotiatedQueue(Calls, Source):
         super().__init__(members, link, tracing, horovod)
         self._joining: NamedHandle[int] | None = None
         self.peer_lost = False
-        """Whether a rank has vanished, so that what is in flight will probably fail."""
+        """Whether a rank has vanished, so that collectives in flight will probably fail."""
         self.left_unfinished = False
-        """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
-        # The engine's thread only.
+        """Whether a rank left before its part in collectives that began here, perhaps on the device."""
+        # Used by the engine's thread only.
         self.planner = Planner(fusion_threshold)
         self._runs = Runs(members, tracing, self.release, self._cannot_run)
         activity.add_source(self)
@@ -62,16 +62,16 @@ class NegotiatedQueue(Calls, Source):
     # ---- the user's threads ---------------------------------------------------------------------------------------
 
     def join(self, counts: bool, device: torch.device | None) -> NamedHandle[int]:
-        """Have no more data, and stand in on a GPU. The handle's result is the last rank to join, as in the world."""
+        """Declare that this rank has no more data. The handle's result is the last rank to join, as in the world."""
         with self._lock:
             self._failure.require_none()
             if self._joining is not None:
                 raise self._duplicate("join() was called while another join() of this rank is under way.")
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
-        # Once this rank has joined, a name stands for what others call, and this rank for zeros. So nothing may be
-        # left: no call that waits for a name, and none in memory, where one to which all have come ends only when the
-        # rank has looked that tries to withdraw from it.
+        # Once this rank has joined, a name stands for the other ranks' calls, to which this rank contributes zeros. So
+        # no call of its own may be left: none that waits for a name, and none in memory. A call there that all ranks
+        # have entered ends only once the rank that tries to withdraw has seen that all have.
         left: list[NamedHandle[Any]] | None = None
         while left != []:
             with self._lock:
@@ -80,7 +80,7 @@ class NegotiatedQueue(Calls, Source):
                 left = [*self.memory.under_way, *(self._handles[name] for name in self._deferred.names)]
             self.flush()
             for other in left:
-                with contextlib.suppress(Exception):  # it is the caller's, who waits for it too
+                with contextlib.suppress(Exception):  # the error belongs to the caller, who waits for the handle too
                     other.wait()
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
         self._runs.device = device
@@ -111,7 +111,7 @@ class NegotiatedQueue(Calls, Source):
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Do what the coordinator has decided."""
+        """Carry out the coordinator's decisions."""
         for decision in decisions:
             if isinstance(decision, RunKnown):
                 self.memory.has_run(decision.ids)
@@ -142,11 +142,11 @@ class NegotiatedQueue(Calls, Source):
                         self._link.peer_lost(self)
 
     def resume(self) -> None:
-        """A collective of several rounds may be able to go on."""
+        """Continue a collective of several rounds, if its round has ended."""
         self._runs.resume()
 
     def gone(self, text: str) -> None:
-        """Nothing can start any more: a rank has gone, or this one leaves."""
+        """Start nothing more: a rank is gone, or this one leaves."""
         with self._lock:
             if self._failure.text is not None:
                 return
@@ -160,11 +160,11 @@ class NegotiatedQueue(Calls, Source):
                 handle.complete(error=self._failure.of(handle.label))
 
     def vanished(self) -> None:
-        """The coordinator's connection has ended."""
+        """Handle the end of the coordinator's connection."""
         if self._failure.text is None:
             text = (
-                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. "
-                "Its own output and exit code say why."
+                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or can no longer be reached. "
+                "See its own output and exit code for the cause."
             )
             self.gone(text)
             self.members.on_loss(self.ranks[0], text)
@@ -175,25 +175,25 @@ class NegotiatedQueue(Calls, Source):
         self._link.peer_lost(self)
 
     def aborted(self, text: str) -> None:
-        """The world has ended: nothing in flight can succeed any more."""
+        """Fail everything in flight: the world has ended."""
         self.gone(text)
         self.peer_lost = True
         self.abandon()
 
     def forked(self, text: str) -> None:
-        """End all calls in a process that this rank has forked: it has no engine, so nobody may wait for one."""
+        """End all calls in a forked process: it has no engine, so nobody may wait for one."""
         self._lock = threading.Lock()
         self._failure.forked()
         self.memory = MemoryRounds(None, self._lock, self)
         self.aborted(text)
 
     def abandon(self, done: int = 0) -> None:
-        """Fail what has started too, after the first `done` batches: it waits for a rank that is gone."""
+        """Fail started batches too, except the first `done`: they wait for a rank that is gone."""
         for handle in self._runs.abandon(done):
             handle.complete(error=self._failure.of(handle.label))
 
     def give_up(self) -> None:
-        """Stop waiting for what is in flight: after this moment it can no longer succeed."""
+        """Stop waiting for collectives in flight: they can no longer succeed."""
         if self.peer_lost:
             self.abandon()
             self.abort()
@@ -201,18 +201,18 @@ class NegotiatedQueue(Calls, Source):
             self.members.nccl.abort_soon()
 
     def abort(self) -> None:
-        """End the Gloo connections to the other members: what is under way fails, here and there. From any thread."""
+        """End the Gloo connections to the other members: collectives in flight fail on both sides. From any thread."""
         if self.members.connections is not None:
             self.members.connections.abort()
 
     @property
     def done(self) -> int:
-        """The number of batches of which this rank has done its part: the others can end them without it."""
+        """Number of batches to which this rank has contributed: the others can finish those without it."""
         return self._runs.done
 
     @property
     def unfinished(self) -> bool:
-        """Whether collectives are under way on the wire; from any thread."""
+        """Whether collectives are in flight on the wire; from any thread."""
         return self._runs.unfinished
 
     def _learn(self, decision: Learn) -> None:
@@ -231,7 +231,7 @@ class NegotiatedQueue(Calls, Source):
     def _joined(self, last: int) -> None:
         with self._lock:
             joining, self._joining = self._joining, None
-            self._unnamed.joined()  # all ranks read this between the same two decisions
+            self._unnamed.joined()  # all ranks read this decision at the same point of the stream
         if joining is not None:
             joining.work.received = [last]
             joining.complete()

@@ -1,7 +1,7 @@
-"""Runs batches in the coordinator's order on one rank, without waiting for any; the engine's thread only.
+"""Runs batches on one rank in the coordinator's order, without waiting for any; on the engine's thread only.
 
-Tensors on a GPU are packed and unpacked on a stream of the queue's own, after what the caller's stream had queued
-before the call; a moment on that stream stands for the result, and no thread waits for the device.
+Tensors on a GPU are packed and unpacked on a stream of the queue, after everything that the caller's stream had queued
+before the call. A point on that stream stands for the result, so no thread waits for the device.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Started:
 
 
 class Runs:
-    """See the module's description.
+    """The batches that this rank has begun, in order.
 
-    ``release`` is told of handles whose collective has ended, before they are completed, from any thread.
+    ``release`` gets the handles whose collective has ended, before they are completed, from any thread.
     """
 
     def __init__(
@@ -58,42 +58,42 @@ class Runs:
         self._cannot_run = cannot_run
         self._queue: deque[tuple[Batch, list[NamedHandle[Any] | None], int]] = deque()
         self.begun = 0
-        """How many batches this rank has begun, whether they have ended or not."""
+        """Number of batches that this rank has begun, including those that have ended."""
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.device: torch.device | None = None
-        """The GPU of a rank that has joined, on which it stands in; None where it has used none."""
+        """The GPU on which a rank that has joined contributes; None if it has used none."""
 
     def start(self, batches: Sequence[Batch], handles: Mapping[str, NamedHandle[Any]]) -> None:
-        """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
+        """Run batches after all earlier ones. For entries without a handle, contribute neutral elements."""
         now = time.monotonic_ns()
         for batch in batches:
             found = [handles.get(entry.name) for entry in batch]
-            # A call of a rank that has joined may be under way still when the others call its name again.
+            # A call of a rank that has joined may still be in flight when the others call its name again.
             mine = [None if handle in self._under_way else handle for handle in found]
             self._under_way.update(handle for handle in mine if handle is not None)
             self._queue.append((batch, mine, now))
         self._pump()
 
     def has(self, handle: NamedHandle[Any]) -> bool:
-        """Whether it is queued or started, and has not ended."""
+        """Return whether the call is queued or started, and has not ended."""
         return handle in self._under_way
 
     @property
     def done(self) -> int:
-        """The number of batches of which this rank has done its part; all ranks count them alike."""
+        """Number of batches to which this rank has contributed; all ranks count alike."""
         return self.begun - (self._active is not None)
 
     @property
     def unfinished(self) -> bool:
-        """Whether collectives are under way on the wire; from any thread."""
+        """Whether collectives are in flight on the wire; from any thread."""
         active = self._active
         return any(not (started is active and started.round_over) for started in [*self._started.values()])
 
     def abandon(self, done: int) -> list[NamedHandle[Any]]:
-        """Start nothing any more beyond the first `done` batches, and return the handles of what lies beyond."""
+        """Start nothing beyond the first `done` batches, and return the handles of later ones."""
         later = [started for number, started in [*self._started.items()] if number >= done]
         handles = [handle for started in later for handle in started.handles]
         while self._queue and self.begun + len(self._queue) > done:
@@ -102,21 +102,21 @@ class Runs:
         return handles
 
     def resume(self) -> None:
-        """Take the batch of several rounds further, if its round has ended."""
+        """Continue the batch of several rounds, if its round has ended."""
         active = self._active
         if active is None or not active.round_over:
             return
         self._active = None
         try:
             active.execution.resume()
-        except CollectiveError as error:  # a peer's fault, not this rank's: whoever waits learns whose
+        except CollectiveError as error:  # a peer's fault, not this rank's: the waiting thread learns whose
             active.execution.fail(error)
             self._ended(active)
         except Exception as error:
             self._started.pop(active.number, None)
             self._fail(active.handles, error)
         else:
-            self._go_on(active)
+            self._continue(active)
         self._pump()
 
     def _pump(self) -> None:
@@ -134,15 +134,15 @@ class Runs:
                 started = _Started(number, batch, Execution(steps), handles, queued_ns, started_ns)
                 self._started[number] = started
                 if rounds(batch, self._members) or started.execution.waiting_for is None:
-                    self._go_on(started)
+                    self._continue(started)
                 else:
                     started.execution.waiting_for.when_done(partial(self._only_round_is_over, started))
             except Exception as error:
                 self._started.pop(number, None)
                 self._fail(handles, error)
 
-    def _go_on(self, started: _Started) -> None:
-        """A batch of several rounds has begun another, or has ended."""
+    def _continue(self, started: _Started) -> None:
+        """Continue with a batch of several rounds, which has begun another round or has ended."""
         if started.execution.waiting_for is None:
             self._ended(started)
         else:
@@ -160,7 +160,7 @@ class Runs:
             self._fail(started.handles, fault)
 
     def _round_is_over(self, started: _Started) -> None:
-        # Gloo calls back a moment before it calls its work done, so the handle is not asked again.
+        # Gloo calls back shortly before it marks its work as done, so do not ask the handle again.
         started.round_over = True
         self._tracing.wake()
 
@@ -183,31 +183,31 @@ class Runs:
         self._ended(packed, moment)
 
     def _device_of(self, batch: Batch, handles: Sequence[NamedHandle[Any]]) -> torch.device:
-        """Where a batch runs on this rank."""
+        """Return the device on which a batch runs on this rank."""
         devices = sorted({str(tensor.device) for handle in handles for tensor in handle.work.tensors})
         if len(devices) > 1:
             raise ValueError(
-                f"{', '.join(handle.label for handle in handles)} travel together, as the tensors of rank "
-                f"{self._members.ranks[0]} are on one GPU; here they are on {', '.join(devices)}, and expected on one. "
+                f"{', '.join(handle.label for handle in handles)} are sent together, because the tensors of rank "
+                f"{self._members.ranks[0]} are on one GPU; on this rank they are on {', '.join(devices)}. "
                 "Put the tensors of these names on one GPU on every rank, or wait for each call before the next"
             )
-        # The current device of this thread is CUDA's first, which may be another rank's.
+        # This thread's current device is CUDA's first, which may belong to another rank.
         return torch.device(devices[0]) if devices else self.device or torch.device("cuda", torch.cuda.current_device())
 
     def _ended(self, started: _Started, moment: Moment | None = None) -> None:
-        """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""
+        """Complete the handles of a batch whose collectives have ended or failed; from any thread."""
         if self._tracing.recorder is not None:
             staging = self._members.staging
             staged = staging is not None and staging.serves(started.batch)
             self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns, staged)
         self._started.pop(started.number, None)
-        self._release(started.handles)  # first: what is neither under way nor released would be started again
+        self._release(started.handles)  # first: a handle that is neither in flight nor released would be started again
         self._under_way.difference_update(started.handles)
         for handle in started.handles:
             handle.complete(moment or started.execution)
 
     def _fail(self, handles: list[NamedHandle[Any]], error: Exception) -> None:
-        """This rank cannot do what the others are doing: they must not wait for it."""
+        """Fail these handles and leave the world: the other ranks must not wait for this one."""
         text = f"{type(error).__name__}: {error}"
         self._cannot_run(text)
         self._release(handles)

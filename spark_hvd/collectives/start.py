@@ -1,4 +1,8 @@
-"""Named collectives on tensors: each function here describes one call and leaves it to the queue of its process set."""
+"""Named collectives on tensors: each function describes one call and passes it to the queue of its process set.
+
+A call that repeats an earlier one takes a shorter path, `queue.again`, which skips the checks and the description. It
+returns None for any other call.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,19 @@ Tensors = list[torch.Tensor]
 
 
 class Reducing(NamedTuple):
-    """How an allreduce or a reducescatter computes."""
+    """The computation of an allreduce or a reducescatter."""
 
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise a TypeError if these tensors cannot be reduced so."""
+        """Raise a TypeError if these tensors cannot be reduced this way."""
         for tensor in tensors:
             check_op(tensor.dtype, self.op)
             if tensor.dtype == torch.bool and (self.prescale != 1.0 or self.postscale != 1.0):
                 raise TypeError(
-                    "prescale_factor and postscale_factor do not exist for torch.bool; convert the tensor first."
+                    "prescale_factor and postscale_factor do not apply to torch.bool; convert the tensor first."
                 )
 
 
@@ -51,16 +55,16 @@ def start_allreduce(
 
     Args:
         tensors: At least one.
-        name: None: matched by the order of such calls.
-        reducing: How.
-        process_set: Whose ranks.
+        name: The call's name; None: calls match by their order.
+        reducing: The computation.
+        process_set: The ranks that take part.
         result: `all_results` or `single_result`.
-        in_place: Whether the results are `tensors` themselves.
+        in_place: Whether the results go into `tensors`.
         urgent: Whether the caller is about to wait.
 
     Raises:
-        TypeError: The dtype has no such reduction, or cannot be scaled.
-        ValueError: The process set is not this rank's, the tensors are on several devices, or one cannot take a result.
+        TypeError: The reduction or scaling does not support the dtype.
+        ValueError: This rank is not in the process set, the tensors are on several devices, or one is not writable.
     """
     queue = queue_of(process_set)
     if len(tensors) == 1:
@@ -103,7 +107,7 @@ def start_broadcast(
     in_place: bool,
     urgent: bool = False,
 ) -> NamedHandle[T]:
-    """Give all ranks of a process set the tensors of one; `root_rank` counts in the world."""
+    """Send one rank's tensors to all ranks of a process set; `root_rank` is its rank in the world."""
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
     if len(tensors) == 1:
@@ -118,12 +122,15 @@ def start_broadcast(
 
 
 def start_sealing(seal: str | None, root_rank: int, name: str | None, process_set: ProcessSet) -> NamedHandle[str]:
-    """Give all ranks of a process set the seal of one; it goes by the coordinator alone, whose channel is authentic."""
+    """Send one rank's seal to all ranks of a process set; :mod:`spark_hvd.collectives.objects` says what a seal is.
+
+    It goes through the coordinator alone, whose channel is authenticated.
+    """
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
-    place = list(queue.ranks).index(root_rank)
+    root = list(queue.ranks).index(root_rank)
     request = Request("broadcast", [], [], "", root=int(root_rank), seal=seal)
-    return queue.submit(name, request, Work([], True, []), lambda work: work.seals[place] or "", urgent=True)
+    return queue.submit(name, request, Work([], True, []), lambda work: work.seals[root] or "", urgent=True)
 
 
 def start_alltoall(
@@ -134,12 +141,12 @@ def start_alltoall(
     *,
     urgent: bool = False,
 ) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
-    """Send a share of rows to each rank of a process set; the result has the received rows and how many from whom."""
+    """Send rows to each rank of a process set; the result holds the received rows and their number per rank."""
     queue = queue_of(process_set)
     size = len(queue.ranks)
     counts = _counts(splits)
     fault = split_fault(tensor, counts, size)
-    if fault is not None:
+    if fault is not None:  # sent all the same, so that every rank raises the error and none waits for this one
         counts = []
     elif counts is None:
         counts = even_rows(tensor.shape[0], size)
@@ -156,9 +163,9 @@ def start_reducescatter(
     *,
     urgent: bool = False,
 ) -> NamedHandle[T]:
-    """Reduce tensors over all ranks of a process set and keep my share of rows; see :func:`start_allreduce`."""
+    """Reduce tensors over all ranks of a process set and keep this rank's rows; see :func:`start_allreduce`."""
     if reducing.op is ReduceOp.ADASUM:
-        raise NotImplementedError("reducescatter has no op=Adasum; pass Average, Sum, Min, Max or Product.")
+        raise NotImplementedError("reducescatter does not support op=Adasum; pass Average, Sum, Min, Max or Product.")
     for tensor in tensors:
         require_rows(tensor, "reducescatter")
     reducing.check(tensors)
@@ -167,7 +174,7 @@ def start_reducescatter(
 
 
 def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
-    """End when all ranks of a process set have called it."""
+    """Complete when all ranks of a process set have called it."""
     queue = queue_of(process_set)
     handle = queue.again("barrier", name, None, ("barrier", None), _none, in_place=True, urgent=True)
     return handle or queue.submit(name, Request("barrier", [], [], ""), Work([], True, []), _none, urgent=True)
@@ -176,30 +183,29 @@ def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None
 def compressed_allreduce(
     tensors: Sequence[torch.Tensor], name: str | None, reducing: Reducing, process_set: ProcessSet, compression: Any
 ) -> Tensors:
-    """Reduce tensors into new ones, and wait for it."""
+    """Reduce tensors into new ones, and wait for the result."""
     pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    wires = [wire for wire, _ in pairs]
-    # What the compressor has made anew may be reduced in place.
-    fresh = all(_storage(wire) != _storage(tensor) for wire, tensor in zip(wires, tensors, strict=True))
-    results = start_allreduce(wires, name, reducing, process_set, all_results, in_place=fresh, urgent=True).wait()
+    compressed = [each for each, _ in pairs]
+    # Tensors that the compressor has created may be reduced in place.
+    new = all(_storage(each) != _storage(tensor) for each, tensor in zip(compressed, tensors, strict=True))
+    results = start_allreduce(compressed, name, reducing, process_set, all_results, in_place=new, urgent=True).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
 def compressed_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None, reducing: Reducing, process_set: ProcessSet, compression: Any
 ) -> Tensors:
-    """Reduce tensors, keep my share of the rows, and wait for it."""
+    """Reduce tensors, keep this rank's rows, and wait for the result."""
     pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    results = start_reducescatter(
-        [wire for wire, _ in pairs], name, reducing, process_set, all_results, urgent=True
-    ).wait()
+    compressed = [each for each, _ in pairs]
+    results = start_reducescatter(compressed, name, reducing, process_set, all_results, urgent=True).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
 def require_tensor(tensor: object) -> None:
     """Raise a TypeError for anything but a dense tensor on a CPU or a GPU."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; objects go by broadcast_object.")
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; use broadcast_object for objects.")
     require_dense(tensor)
 
 
@@ -212,7 +218,7 @@ def require_tensors(tensors: object) -> None:
 
 
 def _none(work: Work) -> None:
-    """The result of a barrier."""
+    """Return a barrier's result."""
 
 
 def _with_splits(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,18 +235,17 @@ def _request(kind: str, tensors: Sequence[torch.Tensor], reducing: Reducing | No
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             raise ValueError(
-                f"the tensors of one group are on {', '.join(sorted(map(str, devices)))}; pass those of each device in "
-                "a call of their own."
+                f"the tensors of one group are on {', '.join(sorted(map(str, devices)))}; use a separate call for "
+                "each device."
             )
-    # With its index, so that tensors on two GPUs of a rank are not fused.
-    place = str(device) if device.type == "cuda" else device.type
+    # With its index, so that tensors on two GPUs of one rank are not fused.
+    where = str(device) if device.type == "cuda" else device.type
     dtypes = [dtype_text(tensor.dtype) for tensor in tensors]
     shapes = [list(tensor.shape) for tensor in tensors]
     if reducing is None:
-        return Request(kind, dtypes, shapes, place)
-    return Request(
-        kind, dtypes, shapes, place, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale))
-    )
+        return Request(kind, dtypes, shapes, where)
+    op, prescale, postscale = reducing
+    return Request(kind, dtypes, shapes, where, op.name, float(prescale), float(postscale))
 
 
 def _counts(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:

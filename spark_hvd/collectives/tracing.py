@@ -34,7 +34,7 @@ _AUTO_ROWS = 16
 
 
 class Tracing:
-    """Shared by all queues of a process. ``wake`` wakes the engine, and is called from any thread."""
+    """Events of all queues of a process. ``wake`` wakes the engine; any thread calls it."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -96,8 +96,8 @@ class Tracing:
     def start(self, send: Callable[[int, list[Event]], None], mark_cycles: bool, *, on_rank0: bool) -> None:
         """Start to record.
 
-        ``send`` takes nanoseconds to add to all times, the same in every call, and events. ``mark_cycles`` records
-        when the engine wakes up; ``on_rank0`` makes this rank's clock the reference.
+        ``send`` takes events, and nanoseconds to add to all times, the same in every call. ``mark_cycles`` records
+        when the engine wakes up. ``on_rank0`` makes this rank's clock the reference.
         """
         self._called.clear()
         self._answers.clear()
@@ -114,9 +114,9 @@ class Tracing:
             recorder.flush()
 
     def answered(self, asked_ns: int, rank0_ns: int) -> bool:
-        """Take rank 0's time, which was asked for; returns whether to ask again."""
+        """Process rank 0's answer to a request for its time; return whether to ask again."""
         now = time.monotonic_ns()
-        # As in NTP: assume that the answer was given half-way; the error is at most half of the round trip.
+        # As in NTP, assume that the answer was given half-way: the error is at most half of the round trip.
         self._answers.append((now - asked_ns, rank0_ns - (asked_ns + now) // 2))
         if len(self._answers) == _PINGS:
             self._settle()
@@ -128,7 +128,7 @@ class Tracing:
                 self._send(min(self._answers)[1] if self._answers else 0, events)
             except Exception as error:  # the caller is in the middle of a collective or of the engine's turn
                 self._give_up(error)
-        else:  # the offset may still change, and spans that nest must not come apart
+        else:  # the offset may still change, and nested spans must not come apart
             self._held += events
 
     def _give_up(self, error: Exception) -> None:
@@ -137,7 +137,7 @@ class Tracing:
         if not self._failed:
             self._failed = True
             _log.warning(
-                "The timeline lacks the latest events of this rank, and all that follow: %s: %s",
+                "The timeline lacks this rank's latest events and all later ones: %s: %s",
                 type(error).__name__,
                 error,
             )

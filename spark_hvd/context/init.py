@@ -334,7 +334,7 @@ def _settle(
 
 
 def _numbered(path: str, generation: int) -> str:
-    """A file for each generation, so that a later one does not overwrite what led to its beginning."""
+    """Return the path for a generation, so that a later one does not overwrite what led to its beginning."""
     stem, suffix = os.path.splitext(path)
     return path if generation == 0 else f"{stem}.{generation}{suffix}"
 

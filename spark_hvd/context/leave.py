@@ -47,7 +47,7 @@ def shutdown() -> None:
 
 
 def shutdown_for_good() -> None:
-    """As :func:`shutdown`, for a process that will end by ``os._exit`` and joins no other world.
+    """Do :func:`shutdown` for a process that will end by ``os._exit`` and join no other world.
 
     It does not wait until Gloo has taken its connections apart: for each, Gloo waits for a thread that wakes up every
     10 ms. A thread does it, as others may still wait for this rank, and ends with the process.
@@ -88,7 +88,7 @@ def abort(text: str, generation: int | None = None) -> None:
 
 
 def is_aborted() -> bool:
-    """Whether :func:`abort` was called for the world that this process is in."""
+    """Return whether :func:`abort` was called for the world that this process is in."""
     return standing.registry is not None and standing.registry.broken is not None
 
 

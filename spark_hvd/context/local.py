@@ -20,12 +20,12 @@ def mark_local(param: torch.Tensor, *, averaged: bool = False) -> None:
 
 
 def is_local(param: torch.Tensor) -> bool:
-    """Whether this parameter is this rank's own."""
+    """Return whether this parameter is this rank's own."""
     return param in _marks
 
 
 def is_averaged(param: torch.Tensor) -> bool:
-    """Whether the gradient of a rank-local parameter is a mean over the ranks already."""
+    """Return whether the gradient of a rank-local parameter is a mean over the ranks already."""
     return param in _marks and bool(_marks[param])
 
 
@@ -54,7 +54,7 @@ def _named(of: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shares_local(tensors: list[torch.Tensor]) -> list[bool]:
-    """Whether each tensor is a rank-local parameter or lies in the memory of one, as those of a state dict do."""
+    """Return whether each tensor is a rank-local parameter or shares its memory, like the tensors of a state dict."""
     memory = {_address(each) for each in list(_marks)} - {0}
     return [each in _marks or (bool(memory) and _address(each) in memory) for each in tensors]
 

@@ -20,7 +20,7 @@ _PAGE = resource.getpagesize()
 
 
 def observe() -> Vitals | None:
-    """What there is to tell of this rank now; None while it is in no world. From any thread."""
+    """Return what is known of this rank now; None while it is in no world. From any thread."""
     here = standing.context
     if here is None:
         return None
@@ -58,7 +58,7 @@ def _resident() -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    """The fields of the GPUs that this process uses: those on which torch holds memory.
+    """Return the fields of the GPUs on which torch holds memory in this process.
 
     The current device says nothing: each thread has its own, and this thread's is CUDA's first.
     """

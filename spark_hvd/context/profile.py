@@ -72,7 +72,7 @@ class StepProfiler:
             self._guarded(self._mark if self._left else self._finish)
 
     def _mark(self) -> None:
-        """A step begins, which is to be seen as a span; the one before has ended."""
+        """Begin the span of a step, and end that of the previous one."""
         self._unmark()
         self._span = torch.profiler.record_function("step")
         self._span.__enter__()
@@ -121,7 +121,7 @@ class StepProfiler:
             self._tell(number, part=part, parts=len(parts), data=data)
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
-        """What observes a training must not end it."""
+        """Call a function, and stop profiling if it fails: what observes a training must not end it."""
         try:
             work(*args)
         except Exception as error:
@@ -133,11 +133,11 @@ class StepProfiler:
 
 
 def events_of(trace: dict[str, Any], rank: int, size: int, host: str, pid: int) -> list[dict[str, Any]]:
-    """The events of one rank's trace among those of all: its processes, numbers and times are told apart from others'.
+    """Return one rank's events for a trace of all ranks, with processes, numbers and times that do not collide.
 
     Args:
         trace: What torch has exported.
-        rank: Of ``size``.
+        rank: The rank whose trace this is.
         size: Ranks in all.
         host: Where it ran.
         pid: The process that was profiled; other numbers of processes are those of its GPUs.

@@ -69,7 +69,7 @@ class Progress(Generic[T]):
         return self._totals.steps
 
     def __iter__(self) -> Iterator[T]:
-        """The items, one for each step; a step ends when the next item is requested."""
+        """Yield the items, one for each step; a step ends when the next item is requested."""
         if self._items is None:
             raise TypeError(
                 "hvd.progress was given a number of steps, so there is nothing to go through: call .step() once a "
@@ -90,7 +90,7 @@ class Progress(Generic[T]):
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """A context whose time counts as waiting for data, for loops that fetch their batches themselves."""
+        """Count the time in this context as waiting for data, for loops that fetch their batches themselves."""
         self._fetching = before = time.monotonic()
         try:
             yield
@@ -152,7 +152,7 @@ class Progress(Generic[T]):
         return self._totals
 
     def facts(self, now: float) -> dict[str, Any]:
-        """The fields of :class:`spark_hvd.world.vitals.Vitals` that are known here. From any thread."""
+        """Return those fields of :class:`spark_hvd.world.vitals.Vitals` that are known here. From any thread."""
         totals, started, fetching = self._totals, self._started, self._fetching
         fetched = 0.0 if fetching is None else now - fetching
         return {
@@ -251,7 +251,7 @@ def _length(work: Sized) -> int | None:
 
 
 def _rows(batch: Any) -> int:
-    """How many samples a batch has: the length of the first tensor or array in it; 0 if there is none."""
+    """Return how many samples a batch has: the length of the first tensor or array in it; 0 if there is none."""
     while isinstance(batch, (list, tuple, Mapping)):
         if not batch:
             return 0
@@ -261,7 +261,7 @@ def _rows(batch: Any) -> int:
 
 
 def _number(value: Metric) -> float | None:
-    """The value of a metric now; None if it has none."""
+    """Return the value of a metric now; None if it has none."""
     try:
         return float(value() if callable(value) else value)
     except Exception as error:  # of the user's function, in the middle of something that it reads

@@ -87,7 +87,7 @@ class Context:
         return contextlib.nullcontext() if self.registry is None else self.registry.establishing()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
-        """A process group of the ranks of a process set; each of them must call this, in the same order.
+        """Return a process group of the ranks of a process set; each of them must call this, in the same order.
 
         With ``gloo_threads``, Gloo alone with so many threads, in place of the world's backends. ``process_set_id`` is
         0 for all ranks.
@@ -112,7 +112,7 @@ class Context:
         return made
 
     def hierarchy(self, process_set_id: int, group: dist.ProcessGroup, wanted: bool) -> Hierarchy | None:
-        """The two levels of a process set, see :meth:`spark_hvd.transport.host.hierarchy.Hierarchy.open`."""
+        """Return the two levels of a process set, see :meth:`spark_hvd.transport.host.hierarchy.Hierarchy.open`."""
         members = (self.queues[process_set_id] if process_set_id else self.queue).members
         return Hierarchy.open(process_set_id, members.ranks, members.hosts, wanted, self.groups, group)
 
@@ -170,7 +170,7 @@ standing = ProcessState()
 
 
 def current() -> Context:
-    """The world this process is in.
+    """Return the world this process is in.
 
     Raises:
         NotInitializedError: init() has not been called, or shutdown() has, or a rank has forked this process.
@@ -206,7 +206,7 @@ def place() -> RankInfo:
 
 
 def generation() -> int:
-    """The number of the world; outside one, as an elastic rank, that of the last.
+    """Return the number of the world; outside of a world, an elastic rank's last one.
 
     Raises:
         NotInitializedError: Before init().
@@ -216,17 +216,17 @@ def generation() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a world or, as an elastic rank, waits for its first or next one."""
+    """Return whether this process is in a world or, as an elastic rank, waits for its first or next one."""
     return standing.context is not None or standing.pending is not None
 
 
 def speaks_horovod() -> bool:
-    """Whether the dialect of the world that this process is in is Horovod's: its numbers and errors count."""
+    """Return whether this process is in a world of Horovod's dialect, whose numbers and errors then apply."""
     return standing.context is not None and standing.context.engine.config.is_horovod
 
 
 def in_world() -> bool:
-    """Whether this process is in a world, so that collectives work."""
+    """Return whether this process is in a world, so that collectives work."""
     return standing.context is not None
 
 
@@ -234,7 +234,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def ordinal(kind: str) -> str:
-    """The next number of a kind of what all ranks make in the same order, so that it is the same on each.
+    """Return the next number for a kind of thing that all ranks make in the same order, so that it is the same on each.
 
     A rank that an elastic world has taken in has not made what the others made in the worlds before: what is made
     inside such a world is numbered from 0.

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def rank() -> int:
-    """This process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
+    """Return this process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
     return place().rank
 
 
@@ -44,7 +44,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's position among the ranks of its host; commonly the number of its GPU."""
+    """Return this rank's position among the ranks of its host; commonly the number of its GPU."""
     return place().local_rank
 
 
@@ -54,7 +54,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """The position of this rank's host among the hosts that have a rank with the same local rank."""
+    """Return the position of this rank's host among the hosts that have a rank with the same local rank."""
     return place().cross_rank
 
 
@@ -64,14 +64,14 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks."""
     if not in_world():
         return place().local_size * place().cross_size == place().size
     return current().layout.is_homogeneous
 
 
 def generation() -> int:
-    """How often the membership of an elastic job has changed, or how often a job was restarted.
+    """Return how often the membership of an elastic job has changed, or how often a job was restarted.
 
     Starts at 0. The same on all ranks of a world.
     """
@@ -79,7 +79,7 @@ def generation() -> int:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads of a rank may call MPI at the same time. If not, ours take turns.
+    """Return whether several threads of a rank may call MPI at the same time. If not, ours take turns.
 
     Raises:
         NotInitializedError: Before init().
@@ -94,27 +94,27 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether this process is in a world that was made by MPI."""
+    """Return whether this process is in a world that was made by MPI."""
     return in_world() and dist.is_initialized() and dist.get_backend() == MPI_BACKEND
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed. It contains no MPI library; the extra `mpi` installs one."""
+    """Return whether mpi4py is installed. It contains no MPI library; the extra `mpi` installs one."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether CPU tensors are sent over Gloo; before init(), whether they could be."""
+    """Return whether CPU tensors are sent over Gloo; before init(), whether they could be."""
     return gloo_built() and not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """Whether this torch comes with Gloo."""
+    """Return whether this torch comes with Gloo."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """The version of NCCL in this torch, as Horovod writes it (2.21.5 is 22105); 0 without NCCL."""
+    """Return the version of NCCL in this torch, as Horovod writes it (2.21.5 is 22105); 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available() and cuda_built()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
@@ -122,12 +122,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether this torch was built for CUDA."""
+    """Return whether this torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this torch was built for ROCm."""
+    """Return whether this torch was built for ROCm."""
     return torch.version.hip is not None
 
 

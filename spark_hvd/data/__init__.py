@@ -1,7 +1,7 @@
 """The rows that a rank trains on, for any framework.
 
 May import the context and what is below it, store, its own readers, series and feeders; no pyspark. Doors: handed,
-shard, spool. Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
+shard, spool. Names are loaded on first use, because a Spark task that only keeps rows on its disk needs no torch.
 """
 
 from typing import TYPE_CHECKING

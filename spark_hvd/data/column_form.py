@@ -1,4 +1,4 @@
-"""Batches as dicts of columns: what becomes arrays is converted as it is read and cut, all else by the batch."""
+"""Batches as dicts of columns. Array columns are converted as they are read, the others once a batch is cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ Columns = dict[str, Any]
 class Part:
     """Rows that were read together.
 
-    ``names`` are of what is in a batch, in order; ``others`` are columns that are no arrays.
+    Attributes:
+        rows: Number of rows.
+        names: Names of the entries of a batch, in order.
+        arrays: Array columns and stacks, already converted.
+        others: The other columns, not yet converted.
     """
 
     rows: int
@@ -39,7 +43,7 @@ class Part:
 
 
 class ColumnForm(Form[Part, Columns]):
-    """Batches as numpy arrays or tensors. ``concatenate`` joins arrays of the kind that ``convert`` makes."""
+    """Makes batches of numpy arrays or tensors. ``concatenate`` joins arrays of the kind that ``convert`` makes."""
 
     def __init__(
         self,
@@ -55,23 +59,22 @@ class ColumnForm(Form[Part, Columns]):
         return self.of_batch(single(self._tables.of(table, where)), where)
 
     def of_batch(self, batch: pa.RecordBatch | PackedRows, where: str) -> Part:
-        """The same of what is in one piece."""
+        """Do what :meth:`of` does, for rows in one piece."""
         stacks = stacks_of(batch, self._features)
         stacked = {name for names in stacks.values() for name in names}
-        early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
-        done = set(early)
-        arrays = self._convert(batch.select(early), self._features) if early else {}
+        converted = [field.name for field in batch.schema if field.name in stacked or is_array_like(field.type)]
+        arrays = self._convert(batch.select(converted), self._features) if converted else {}
         for name, array in arrays.items():
             shape, before = tuple(array.shape[1:]), self._shapes.setdefault(name, tuple(array.shape[1:]))
             if shape != before:
                 raise DataError(
-                    f"column {name!r} has arrays of shape {shape} in {where}, and {before} before: {ONE_LENGTH}"
+                    f"column {name!r} has arrays of shape {shape} in {where}, but {before} before: {ONE_LENGTH}"
                 )
         return Part(
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
             arrays=arrays,
-            others=table_of(batch.select([name for name in batch.schema.names if name not in done])),
+            others=table_of(batch.select([name for name in batch.schema.names if name not in converted])),
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
@@ -85,49 +88,50 @@ class ColumnForm(Form[Part, Columns]):
         names, others = [*first.arrays], first.others.num_columns
         parts = itertools.chain([first], parts)
         if not others and all(isinstance(array, torch.Tensor) for array in first.arrays.values()):
-            del first  # its memory is free before the next is asked for
+            del first  # frees its memory before the next part is read
             for tensors in cut_rows(([*part.arrays.values()] for part in parts), sizes):
                 yield dict(zip(names, tensors, strict=True))
             return
         for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
-            found: Columns = {}
+            columns: Columns = {}
             for name in first.arrays:
                 arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
-                one = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
-                # A gradient of what is done to this batch is not to be the next one's.
-                found[name] = one.detach() if isinstance(one, torch.Tensor) else one
+                array = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
+                if isinstance(array, torch.Tensor):  # split, so that gradients and changes in place stay in this batch
+                    array = array.unsafe_split_with_sizes([len(array)])[0]
+                columns[name] = array
             if first.others.num_columns:
                 others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
-                found |= self._convert(single(pa.concat_tables(others)), None)
-                found = {name: found[name] for name in first.names}
-            yield found
+                columns |= self._convert(single(pa.concat_tables(others)), None)
+                columns = {name: columns[name] for name in first.names}
+            yield columns
 
     def kept(self, rows: Part) -> Part:
         return copy.deepcopy(rows)
 
 
 def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
-    """Rows as Arrow has them, in one piece."""
+    """Return the rows as an Arrow table in one piece."""
     return pa.Table.from_batches([batch.batch() if isinstance(batch, PackedRows) else batch])
 
 
 class _PartWindow(Window[Part]):
-    """The window of a :class:`ColumnForm`."""
+    """Collects the rows of one window for a :class:`ColumnForm`."""
 
     def __init__(self, asked: Round) -> None:
         self._arrays, self._others = RowWindow(asked), TableWindow(asked)
         self._rows = asked.rows
 
     def put(self, number: int, rows: Part) -> None:
-        self._like = rows
+        self._last = rows
         if rows.arrays:
             self._arrays.put(number, list(rows.arrays.values()))
         if rows.others.num_columns:
             self._others.put(number, rows.others)
 
     def take(self) -> Part:
-        like = self._like
-        arrays = dict(zip(like.arrays, self._arrays.take(), strict=True))
-        others = self._others.take() if like.others.num_columns else like.others
-        return Part(self._rows, like.names, arrays, others)
+        last = self._last
+        arrays = dict(zip(last.arrays, self._arrays.take(), strict=True))
+        others = self._others.take() if last.others.num_columns else last.others
+        return Part(self._rows, last.names, arrays, others)

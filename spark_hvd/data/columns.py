@@ -1,4 +1,4 @@
-"""Converts the columns of a batch: numbers to arrays or tensors, other values to lists of Python objects.
+"""Convert the columns of a batch: numbers to arrays or tensors, other values to lists of Python objects.
 
 ======================  ===============================================  ==============================
 Spark's type            numpy                                            PyTorch
@@ -39,28 +39,29 @@ from spark_hvd.data.readers.tensors import check_stack, to_doubles, to_tensor
 from spark_hvd.data.schemas.table import plain_type
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
-"""Names of columns to stack as "features", or by the name of the stack."""
+"""Names of columns to stack as "features", or a dict from names of stacks to such names."""
 
 Values = Any
-"""A numpy array, a list, or a dict of such by field."""
+"""A numpy array, a list, or a dict of these by field."""
 
 Offsets = np.ndarray[Any, np.dtype[np.int64]]
-"""Where the values of each row begin, and the end of the last, (rows + 1,)."""
+"""Where the values of each row begin, and where those of the last row end; shape (rows + 1,)."""
 
 Collate = Callable[[pa.RecordBatch], dict[str, Any]]
 _VECTOR = {"type", "size", "indices", "values"}
 
 
 def numpy_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Values]:
-    """A batch as numpy arrays. Arrays that share its memory are read-only.
+    """Return a batch as numpy arrays. Arrays that share its memory are read-only.
 
     Raises:
-        DataError: nulls, arrays of different lengths, a stack of columns that are not numbers; the column is named.
+        DataError: There are nulls, arrays of different lengths, or a stack of columns that are not numbers. The message
+            names the column.
     """
     stacks = stacks_of(batch, features)
     stacked = {name for names in stacks.values() for name in names}
-    found = {name: _stacked(batch, name, names) for name, names in stacks.items()}
-    return found | {name: _values(batch, name) for name in batch.schema.names if name not in stacked}
+    arrays = {name: _stacked(batch, name, names) for name, names in stacks.items()}
+    return arrays | {name: _values(batch, name) for name in batch.schema.names if name not in stacked}
 
 
 def _values(batch: pa.RecordBatch | PackedRows, name: str) -> Values:
@@ -70,22 +71,22 @@ def _values(batch: pa.RecordBatch | PackedRows, name: str) -> Values:
 
 
 def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Any]:
-    """A batch as tensors that own their memory.
+    """Return a batch as tensors that own their memory.
 
     Args:
         batch: Columns of any types.
         features: Columns of numbers, arrays and vectors to stack side by side into one tensor (rows, numbers), of the
             dtype that holds them all: a list of names for a tensor called "features", or a dict from the names of
-            tensors to such lists. The columns are then not in the batch by themselves.
+            tensors to such lists. Stacked columns do not also appear on their own.
 
     Raises:
-        DataError: as :func:`numpy_batch`.
+        DataError: As :func:`numpy_batch`.
     """
     return {name: _to_torch(values, name) for name, values in numpy_batch(batch, features).items()}
 
 
 def padded(value: float = 0, to: int | None = None, features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
+    """Return a ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
 
     Args:
         value: The value after the end of shorter arrays.
@@ -98,7 +99,7 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
         boxes of five numbers, which gives (rows, longest, 5). Other columns are as in :func:`torch_batch`.
     """
 
-    def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
+    def pad(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
         lengths = np.diff(offsets) if to is None else np.minimum(np.diff(offsets), to)
         longest = int(lengths.max(initial=0)) if to is None else to
         wide = np.full((len(lengths), longest, *values.shape[1:]), value, values.dtype)
@@ -106,11 +107,11 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
         wide[inside] = values[(offsets[:-1, None] + np.arange(wide.shape[1]))[inside]]
         return {name: torch.from_numpy(wide), f"{name}_lengths": torch.from_numpy(lengths)}
 
-    return _collate(made, features)
+    return _collate(pad, features)
 
 
 def ragged(features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: all values concatenated, and the offset of each row.
+    """Return a ``collate_fn`` for arrays of different lengths: all values concatenated, and the offset of each row.
 
     Returns:
         A function of a record batch. For a column "x" of arrays, it returns "x", (values, ...), and "x_offsets", int64
@@ -118,37 +119,37 @@ def ragged(features: Features | None = None) -> Collate:
         Other columns are as in :func:`torch_batch`.
     """
 
-    def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
+    def concatenate(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
         return {name: _to_torch(values, name), f"{name}_offsets": torch.from_numpy(offsets)}
 
-    return _collate(made, features)
+    return _collate(concatenate, features)
 
 
-def _collate(made: Callable[[str, Values, Offsets], dict[str, Any]], features: Features | None) -> Collate:
-    """Columns of arrays of numbers, also nested, which may differ in length, are ``made``; others are as ever."""
+def _collate(convert: Callable[[str, Values, Offsets], dict[str, Any]], features: Features | None) -> Collate:
+    """Return a ``collate_fn`` that uses ``convert`` for arrays of numbers, and :func:`torch_batch` for the rest."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def collate(batch: pa.RecordBatch) -> dict[str, Any]:
-        names = [each.name for each in batch.schema if is_list(each.type) and _is_number(_leaf_of(each.type))]
-        found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
+        names = [field.name for field in batch.schema if is_list(field.type) and _is_number(_leaf_of(field.type))]
+        tensors = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
         for name in names:
-            added = made(name, *_flat(batch.column(name), name, shapes))
-            if twice := found.keys() & added.keys() or added.keys() & set(names) - {name}:
+            added = convert(name, *_flat(batch.column(name), name, shapes))
+            if twice := tensors.keys() & added.keys() or added.keys() & set(names) - {name}:
                 raise DataError(
-                    f"column {name!r} of arrays comes with {min(twice)!r}, which is a column, too: expected names that "
-                    "differ. Next: rename that column"
+                    f"column {name!r} of arrays adds {min(twice)!r} to the batch, which is also a column: expected "
+                    "distinct names. Next: rename that column"
                 )
-            found |= added
-        return found
+            tensors |= added
+        return tensors
 
     return collate
 
 
 def values_of(array: pa.Array, name: str) -> Values:
-    """The values of a column; see the module's description.
+    """Return the values of a column; see the module's description.
 
     Raises:
-        DataError: as :func:`numpy_batch`.
+        DataError: As :func:`numpy_batch`.
     """
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -175,52 +176,52 @@ def values_of(array: pa.Array, name: str) -> Values:
         return _arrays(array, name)
     if pa.types.is_nested(kind):
         return _listed(array, name)
-    found = np.empty(len(array), object)
-    found[:] = array.to_pylist()
-    return found
+    objects = np.empty(len(array), object)
+    objects[:] = array.to_pylist()
+    return objects
 
 
 def _in_micros(array: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
-    """Times in microseconds, as in Spark and Python."""
+    """Return times in microseconds, as in Spark and Python."""
     try:
         return array.cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
             f"column {name!r} of {array.type} has a time that {kind} cannot hold: {error}. Next: round it to "
-            "microseconds where the column is made, or take arrow_batches"
+            "microseconds where the column is made, or use arrow_batches"
         ) from error
 
 
 def _listed(array: pa.Array, name: str) -> list[Any]:
-    """Values as Python objects; maps are dicts, at any depth."""
+    """Return values as Python objects; maps are dicts, at any depth."""
     listed: list[Any] = array.to_pylist()  # its maps_as_pydicts needs PyArrow 20
     with_dicts = _dicts_for(plain_type(array.type))
     if with_dicts is None:
         return listed
     try:
-        return [each if each is None else with_dicts(each) for each in listed]
+        return [value if value is None else with_dicts(value) for value in listed]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"column {name!r} of {array.type} has a map that cannot become a dict: expected distinct keys that "
-            f"are neither arrays nor maps. Next: take arrow_batches, or a collate_fn ({error})"
+            f"are neither arrays nor maps. Next: use arrow_batches, or a collate_fn ({error})"
         ) from error
 
 
 def _dicts_for(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What puts dicts for the maps, lists of pairs, in a value that is no null; None for a type without maps.
+    """Return a function that turns the maps in a value from lists of pairs into dicts; None for a type without maps.
 
-    It raises KeyError where a key comes twice, TypeError where one has no hash.
+    The function raises KeyError if a key comes twice, and TypeError if a key cannot be hashed.
     """
     if pa.types.is_map(kind):
         items = _dicts_for(kind.item_type)
 
         def of_map(pairs: Any) -> Any:
-            found = dict(pairs)
-            if len(found) < len(pairs):
+            by_key = dict(pairs)
+            if len(by_key) < len(pairs):
                 raise KeyError("a key comes twice")
             if items is None:
-                return found
-            return {key: each if each is None else items(each) for key, each in found.items()}
+                return by_key
+            return {key: value if value is None else items(value) for key, value in by_key.items()}
 
         return of_map
     if pa.types.is_struct(kind):
@@ -231,11 +232,11 @@ def _dicts_for(kind: pa.DataType) -> Callable[[Any], Any] | None:
             value | {name: make(value[name]) for name, make in fields.items() if value[name] is not None}
         )
     inner = _dicts_for(kind.value_type) if hasattr(kind, "value_type") else None
-    return inner and (lambda values: [each if each is None else inner(each) for each in values])
+    return inner and (lambda values: [value if value is None else inner(value) for value in values])
 
 
 def is_array_like(kind: pa.DataType) -> bool:
-    """Whether values of this type become an array, with a row for each."""
+    """Return whether values of this type become one array with a row for each value."""
     if is_list(kind):
         return _is_number(_leaf_of(kind))
     if pa.types.is_struct(kind):
@@ -244,19 +245,19 @@ def is_array_like(kind: pa.DataType) -> bool:
 
 
 ONE_LENGTH = (
-    "expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
-    "them alike in the DataFrame"
+    "expected one. Next: pass torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
+    "them equally long in the DataFrame"
 )
 """What to do about arrays of different lengths."""
 
 _ONE_SHAPE = (
-    "expected one for the arrays inside of a row's array, whose own number may differ. Next: pad them to one length in "
-    "the DataFrame, or take the batch apart in a collate_fn of yours"
+    "expected one for the arrays inside a row's array; only their number may differ. Next: pad them to one length in "
+    "the DataFrame, or convert the batch in your own collate_fn"
 )
 
 
 def _arrays(array: pa.Array, name: str, expected: str = ONE_LENGTH) -> Values:
-    """Arrays of one length, of numbers or of arrays of such; ``expected`` is told where they are not."""
+    """Return arrays of numbers, also nested, as one array. If lengths differ, the error ends with ``expected``."""
     if not _is_number(_leaf_of(array.type)):
         return _listed(array, name)
     shape = [len(array)]
@@ -291,9 +292,9 @@ def _check_nulls(array: pa.Array, name: str) -> None:
 
 
 def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[Values, Offsets]:
-    """The values of all arrays, and where each begins, with the end of the last.
+    """Return the values of all arrays, with the offset of each array and the end of the last.
 
-    Of a column of nested arrays ``shapes`` keeps the shape of a value, for batches whose arrays are all empty.
+    For nested arrays, ``shapes`` keeps the shape of a value for later batches in which all arrays are empty.
     """
     _check_nulls(array, name)
     lengths = pc.list_value_length(array).to_numpy().astype(np.int64)
@@ -307,25 +308,25 @@ def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tup
 
 
 def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> Mapping[str, Sequence[str]]:
-    """By the name of each stack the columns that it is made of.
+    """Return the columns that make up each stack, by its name.
 
     Raises:
-        DataError: a column is not in the batch.
+        DataError: A column is not in the batch.
     """
     if features is None:
         return {}
     if isinstance(features, str):
         raise DataError(f"features={features!r}: expected a list of names of columns, or a dict of such lists")
     stacks = features if isinstance(features, Mapping) else {"features": features}
-    there = set(batch.schema.names)
+    present = set(batch.schema.names)
     stacked = {column for columns in stacks.values() for column in columns}
-    if same := [name for name in stacks if name in there - stacked]:
+    if same := [name for name in stacks if name in present - stacked]:
         raise DataError(
-            f"features: {same[0]!r} is the name of a stack and of a column beside it. Next: give the stack another "
-            f"name, features={{'stack': [...]}}, or leave the column out with columns="
+            f"features: {same[0]!r} is the name of a stack and of another column. Next: give the stack another "
+            f"name, features={{'stack': [...]}}, or omit the column with columns="
         )
     for name, columns in stacks.items():
-        missing = [column for column in columns if column not in there]
+        missing = [column for column in columns if column not in present]
         if missing or not columns:
             raise DataError(
                 f"features: {name!r} is stacked from {listed(columns)}; expected some of {listed(batch.schema.names)}"
@@ -334,7 +335,7 @@ def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> 
 
 
 def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[str]) -> Values:
-    """Columns side by side, (rows, numbers)."""
+    """Return columns side by side, (rows, numbers)."""
     if isinstance(batch, PackedRows) and (numbers := batch.numbers(columns)) is not None:
         return numbers
     chosen = batch.select(list(columns))
@@ -357,10 +358,10 @@ def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[st
 
 def _to_torch(values: Values, name: str) -> Any:
     if isinstance(values, dict):
-        return {field: _to_torch(each, f"{name}.{field}") for field, each in values.items()}
+        return {field: _to_torch(inner, f"{name}.{field}") for field, inner in values.items()}
     if isinstance(values, list) or values.dtype == object:
         return values if isinstance(values, list) else values.tolist()
     if values.dtype.kind == "M":
         refuse_unfit_nulls(name, int(np.isnat(values).sum()), "its dates, which no tensor can hold")
         values = values.view(np.int64)
-    return torch.from_numpy(values if values.flags.writeable else values.copy())  # what is Arrow's cannot be written
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # Arrow's memory is read-only

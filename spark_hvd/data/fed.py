@@ -1,7 +1,7 @@
-"""Rows that go through a function before they are in batches: in feeders, or in threads of the rank.
+"""Rows that pass through a function before they form batches: in feeders, or in threads of the rank.
 
-The rank reads rows as ever, so that sharing, order and positions stay as they are, and has them come back changed. A
-function keeps the number of rows, so steps do not change either.
+The rank reads the rows as usual and sends them through the function, so sharing, order and positions stay the same. The
+function must keep the number of rows, so the number of steps stays the same, too.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ class FedSource(DataSource):
     """See the module's description.
 
     Attributes:
-        name: Of the data set.
-        inner: Where the rows are.
-        told: What is done with them.
-        made: The columns that come of it.
-        rank: Of the rank that has sent this to a process that is none, as a spawned worker of a DataLoader.
+        name: Name of the data set.
+        inner: The source of the rows before the function.
+        fed: The function, and where it runs.
+        result_schema: The schema of the function's results.
+        rank: The rank that sent this source to a process that is not a rank, such as a spawned worker of a DataLoader.
     """
 
     name: str
     inner: DataSource
-    told: Fed
-    made: pa.Schema
+    fed: Fed
+    result_schema: pa.Schema
     rank: int | None = None
 
     def __reduce__(self) -> tuple[type[FedSource], tuple[Any, ...]]:
-        return FedSource, (self.name, self.inner, self.told, self.made, self._rank())
+        return FedSource, (self.name, self.inner, self.fed, self.result_schema, self._rank())
 
     def _rank(self) -> int:
-        """Whose rows these are, which changes where ranks of an elastic run do."""
+        """Return whose rows these are. In an elastic run, a process may get another rank."""
         return who.rank() if self.rank is None or is_initialized() else self.rank
 
     @property
     def schema(self) -> pa.Schema:
-        return self.made
+        return self.result_schema
 
     @property
     def rows(self) -> int:
@@ -76,96 +76,95 @@ class FedSource(DataSource):
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         inner = self.inner.open(self._inside(asked), TableForm())
-        return FedReader(self.name, inner, self.told, asked, form, self._rank)
+        return FedReader(self.name, inner, self.fed, asked, form, self._rank)
 
     def _inside(self, asked: Asked) -> Asked:
-        return replace(asked, columns=self.told.row_map.columns or tuple(self.inner.schema.names))
+        return replace(asked, columns=self.fed.row_map.columns or tuple(self.inner.schema.names))
 
 
 class FedReader(Reader[BatchT]):
-    """Reads rows, and gives them as the function has made them: some requests ahead of the consumer, in order."""
+    """Reads rows and yields the function's results in order, some requests ahead of the consumer."""
 
     def __init__(
         self,
         name: str,
         inner: Reader[pa.RecordBatch],
-        told: Fed,
+        fed: Fed,
         asked: Asked,
         form: Form[Any, BatchT],
         rank: Callable[[], int],
     ) -> None:
-        self._name, self._inner, self._told, self._asked, self._form = name, inner, told, asked, form
+        self._name, self._inner, self._fed, self._asked, self._form = name, inner, fed, asked, form
         self._rank = rank
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         if not sizes:
             return
-        rows, most = sum(sizes), self._told.row_map.rows_at_once
-        given = self._inner.batches(epoch, share, [most] * (rows // most) + [rows % most] * (rows % most > 0))
+        rows, most = sum(sizes), self._fed.row_map.rows_at_once
+        source = self._inner.batches(epoch, share, [most] * (rows // most) + [rows % most] * (rows % most > 0))
         with ExitStack() as ends:
-            ends.callback(given.close)
-            submit, number = opened(self._name, self._told, self._asked, ends)
+            ends.callback(source.close)
+            submit, in_flight = opened(self._name, self._fed, self._asked, ends)
             thread = ends.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
-            under_way: deque[Future[pa.RecordBatch]] = deque(maxlen=number + 1)
+            under_way: deque[Future[pa.RecordBatch]] = deque(maxlen=in_flight + 1)
             left = threading.Event()
 
             def leave() -> None:
                 left.set()
-                for each in list(under_way):  # the reader's thread may add to it
-                    each.cancel()
+                for request in list(under_way):  # a copy: the reader's thread may add to it
+                    request.cancel()
 
             ends.callback(leave)
 
             def start(item: tuple[int, pa.RecordBatch]) -> Callable[[], pa.RecordBatch]:
-                at, batch = item
-                draws = [self._asked.seed, epoch, self._rank(), at] if self._told.row_map.random else None
+                number, batch = item
+                draws = [self._asked.seed, epoch, self._rank(), number] if self._fed.row_map.random else None
                 request = submit(batch, draws)
                 under_way.append(request)
                 if left.is_set():
                     request.cancel()
                 return request.result
 
-            where = f"what the function of data set {self._name!r} has made"
-            made = (
-                self._form.of(pa.Table.from_batches([each]), where) for each in ahead(start, enumerate(given), number)
-            )
-            # A batch is cut while the one before is used, so that who takes it waits for one thread once.
-            yield from one_ahead(thread, self._form.cut(made, sizes))
+            where = f"the result of the function of data set {self._name!r}"
+            results = ahead(start, enumerate(source), in_flight)
+            parts = (self._form.of(pa.Table.from_batches([result]), where) for result in results)
+            # Cut each batch while the one before is used, so that the consumer waits for one thread only.
+            yield from one_ahead(thread, self._form.cut(parts, sizes))
 
     def close(self) -> None:
         self._inner.close()
 
 
-def opened(name: str, told: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
-    """How rows are sent through the function, and how many requests are to be ahead of the consumer."""
+def opened(name: str, fed: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
+    """Return a callable that sends rows through the function, and how many requests to keep in flight."""
     columns = asked.columns or None
-    if told.feed is not None:
-        pool = pool_of(told.feed)
+    if fed.feed is not None:
+        pool = pool_of(fed.feed)
         return (lambda rows, draws: pool.submit(name, rows, draws, columns)), pool.in_flight
-    fn, threads = pickle.loads(told.row_map.code), asked.workers
-    here = ends.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
-    return (lambda rows, draws: here.submit(apply, fn, rows, draws, columns)), threads
+    fn, threads = pickle.loads(fed.row_map.code), asked.workers
+    executor = ends.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
+    return (lambda rows, draws: executor.submit(apply, fn, rows, draws, columns)), threads
 
 
-def fed_source(name: str, inner: DataSource, told: Fed) -> FedSource:
-    """The source of rows that go through a function. To be called by all ranks.
+def fed_source(name: str, inner: DataSource, fed: Fed) -> FedSource:
+    """Return the source of rows that go through a function. Collective.
 
-    Which columns the function makes is seen from the first row, by rank 0.
+    Rank 0 applies the function to its first row to learn which columns it makes.
 
     Raises:
-        DataError: the function wants a column that is not there, there are no rows, or it is wrong with the first one.
-        Exception: what the function raises for it.
+        DataError: The function needs a column that does not exist, there are too few rows, or its result is not valid.
+        Exception: What the function raises for the first row.
     """
     names = inner.schema.names
-    if missing := [each for each in told.row_map.columns or () if each not in names]:
+    if missing := [column for column in fed.row_map.columns or () if column not in names]:
         raise DataError(
-            f"columns={listed(told.row_map.columns or ())} of Mapped: data set {name!r} has no {listed(missing)} but "
-            f"{listed(names)}"
+            f"columns={listed(fed.row_map.columns or ())} of Mapped: data set {name!r} has no {listed(missing)}, but "
+            f"has {listed(names)}"
         )
     schema = None
     if who.rank() == 0:
         asked = Asked(columns=(), workers=1)
-        source = FedSource(name, inner, told, inner.schema)
+        source = FedSource(name, inner, fed, inner.schema)
         sharding = source.sharding(1, False, asked)
         if not inner.rows or not sharding.batches(Position(), 0, who.size()):
             from spark_hvd.data.loader import too_few
@@ -176,4 +175,4 @@ def fed_source(name: str, inner: DataSource, told: Fed) -> FedSource:
             closing(reader.batches(0, sharding.share(Position(), 0, who.size()), [1])) as batches,
         ):
             schema = next(batches).schema
-    return FedSource(name, inner, told, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))
+    return FedSource(name, inner, fed, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))

@@ -1,4 +1,4 @@
-"""The rows of a DataFrame, which lie spread over the hosts of the ranks: each rank reads its share of them."""
+"""The rows of a DataFrame, spread over the disks of the ranks' hosts: each rank reads its share of them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FrameSource(DataSource):
-    """What a rank has of a DataFrame, and what it knows of the rest.
+    """One rank's rows of a DataFrame, and the layout of all rows.
 
     Attributes:
-        spool: Where its rows lie.
-        counts: Rows of each unit, those of all ranks.
-        parts: Which part of the rows each rank owns: ranks are numbered by host, and tasks are not.
-        part: Which one this rank owns.
-        window_rows: Rows that are shuffled together unless something else is asked for.
+        spool: The rows on this host.
+        counts: Number of rows of each unit, over all ranks.
+        parts: The number of the part that each rank owns. It differs from the rank, as ranks are numbered by host.
+        part: The part that this rank owns.
+        window_rows: Rows to shuffle together if the user passes no ``window_rows``.
     """
 
     spool: Spool
@@ -88,17 +88,17 @@ class FrameSource(DataSource):
 
     @property
     def owned(self) -> Owned:
-        """What this rank takes of each unit."""
+        """The rows of each unit that this rank takes."""
         return owned_by(self.part, len(self.parts), self.counts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitSharding(Sharding):
-    """Each rank takes the same part of the units in every epoch; ranks differ by a row at most, and not in steps.
+    """Gives each rank the same part of the units in every epoch. Ranks differ by one row at most, and not in steps.
 
     Attributes:
-        counts: Rows of each unit.
-        seed: Of the order of the units; None for ascending.
+        counts: Number of rows of each unit.
+        seed: Seed of the order of the units; None for ascending order.
         parts: See :class:`FrameSource`.
         window_rows: Rows that a rank shuffles together.
     """
@@ -110,10 +110,10 @@ class UnitSharding(Sharding):
     _known: dict[tuple[Position, int], list[list[Interval]]] = field(default_factory=dict, repr=False)
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
-        """See base class. None where a rank has no row left; what the others have is left out.
+        """See base class. Once a rank has no row left, there are no batches, and rows left on others are omitted.
 
-        No batch is empty: where a rank has fewer rows than others have batches, those of the others are larger. Ranks
-        differ by more than a row only after their number has changed within an epoch.
+        No batch is empty: if a rank has fewer rows than others have batches, the others make larger batches. Ranks
+        differ by more than one row only after their number has changed within an epoch.
         """
         left = [length(share) for share in self._shares(position, size)]
         if not min(left):
@@ -121,7 +121,7 @@ class UnitSharding(Sharding):
         if self.drop_last:
             return [min(self.batch_size, min(left))] * steps_of(min(left), 1, self.batch_size, drop_last=True)
         whole = [equal_rows(self.rows, part, size) for part in self.parts]
-        # As many ranks as before go on with the batches that were left; others share what is left anew.
+        # The same number of ranks continues with the remaining batches; another number divides the rest anew.
         steps, done = self._steps(whole), self._steps_done(whole, left)
         if done is None:
             whole, steps, done = left, self._steps(left), 0
@@ -129,19 +129,19 @@ class UnitSharding(Sharding):
         return [after - before for before, after in itertools.pairwise(first)]
 
     def _steps(self, rows: Sequence[int]) -> int:
-        """Of ranks with so many rows each."""
+        """Return the number of steps of ranks with these numbers of rows."""
         fewest, most = min(rows), max(rows)
         return min(fewest, steps_of(fewest if most - fewest <= 1 else most, 1, self.batch_size))
 
     def _steps_done(self, whole: Sequence[int], left: Sequence[int]) -> int | None:
-        """After how many steps ranks that had so many rows have so many left; None if there is no such step."""
+        """Return the step after which ranks that began with ``whole`` rows have ``left``; None if there is none."""
         steps = self._steps(whole)
         done = bisect_left(range(steps), whole[0] - left[0], key=lambda batches: self._first(whole[0], steps, batches))
         same = all(rows - self._first(rows, steps, done) == rest for rows, rest in zip(whole, left, strict=True))
         return done if same else None
 
     def _first(self, rows: int, steps: int, batches: int) -> int:
-        """How many of a rank's rows are in its first batches."""
+        """Return how many rows a rank's first batches hold."""
         if (steps - 1) * self.batch_size < rows <= steps * self.batch_size + 1:
             return rows if batches == steps else batches * self.batch_size
         return batches * (rows // steps) + min(batches, rows % steps)
@@ -152,24 +152,24 @@ class UnitSharding(Sharding):
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
         seed = seed_of(self.seed, position.epoch)
         whole = _pieces_of(self.counts, owned_by(self.parts[rank], size, self.counts), seed)
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         cut = whole.cut(self.share(position, rank, size))
         pieces = zip(cut.begins.tolist(), cut.firsts.tolist(), cut.done.tolist(), cut.lengths.tolist(), strict=True)
         for number, window in enumerate(windows_of(pieces, self.window_rows)):
             if not rows:
                 break
             left = [(begin + done, begin + count) for begin, _, done, count in window if done < count]
-            if (there := length(left)) > rows:
+            if (remaining := length(left)) > rows:
                 firsts, _, _, lengths = np.array(window).T
-                return [*found, *_runs(np.sort(stretches(firsts, lengths)[mixing(window, seed, number)[:rows]]))]
-            found += left
-            rows -= there
-        return found
+                return [*intervals, *_runs(np.sort(stretches(firsts, lengths)[mixing(window, seed, number)[:rows]]))]
+            intervals += left
+            rows -= remaining
+        return intervals
 
     def _shares(self, position: Position, size: int) -> list[list[Interval]]:
-        """What is left for each rank."""
+        """Return the intervals that are left for each rank."""
         if (position, size) not in self._known:
-            self._known.clear()  # a training asks for the same place again and again
+            self._known.clear()  # one entry is enough: training asks for the same position many times
             seed, left = seed_of(self.seed, position.epoch), list(gaps_of(self.rows, position.done))
             shares = []
             for part in self.parts:
@@ -181,7 +181,7 @@ class UnitSharding(Sharding):
 
 
 class UnitReader(Reader[BatchT]):
-    """Reads the rows that a rank takes of units, ``together`` at once; a subclass finds those of some pieces."""
+    """Reads a rank's rows of units, ``together`` rows at a time. A subclass reads the rows of given pieces."""
 
     def __init__(
         self, rows: Any, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
@@ -202,7 +202,7 @@ class UnitReader(Reader[BatchT]):
         """See base class."""
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
-        """The rows of pieces in the form asked for, some at once; the next are found while some are used."""
+        """Yield the rows of pieces in the requested form, some at a time. Runs in a thread, one item ahead."""
         raise NotImplementedError
 
     def _formed(self, batch: pa.RecordBatch | PackedRows, where: str) -> Any:
@@ -212,7 +212,7 @@ class UnitReader(Reader[BatchT]):
 
 
 class SpoolReader(UnitReader[BatchT]):
-    """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
+    """Reads units from mapped files, one window ahead of the consumer. Holds at most two windows in memory."""
 
     _rows: Spool
 
@@ -222,12 +222,12 @@ class SpoolReader(UnitReader[BatchT]):
 
 
 def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) -> Spool:
-    """The rows that are here together with those that this rank lacks. To be called by all ranks.
+    """Fetch the rows that this rank lacks, and return them together with those of this host. Collective.
 
-    ``part`` is this rank's, in which ranks of a task differ.
+    ``part`` is this rank's part; it keeps the folders of a task's ranks apart.
 
     Raises:
-        DataError: the disk does not take the rows.
+        DataError: The rows cannot be written to the disk.
     """
     me, size, writer = who.rank(), who.size(), None
     device = queue_of(global_process_set).communicator.fact_device
@@ -260,13 +260,13 @@ def _to_bytes(batch: pa.RecordBatch) -> torch.Tensor:
 
 
 def seed_of(seed: int | None, epoch: int) -> Seed | None:
-    """Of an epoch's order; None where all have the same."""
+    """Return the seed of an epoch's order; None if all epochs have the same order."""
     return None if seed is None else (seed, epoch)
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What a rank takes of units, in the order of an epoch: where each piece begins in the line, and as in a Piece."""
+    """A rank's pieces in the order of an epoch: where each begins among all rows, and the fields of a Piece."""
 
     begins: Ints
     units: Ints
@@ -278,9 +278,9 @@ class _Pieces:
         return zip(self.units.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
 
     def cut(self, share: Sequence[Interval]) -> _Pieces:
-        """The same, where ``share`` is left to do: of each piece its last rows.
+        """Return the same pieces, in which only the rows of ``share`` remain to be done: the last rows of each piece.
 
-        A piece is cut where rows that are done follow some that are not, as other ranks may leave it.
+        A piece is cut in two where finished rows follow unfinished ones, as other ranks may have left it.
         """
         edges = np.array([(0, 0), *share], np.int64)
         stops, ends = edges[1:, 1], self.begins + self.lengths
@@ -289,7 +289,7 @@ class _Pieces:
         piece = np.searchsorted(self.begins, begins, side="right") - 1
         ends = np.minimum(ends[piece], np.append(begins[1:], np.iinfo(np.int64).max))
         below = np.cumsum(edges[:, 1] - edges[:, 0])
-        # Rows of the share before a place grow by one a row inside of its intervals, and stay as they are between them.
+        # The number of shared rows before a place rises by one per row inside an interval, and is constant outside.
         before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
         left = np.interp(ends, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
         firsts = self.firsts[piece] + begins - self.begins[piece]
@@ -297,24 +297,24 @@ class _Pieces:
 
 
 def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
-    """Where in the line of an epoch the rows that a rank owns are; none is done."""
+    """Return a rank's pieces in the order of an epoch, with no row done."""
     order, places = order_of(seed), np.empty_like(counts)
     places[order] = np.cumsum(counts[order]) - counts[order]
     begins = places[owned.units] + owned.firsts
     sort = np.argsort(begins)
-    units, firsts, lengths = (each[sort] for each in owned)
+    units, firsts, lengths = (values[sort] for values in owned)
     return _Pieces(begins[sort], units, firsts, np.zeros_like(lengths), lengths)
 
 
 def _runs(places: Ints) -> list[Interval]:
-    """Ascending places, as intervals."""
+    """Return ascending places as intervals."""
     cuts = np.flatnonzero(np.diff(places) > 1)
     starts, stops = places[[0, *(cuts + 1)]], places[[*cuts, -1]] + 1
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def one_ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
-    """The items, of which the next is made while one is used."""
+    """Yield the items, each while ``pool`` makes the next one."""
     coming = pool.submit(next, items, None)
     while (item := coming.result()) is not None:
         coming = pool.submit(next, items, None)
@@ -323,12 +323,12 @@ def one_ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:
 
 
 def _common(some: Iterable[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    """What lies in both; each is in ascending order."""
-    at = 0
+    """Yield the intersections; both are in ascending order."""
+    first = 0
     for start, stop in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        after = at
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        after = first
         while after < len(others) and others[after][0] < stop:
             low, high = max(start, others[after][0]), min(stop, others[after][1])
             if low < high:

@@ -1,4 +1,4 @@
-"""Images as bytes become tensors in the process that uses them: decoded by threads, cut to one size, normalised."""
+"""Decode images from bytes to tensors in the process that uses them: in threads, cropped to one size, normalised."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of red, green and blue over ImageNet: what most pretrained networks were trained with."""
+"""Mean and standard deviation of red, green and blue over ImageNet, with which most networks were pretrained."""
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""What is opened by default. Pillow knows more: some are decoded by other programs, or by code that few use."""
+"""Formats opened by default. Pillow knows others, but decodes them by other programs or by rarely used code."""
 _BY_PROGRAMS = {"EPS", "WMF", "BUFR", "GRIB", "HDF5"}
-"""Formats that Pillow hands to Ghostscript, to Windows, or to whoever has registered for them."""
+"""Formats that Pillow passes to Ghostscript, to Windows, or to a registered handler."""
 MAX_PIXELS = 89_478_485
-"""Where Pillow begins to warn: 256 MiB at three bytes a pixel."""
+"""The size above which Pillow warns: 256 MiB at three bytes per pixel."""
 _SHOWN = 3
-"""Images that an error describes, of those that cannot be decoded."""
+"""Number of undecodable images that an error describes."""
 
 Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
-"""Changes images (rows, channels, height, width), float32, at random: all draws come from the generator."""
+"""Changes float32 images (rows, channels, height, width) at random. The generator makes all draws."""
 
 
 class ImageDecoder:
@@ -66,13 +66,13 @@ class ImageDecoder:
         skipped: Number of images that could not be decoded so far, in this process.
 
     Raises:
-        ValueError: an argument is out of its range.
-        ImportError: Pillow is not installed; here, or where images are decoded.
+        ValueError: An argument is out of its range.
+        ImportError: Pillow is not installed here, or where images are decoded.
     """
 
     __module__ = "spark_hvd.data"
 
-    formats: tuple[str, ...] = FORMATS  # these two of decoders that were pickled before there were such arguments
+    formats: tuple[str, ...] = FORMATS  # both defaults are for decoders pickled by versions without them
     max_pixels: int = MAX_PIXELS
 
     def __init__(
@@ -128,7 +128,7 @@ class ImageDecoder:
             float32 (rows, channels, height, width); NaN for skipped images.
 
         Raises:
-            DataError: an image cannot be decoded, and ``undecodable="stop"``.
+            DataError: An image cannot be decoded, and ``undecodable="stop"``.
         """
         pixels, kept = self._pixels(images, "the batch")
         tensor = self._normal(pixels)
@@ -136,7 +136,7 @@ class ImageDecoder:
         return tensor
 
     def collate(self, column: str, *, augment: Augment | None = None, seed: int = 0) -> Collate:
-        """A ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as usual.
+        """Return a ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as usual.
 
         Args:
             column: Name of the column.
@@ -160,10 +160,10 @@ class ImageDecoder:
     def rows_of(
         self, batch: pa.RecordBatch, column: str, augment: Augment | None = None, seed: int = 0
     ) -> tuple[torch.Tensor, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """The images of a column that can be decoded, and for each row whether it is among them; see :meth:`collate`.
+        """Return the decodable images of a column, and for each row whether it is among them; see :meth:`collate`.
 
         Raises:
-            DataError: there is no such column; an image cannot be decoded, and ``undecodable="stop"``.
+            DataError: There is no such column; an image cannot be decoded, and ``undecodable="stop"``.
         """
         if column not in batch.schema.names:
             raise DataError(f"there is no column {column!r} of images: expected one of {listed(batch.schema.names)}")
@@ -177,7 +177,7 @@ class ImageDecoder:
         return augment(images, torch.Generator().manual_seed(seed)), kept
 
     def _pixels(self, images: Sequence[Any], where: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Bytes (rows, height, width, channels), and for each row whether it could be decoded."""
+        """Return bytes (rows, height, width, channels), and for each row whether it could be decoded."""
         pixels = np.zeros((len(images), *self.size, self.channels), np.uint8)
 
         def decode(row: int) -> Exception | None:
@@ -185,7 +185,7 @@ class ImageDecoder:
                 pixels[row] = self._decoded(images[row]).reshape(pixels.shape[1:])
             except (MemoryError, ImportError):
                 raise
-            except Exception as error:  # Pillow's plugins raise what they like on bytes that are no image
+            except Exception as error:  # Pillow's plugins raise any exception on bytes that are not an image
                 return error
             return None
 
@@ -211,7 +211,7 @@ class ImageDecoder:
             if image.width * image.height > self.max_pixels:
                 raise _TooLargeError(f"{image.width} x {image.height} pixels, max_pixels={self.max_pixels}")
             height, width = self.size
-            least = 2 * max(height, width)  # which way up is not known yet; and scaling needs something to average
+            least = 2 * max(height, width)  # max: the orientation is not known yet; twice: scaling averages pixels
             image.draft(None, (least, least))
             upright = _eight_bits(operations.exif_transpose(image))
             if upright.mode != _MODES[self.channels]:
@@ -265,14 +265,14 @@ class ImageAugmentation:
 
 
 def _per_channel(
-    name: str, given: float | Sequence[float] | None, channels: int, imagenet: Sequence[float]
+    name: str, value: float | Sequence[float] | None, channels: int, imagenet: Sequence[float]
 ) -> tuple[float, ...]:
-    if given is None:
+    if value is None:
         return tuple(imagenet) if channels == 3 else (round(sum(imagenet) / 3, 3),) * channels
-    found = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),) * channels
-    if len(found) != channels:
-        raise ValueError(f"{name}={given!r}: expected a number, or {channels}, one for each channel")
-    return found
+    values = tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),) * channels
+    if len(values) != channels:
+        raise ValueError(f"{name}={value!r}: expected a number, or {channels}, one for each channel")
+    return values
 
 
 def _pillow() -> tuple[Any, Any]:
@@ -285,7 +285,7 @@ def _pillow() -> tuple[Any, Any]:
 
 @functools.cache
 def _openable(formats: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that this Pillow knows."""
+    """Return the file formats that this Pillow can read."""
     pillow, _ = _pillow()
     pillow.init()
     found = tuple(name for name in formats if name in pillow.OPEN)
@@ -302,12 +302,12 @@ class _TooLargeError(ValueError):
 
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Of this process: threads do not survive a fork."""
+    """Return the pool of this process; keyed by process, as threads do not survive a fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
 
 def _of_spark(value: Mapping[str, Any]) -> Image:
-    """A value of Spark's image type: rows of pixels, as OpenCV has them, blue before red."""
+    """Return the image in a value of Spark's image type, which holds rows of pixels as in OpenCV, blue before red."""
     if value["height"] < 0:
         raise ValueError("Spark could not decode it")
     pixels = np.frombuffer(value["data"], np.uint8).reshape(value["height"], value["width"], value["nChannels"])
@@ -318,7 +318,7 @@ def _of_spark(value: Mapping[str, Any]) -> Image:
 
 
 def _eight_bits(image: Image) -> Image:
-    """The upper half of pixels of 16 bits, which Pillow would cut off at 255."""
+    """Return the upper bytes of 16-bit pixels, which Pillow would clip at 255."""
     if not image.mode.startswith("I;16"):
         return image
     found: Image = _pillow()[0].fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -326,15 +326,15 @@ def _eight_bits(image: Image) -> Image:
 
 
 def _undecodable(images: Sequence[Any], wrong: Mapping[int, Exception], where: str) -> str:
-    shown = "; ".join(f"row {row}: {_told(images[row], wrong[row])}" for row in list(wrong)[:_SHOWN])
+    shown = "; ".join(f"row {row}: {_description(images[row], wrong[row])}" for row in list(wrong)[:_SHOWN])
     return (
         f"{len(wrong)} of {count(len(images), 'image')} of {where} cannot be decoded. {shown}"
-        f"{'; and more' if len(wrong) > _SHOWN else ''}. Next: drop such rows from the DataFrame, or give "
-        "undecodable='skip', which goes on without them and counts them"
+        f"{'; and more' if len(wrong) > _SHOWN else ''}. Next: drop such rows from the DataFrame, or pass "
+        "undecodable='skip', which omits and counts them"
     )
 
 
-def _told(value: Any, error: Exception) -> str:
+def _description(value: Any, error: Exception) -> str:
     if not isinstance(value, bytes | bytearray | memoryview):
         return str(error)
     why = str(error) if isinstance(error, _TooLargeError) else type(error).__name__

@@ -1,4 +1,4 @@
-"""The batches of a shard, an epoch at a time, in whatever form a framework takes them; PyTorch's is a data set."""
+"""Iterate over the batches of a shard, an epoch at a time, in the form of a framework; as a data set for PyTorch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from spark_hvd.world.words import count
 T_co = TypeVar("T_co", covariant=True)
 
 VERSION = 2
-"""Of what :meth:`ShardLoader.state_dict` returns."""
+"""Version of the format that :meth:`ShardLoader.state_dict` returns."""
 
 
 class ShardLoader(Generic[T_co]):
     """This rank's batches. Each ``iter()`` begins the next epoch; all ranks get the same number of batches.
 
     You may leave an epoch early; the next ``iter()`` then begins the next epoch. An iterator begins its epoch with the
-    first batch, so iterators that are made and not used, as by Lightning, skip no epoch. Several threads may share an
-    iterator: each batch goes to one of them.
+    first batch, so unused iterators, such as Lightning makes, skip no epoch. Several threads may share an iterator:
+    each batch goes to one of them.
 
-    If the loader is part of an elastic state, the next ``iter()`` after a change of ranks gives the rest of the epoch.
-    The rest is empty if the last batch was given but the loop had not ended, so that the loop can end the epoch.
+    If the loader is part of an elastic state, the next ``iter()`` after a change of ranks yields the rest of the epoch.
+    The rest is empty if the last batch was taken but the loop had not ended, so that the loop can end the epoch.
 
     Args:
         name: Name of the data set, for messages.
@@ -73,7 +73,7 @@ class ShardLoader(Generic[T_co]):
         self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is no rank, as a spawned worker of a DataLoader: it reads what this rank would."""
+        """Prepare for a process without a rank, like a DataLoader's spawned worker. It reads what this rank would."""
         rest = {"_now": None, "_loop": None, "_reader": None, "_place": self._rank_and_size()}
         return self.__dict__ | rest
 
@@ -93,10 +93,10 @@ class ShardLoader(Generic[T_co]):
         return len(self._sharding.batches(Position(self._next.epoch), *self._rank_and_size()))
 
     def __iter__(self) -> Iterator[T_co]:
-        """The batches of an epoch; the first time after a state was loaded, the rest of its epoch.
+        """Yield the batches of an epoch; the first time after a state was loaded, the rest of its epoch.
 
         Raises:
-            DataError: values do not fit, a file vanished or changed, or there are fewer rows than ranks.
+            DataError: Values do not fit, a file vanished or changed, or there are fewer rows than ranks.
         """
         rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
@@ -104,27 +104,27 @@ class ShardLoader(Generic[T_co]):
         return _Epoch(self._begin, self._collate, self._row_weights)
 
     def _begin(self, epoch: _Epoch[T_co]) -> tuple[Feed[Any], int, int]:
-        """Begin the next epoch: its batches, its number, how many batches these ranks have of it."""
+        """Begin the next epoch; return its batches, its number, and how many batches these ranks have left of it."""
         start = self._next
         feed = Feed(self._opened(), self._sharding, *self._rank_and_size(), start)
         self._next, self._now = Position(start.epoch + 1), feed
         self._watch()
-        self._loop = weakref.ref(epoch)  # whether a loop still holds it
-        # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
+        self._loop = weakref.ref(epoch)  # alive as long as a loop holds the iterator
+        # If a begun epoch has nothing left for these ranks, this pass only ends it.
         return feed, start.epoch, feed.left if feed.position.epoch == start.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data as JSON-ready values, the same on all ranks and valid for any number of ranks.
+        """Return the position in the data as JSON-ready values, the same on all ranks, for any number of ranks.
 
-        It counts the batches that were taken. Call it on all ranks after the same number of batches.
+        The position counts the batches that were taken. Call this on all ranks after the same number of batches.
         """
         return {"version": VERSION, "position": self._position.to_json(), **self._order()}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, but for a loop that is entered again from outside, as in an elastic function.
+        """Return :meth:`state_dict` for a program that will run its loop anew, such as an elastic function.
 
-        After the last batch, the epoch is not over until its loop ends. A loop that is entered again then finds no
-        batch, and continues as the first one would have.
+        The epoch is not over until its loop ends. If all batches were taken before that, the new loop gets no batch and
+        continues as the first loop would have.
         """
         loop, state = None if self._loop is None else self._loop(), self.state_dict()
         if loop is not None and self._now is not None and loop.at_end:
@@ -135,14 +135,14 @@ class ShardLoader(Generic[T_co]):
         """Continue from a :meth:`state_dict`, with the current number of ranks. Each row of the epoch comes once.
 
         Raises:
-            DataError: the order of the rows has changed.
+            DataError: The order of the rows has changed.
         """
         now = {"version": VERSION, **self._order()}
         differ = [f"{key}={state.get(key)!r}, now {value!r}" for key, value in now.items() if state.get(key) != value]
         if differ:
             raise DataError(
                 f"the state does not fit data set {self._name!r}: it was taken with {', '.join(differ)}. Expected the "
-                "same data in the same order. Next: load it with those, or restart an epoch with set_epoch"
+                "same data in the same order. Next: load it with those values, or restart an epoch with set_epoch"
             )
         self._next, self._now = Position.from_json(state["position"]), None
 
@@ -153,7 +153,7 @@ class ShardLoader(Generic[T_co]):
             reader.close()
 
     def _watch(self) -> None:
-        """The next epoch is known here, and given by nobody yet."""
+        """Called when the next epoch is known here, and no iterator has begun it."""
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
@@ -168,7 +168,7 @@ class ShardLoader(Generic[T_co]):
         return {"layout": self._source.layout, **order}
 
     def _opened(self) -> Reader[Any]:
-        """The reader of this process: its threads and files do not survive a fork."""
+        """Return the reader of this process; a forked process opens its own, as threads and files do not survive."""
         if self._reader is None or self._process != os.getpid():
             self._reader, self._process = self._source.open(self._asked, self._form()), os.getpid()
         return self._reader
@@ -184,11 +184,11 @@ class _Epoch(Iterator[T_co]):
         self._begin, self._collate, self._row_weights = begin, collate, row_weights
         self._feed: Feed[Any] | None = None
         self.number, self._left, self._ended = 0, 0, False
-        self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
+        self._lock = threading.Lock()  # threads may share the iterator
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches were given, and whoever takes them has not been told yet that there are no more."""
+        """Whether all batches were taken, but the loop has not seen StopIteration yet."""
         return not self._left and not self._ended
 
     def __next__(self) -> T_co:
@@ -202,16 +202,16 @@ class _Epoch(Iterator[T_co]):
             self._left -= 1
             if self._row_weights is not None:
                 self._row_weights(batch, self._feed.rows, self._feed.weight)
-        made: T_co = batch if self._collate is None else self._collate(batch)
-        return made
+        result: T_co = batch if self._collate is None else self._collate(batch)
+        return result
 
 
 def too_few(name: str, rows: int, size: int) -> str:
-    """The text of the error that a data set has fewer rows than there are ranks."""
+    """Return the text of the error for a data set with fewer rows than ranks."""
     if not rows:
         return (
-            f"data set {name!r} has no rows: expected at least one for each rank. Check filters and joins that lead to "
-            "it"
+            f"data set {name!r} has no rows: expected at least one for each rank. Next: check the filters and joins "
+            "that make it"
         )
     return (
         f"data set {name!r} has {count(rows, 'row')} for {count(size, 'rank')}: expected at least one for each. "
@@ -224,34 +224,34 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
 
     Each worker process of a DataLoader reads all batches and takes every n-th. ``num_workers=0`` is faster unless
     ``collate_fn`` is slow, because the loader's own threads read ahead. Workers end with their epoch, and this process
-    does not learn how far they came: call ``set_epoch`` before each epoch, or all have the order of the first.
+    does not learn how far they came: call ``set_epoch`` before each epoch, or all epochs use the order of the first.
     """
 
     __module__ = "spark_hvd.data"
 
-    _given: mmap.mmap | None = None
-    """Shared with forked workers: for each, by its number, whether it has begun the epoch that comes next here."""
+    _begun: mmap.mmap | None = None
+    """Shared with forked workers: for each worker's number, whether it has begun this loader's next epoch."""
     _passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_given": None}
+        return super().__getstate__() | {"_begun": None}
 
     def __iter__(self) -> Iterator[T_co]:
         worker = get_worker_info()
         if worker is None:
             return super().__iter__()
-        if self._given is not None:
-            place = worker.id % len(self._given)
-            if self._given[place] and not self._passes and self._asked.shuffle and worker.id == 0:
+        if self._begun is not None:
+            slot = worker.id % len(self._begun)
+            if self._begun[slot] and not self._passes and self._asked.shuffle and worker.id == 0:
                 warnings.warn(
-                    f"a DataLoader with num_workers={worker.num_workers} gives epoch {self._next.epoch} of data set "
-                    f"{self._name!r} once more, in the same order: its workers are new ones, which begin where this "
-                    "loader is in their parent. Call set_epoch(epoch) of the loader before each epoch, or pass "
+                    f"a DataLoader with num_workers={worker.num_workers} repeats epoch {self._next.epoch} of data set "
+                    f"{self._name!r} in the same order: its workers are new, and begin where the loader in the "
+                    "parent process is. Call set_epoch(epoch) of the loader before each epoch, or pass "
                     "persistent_workers=True, or num_workers=0",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._given[place], self._passes = 1, self._passes + 1
+            self._begun[slot], self._passes = 1, self._passes + 1
         return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
 
     def set_epoch(self, epoch: int) -> None:
@@ -262,12 +262,12 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
         """See base class.
 
         Raises:
-            RuntimeError: worker processes of a DataLoader give the batches, and do not know how far the others are.
+            RuntimeError: Worker processes of a DataLoader read the batches, and none knows how far the others are.
         """
-        if get_worker_info() is not None or (self._given is not None and self._given.find(b"\1") >= 0):
+        if get_worker_info() is not None or (self._begun is not None and self._begun.find(b"\1") >= 0):
             raise RuntimeError(
-                "state_dict where worker processes of a DataLoader give the batches: expected num_workers=0, where one "
-                "process counts"
+                "state_dict where worker processes of a DataLoader read the batches: expected num_workers=0, so that "
+                "one process counts them"
             )
         return super().state_dict()
 
@@ -278,6 +278,6 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
     def _watch(self) -> None:
         if get_worker_info() is not None:
             return
-        if self._given is None:
-            self._given = mmap.mmap(-1, mmap.PAGESIZE)
-        self._given[:] = bytes(len(self._given))  # the same memory, as workers may stay from epoch to epoch
+        if self._begun is None:
+            self._begun = mmap.mmap(-1, mmap.PAGESIZE)
+        self._begun[:] = bytes(len(self._begun))  # in place, as workers may persist between epochs

@@ -1,6 +1,6 @@
-"""Columns of numbers side by side: a row of them is kept, moved and given to a model as one stretch of memory.
+"""Columns of numbers side by side, so that a row of them is stored, moved and passed to a model as one run of memory.
 
-Arrow keeps each column apart, so that twenty values of a row are twenty places in memory.
+In Arrow, each column is separate, so twenty values of a row are in twenty places in memory.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Matrix = np.ndarray[Any, Any]
 """Columns of one type, (rows, columns)."""
 
 Rows = tuple[pa.RecordBatch, Ints | None]
-"""A batch, packed or not, and which of its rows; None for all."""
+"""A batch, packed or not, and the numbers of its rows that are meant; None for all."""
 
 _COLUMNS = b"spark_hvd.columns"
-"""Metadata of a field of fixed-size lists: the names of the columns that lie in them."""
+"""Metadata key of a field of fixed-size lists; the value is the names of the packed columns."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows, as a record batch has them, some of whose columns lie side by side.
+    """The rows of a record batch, some of whose columns lie side by side.
 
-    ``matrices`` are by the names of their columns; the other columns are in ``plain``, in any order.
+    ``matrices`` maps the names of packed columns to their matrix; ``plain`` has the other columns in any order.
     """
 
     schema: pa.Schema
@@ -41,19 +41,19 @@ class PackedRows:
     plain: pa.RecordBatch
 
     def select(self, names: Sequence[str]) -> PackedRows:
-        """Some of the columns, in this order."""
+        """Return some of the columns, in this order."""
         return replace(self, schema=pa.schema([self.schema.field(name) for name in names]))
 
     @cached_property
     def _places(self) -> dict[str, tuple[tuple[str, ...], int]]:
-        """For each packed column the columns that it lies among, and its place there."""
+        """Name of a packed column -> the columns of its matrix, and its place among them."""
         return {name: (columns, place) for columns in self.matrices for place, name in enumerate(columns)}
 
     def numbers(self, names: Sequence[str]) -> Matrix | None:
-        """Columns of one type, (rows, columns), that may be written; None where they do not lie in one matrix."""
-        found = [self._places.get(name) for name in names]
-        first = found[0]
-        if first is None or any(each is None or each[0] is not first[0] for each in found):
+        """Return columns of one type, (rows, columns), writable; None if they do not lie in one matrix."""
+        places = [self._places.get(name) for name in names]
+        first = places[0]
+        if first is None or any(place is None or place[0] is not first[0] for place in places):
             return None
         matrix = self.matrices[first[0]]
         if first[0] == tuple(names):
@@ -61,17 +61,17 @@ class PackedRows:
         return np.ascontiguousarray(matrix[:, [self._places[name][1] for name in names]])
 
     def column(self, name: str) -> pa.Array:
-        """A column as Arrow has it."""
+        """Return a column as an Arrow array."""
         numbers = self.numbers([name])
         return self.plain.column(name) if numbers is None else pa.array(numbers[:, 0])
 
     def batch(self) -> pa.RecordBatch:
-        """As Arrow has it."""
+        """Return the rows as an Arrow record batch."""
         return pa.RecordBatch.from_arrays([self.column(name) for name in self.schema.names], schema=self.schema)
 
 
 def pack(batch: pa.RecordBatch, apart: str) -> pa.RecordBatch:
-    """Numbers without nulls as a column of lists for each of their types, but for the column ``apart``."""
+    """Pack columns of numbers without nulls into one column of lists per type, except the column ``apart``."""
     kinds: dict[pa.DataType, list[str]] = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
         number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
@@ -88,7 +88,7 @@ def pack(batch: pa.RecordBatch, apart: str) -> pa.RecordBatch:
 
 
 def ordered(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
-    """The rows of what :func:`pack` has made, in this order."""
+    """Return the rows of a result of :func:`pack` in this order."""
     columns = [
         _lists(_rows_taken([(_matrix(column), None)], order)) if _packed_in(field) else column.take(order)
         for field, column in zip(batch.schema, batch.columns, strict=True)
@@ -97,7 +97,7 @@ def ordered(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
 
 
 def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
-    """Rows of batches laid end to end, in this order, with some of the columns; packed as all batches are."""
+    """Return some columns of the rows of several batches, in this order; packed like the batches."""
     matrices = [{_packed_in(field): at for at, field in enumerate(batch.schema)} for batch, _ in parts]
     for each in matrices:
         each.pop((), None)
@@ -117,7 +117,7 @@ def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
 
 
 def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as Arrow has them."""
+    """Return rows of a batch, packed or not, as a plain record batch; ``at`` are their numbers, None for all."""
     found: dict[str, pa.Array] = {}
     wanted = set(schema.names)
     for field, column in zip(batch.schema, batch.columns, strict=True):
@@ -132,7 +132,7 @@ def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.Reco
 
 
 def _packed_in(field: pa.Field) -> tuple[str, ...]:
-    """The columns that one of a packed batch is made of; none for one of the user's."""
+    """Return the columns in a packed column; an empty tuple for a user's column."""
     return tuple(json.loads((field.metadata or {}).get(_COLUMNS, "[]")))
 
 
@@ -141,13 +141,13 @@ def _lists(matrix: Matrix) -> pa.Array:
 
 
 def _matrix(lists: pa.Array) -> Matrix:
-    """What a packed column holds, in its own memory."""
+    """Return the content of a packed column as a view of its memory."""
     values: Matrix = lists.values.to_numpy().reshape(-1, lists.type.list_size)
     return values[lists.offset : lists.offset + len(lists)]
 
 
 def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Matrix:
-    """Rows of matrices in this order: of each those that are named, or all, laid end to end."""
+    """Return the chosen rows of each matrix, or all of them, in one matrix and in this order."""
     matrix, at = parts[0]
     if len(parts) > 1:
         ends = np.cumsum([len(each if at is None else at) for each, at in parts])
@@ -162,5 +162,5 @@ def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Mat
 
 
 def _take(matrix: Matrix, rows: Ints, into: Matrix) -> None:
-    """By numpy and not by Arrow: it asks the system for huge pages, in which rows are found in half the time."""
+    """Take rows with numpy, not Arrow: numpy asks for huge pages, in which rows are found in half the time."""
     whole_rows(matrix).take(rows, out=whole_rows(into), mode="clip")  # mode "raise" would copy them once more

@@ -1,4 +1,4 @@
-"""Parquet that is already there becomes a data set: footers are read, not data, by many threads at once."""
+"""Make a data set from existing Parquet files. Many threads read the footers; no rows are read."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ class _Footer:
     file: str
     schema: pa.Schema
     rows: tuple[int, ...]
-    """Of each row group, without those that are deleted."""
+    """Number of rows of each row group, without deleted ones."""
     deleted: Mapping[int, Deleted]
-    """Of the row groups with rows that are."""
+    """The deleted rows of the row groups that have some."""
     extremes: Mapping[str, tuple[float, float] | None]
-    """Of the columns asked for the lowest and the highest number; None where the file does not tell."""
+    """The lowest and the highest number of the requested columns; None if the file does not hold them."""
 
 
 def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, uses: Uses | None = None) -> DatasetMeta:
-    """What is known of Parquet files that somebody else wrote, from their footers.
+    """Describe Parquet files that another program wrote, by their footers.
 
     Args:
         store: Opens the files; ``path`` may lie anywhere in its file system.
         path: A file, a directory, or a Delta or Iceberg table, complete. Directories below a directory are searched
             too, and columns in their names ("day=2") are columns of the data set. Files and directories whose names
-            start with "_" or "." are left out.
-        columns: Names of the columns wanted; None for all.
-        uses: What columns are for, as they lie in the files. Of labels the lowest number is told if the files tell it.
+            start with "_" or "." are omitted.
+        columns: Names of the requested columns; None for all.
+        uses: The purpose of columns, as they are in the files. For labels, the result has the lowest number if all
+            footers hold it.
 
     Returns:
-        The data set. Shapes of lists are None unless their type fixes them; double counts as float32; what no tensor
-        is made of (text, bytes, times) has the dtype "object".
+        The data set. Shapes of lists are None unless their type fixes them; double counts as float32; what cannot
+        become a tensor (text, bytes, times) has the dtype "object".
 
     Raises:
-        DataError: no Parquet files, a file that is none, files of different schemas, no rows, a column that is
-            missing, a table whose files are not what it means, weights of rows that are all 0.
-        StoreError: the store cannot be read.
+        DataError: There are no Parquet files, no rows, or not all requested columns; a file is not Parquet; files have
+            different schemas, or contradict their table; or all weights of rows are 0.
+        StoreError: The store cannot be read.
     """
     return dataset_in(store, files_of(store, path.rstrip("/")), columns, uses)
 
@@ -64,10 +65,10 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
 def dataset_in(
     store: Store, table: TableFiles, columns: Sequence[str] | None = None, uses: Uses | None = None
 ) -> DatasetMeta:
-    """The same of files that are listed already.
+    """Do what :func:`dataset_of` does, for files that are listed already.
 
     Raises:
-        DataError, StoreError: as :func:`dataset_of`.
+        DataError, StoreError: As :func:`dataset_of`.
     """
     asked = () if uses is None else (*uses.labels, *([uses.weights] if uses.weights else ()))
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -101,7 +102,7 @@ def dataset_in(
 
 
 def _extremes(footers: Sequence[_Footer], name: str) -> tuple[float, float] | None:
-    """The lowest and the highest number of a column in all files; None where one does not tell."""
+    """Return the lowest and the highest number of a column in all files; None if a file does not say."""
     found = [footer.extremes.get(name) for footer in footers if any(footer.rows)]
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
@@ -131,7 +132,7 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
 
 
 def _deleted_in(rows: Sequence[int], positions: np.ndarray | None) -> dict[int, tuple[Deleted, int]]:
-    """By row group what is deleted there, and how many rows that are; ``positions`` are those in the file."""
+    """Return the deleted rows of each row group, and their number; ``positions`` are those in the file."""
     if positions is None:
         return {}
     found, first = {}, 0
@@ -151,12 +152,12 @@ def _extremes_in(metadata: pq.FileMetaData, name: str) -> tuple[float, float] | 
     found = [group.statistics for group in groups]
     ends = [end for each in found if each is not None and each.has_min_max for end in (each.min, each.max)]
     if not ends or len(ends) < 2 * len(found) or not all(isinstance(end, int | float | Decimal) for end in ends):
-        return None  # also of text, of which float() would make numbers
+        return None  # excludes text, which float() would turn into numbers
     return float(min(ends)), float(max(ends))
 
 
 def _open(store: Store, file: str) -> pq.ParquetFile:
-    """A file of which the footer has been read; nothing else can be read of it any more."""
+    """Return a file whose footer has been read; nothing else can be read from it any more."""
     try:
         with (
             explaining("read the footer of", file),
@@ -173,7 +174,7 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
 
 
 def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str] | None) -> list[pa.Field]:
-    """The columns of a table, which all files must have in some way; or those that all files have alike."""
+    """Return the columns of a table, which every file must have, or those that all files have in common."""
     first = footers[0]
     if table.schema is not None:
         distinct = {footer.schema.serialize().to_pybytes(): footer for footer in footers}.values()
@@ -189,7 +190,7 @@ def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str]
 
 
 def _found(table: TableSchema, name: str, there: pa.Schema, file: str) -> pa.Field | None:
-    """As :meth:`TableSchema.find`, with the error of a table that Spark may be able to read."""
+    """Do :meth:`TableSchema.find`; the error says that Spark may be able to read the table."""
     try:
         return table.find(name, there, file)
     except ValueError as error:

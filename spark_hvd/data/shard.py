@@ -1,4 +1,4 @@
-"""What ``fn`` sees of a data set that ``run`` was given: ``hvd.get_dataset_shard("train")``."""
+"""A rank's view of a data set that was passed to ``run``: ``hvd.get_dataset_shard("train")``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class DatasetShard:
             workers: Threads that read ahead.
 
         Raises:
-            DataError: a column does not exist, a number is out of range, or ``row_weights`` does not fit.
+            DataError: A column does not exist, a number is out of range, or ``row_weights`` does not fit.
         """
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
@@ -165,8 +165,8 @@ class DatasetShard:
             return
         if collate_fn is not None:
             raise DataError(
-                f"row_weights={name!r} and collate_fn are both given: collate_fn makes the whole batch. Next: leave "
-                "one of them out"
+                f"row_weights={name!r} and collate_fn are both given, but collate_fn makes the whole batch. Next: omit "
+                "one of them"
             )
         taken = [*asked.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
         if not name or name in taken:
@@ -198,31 +198,31 @@ class DatasetShard:
 def _weigh(
     name: str, full: Callable[[tuple[int], float], Any], batch: dict[str, Any], rows: int, weight: float
 ) -> None:
-    made = full((rows,), weight)
-    batch[name] = made.astype(np.float32) if isinstance(made, np.ndarray) else made.float()
+    weights = full((rows,), weight)
+    batch[name] = weights.astype(np.float32) if isinstance(weights, np.ndarray) else weights.float()
 
 
-def source_here(name: str, told: DataSource | SpoolSource | Fed) -> DataSource:
-    """What this rank reads of what it was told of a data set. To be called by all ranks.
+def source_here(name: str, source: DataSource | SpoolSource | Fed) -> DataSource:
+    """Return the part of a data set that this rank reads. Collective.
 
     Raises:
-        DataError: the rows of a DataFrame do not come, its series are not what windows need, or its function fails.
+        DataError: The rows of a DataFrame do not arrive, its series do not fit the windows, or its function fails.
     """
-    if isinstance(told, Fed):
-        return fed_source(name, source_here(name, pickle.loads(told.inner)), told)
-    if not isinstance(told, SpoolSource):
-        return told
-    spool = told.open()
+    if isinstance(source, Fed):
+        return fed_source(name, source_here(name, pickle.loads(source.inner)), source)
+    if not isinstance(source, SpoolSource):
+        return source
+    spool = source.open()
     if windows := (spool.schema.metadata or {}).get(METADATA):
-        return window_source(name, spool, told.units, told.part, json.loads(windows))
+        return window_source(name, spool, source.units, source.part, json.loads(windows))
     counts = np.zeros_like(spool.counts)
-    mine = slice(told.units.start, told.units.stop)
+    mine = slice(source.units.start, source.units.stop)
     all_ranks = allgather_object(
-        (mine, spool.counts[mine], told.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+        (mine, spool.counts[mine], source.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
     )
     for units, found, *_ in all_ranks:
         counts[units] = found
     _, _, parts, held, rows = zip(*all_ranks, strict=True)
     window_rows = min(rows)
-    spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), told.part)
-    return FrameSource(spool, counts, parts, told.part, window_rows)
+    spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), source.part)
+    return FrameSource(spool, counts, parts, source.part, window_rows)

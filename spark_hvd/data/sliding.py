@@ -1,4 +1,4 @@
-"""Windows over the pieces of series that came to this rank: a window is a place in a piece until its batch is made."""
+"""Windows over the pieces of series on this rank. A window is only a place in a piece until its batch is made."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ from spark_hvd.data.spool import Spool
 from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
 
 TOGETHER = 1 << 20
-"""Windows that are shuffled together: of each, only its number is in memory."""
+"""Number of windows that are shuffled together; only their numbers are in memory."""
 
 PART_BYTES = 2 << 20
-"""Windows that are cut at once: small batches, which cost more to make than to copy, are made together."""
+"""Bytes of windows that are cut at once. Small batches cost more to make than to copy, so they are made together."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with some series.
+    """A problem of some series.
 
-    ``times`` is how often in all, in so many ``series``; ``there`` is how often in the one that has the ``key``.
+    Attributes:
+        times: How often it occurs in all series.
+        series: Number of series in which it occurs.
+        key: The key of one of these series.
+        times_in_key: How often it occurs in that series.
     """
 
     times: int
     series: int
     key: str
-    there: int
+    times_in_key: int
 
     def __add__(self, other: Problem) -> Problem:
         return replace(self, times=self.times + other.times, series=self.series + other.series)
@@ -51,10 +55,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class WindowSource(FrameSource):
-    """See :class:`FrameSource`, whose rows are windows here.
+    """A :class:`FrameSource` whose rows are windows.
 
     Attributes:
-        series: What this rank has.
+        series: The series of this rank.
     """
 
     series: SeriesHere
@@ -71,16 +75,16 @@ class SeriesHere:
     """The pieces of series of some units, their values in files without a name that are mapped into memory.
 
     Args:
-        spool: Where the pieces are.
-        units: Those that are read.
-        asked: What :class:`~spark_hvd.data.series.windows.WindowSpec` has, as JSON gives it back.
-        closing: Closes the files, to which :meth:`read` adds nothing any more then; they stay while they are mapped.
+        spool: Holds the pieces.
+        units: The units to read.
+        asked: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
+        closing: Closes the files. After that, :meth:`read` can add nothing; what is mapped stays readable.
 
     Attributes:
-        schema: Of the windows.
-        counts: Windows of each unit; of units that were not read none.
+        schema: The schema of the windows.
+        counts: Number of windows of each unit; 0 for units that were not read.
         first_windows: The number of the first window of each unit.
-        problems: What is wrong, by the values of :data:`PROBLEM`.
+        problems: The problems that were found, by the values of :data:`PROBLEM`.
     """
 
     def __init__(self, spool: Spool, units: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
@@ -97,10 +101,10 @@ class SeriesHere:
         self.read(spool, units)
 
     def read(self, spool: Spool, units: Sequence[int]) -> None:
-        """Take in the pieces of more units.
+        """Add the pieces of more units.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: They cannot be written to the disk.
         """
         numbers = np.array(units, np.int64)
         keys, rows, whose = [self._key_columns], [self._rows], [self._owners]
@@ -119,21 +123,21 @@ class SeriesHere:
                 rows.append(pieces.column(self._columns[0]).combine_chunks().value_lengths().to_numpy())
             for file in self._files.values():
                 file.flush()
-        # They have no names, and stay while they are mapped. What is empty cannot be, and has no windows.
-        there = any(map(len, rows))
-        self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if there}
+        # The unnamed files live as long as they are mapped. Empty files cannot be mapped, and have no windows.
+        has_rows = any(map(len, rows))
+        self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if has_rows}
         self._rows, self._owners = np.concatenate(rows), np.concatenate(whose)
         windows = windows_in(self._rows, self.length, self._stride)
         self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
         self._firsts = self._ends - windows
         self.first_windows: Ints = np.zeros(UNITS, np.int64)
-        there_units, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
-        self.first_windows[there_units] = self._firsts[pieces_at]
+        units_read, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
+        self.first_windows[units_read] = self._firsts[pieces_at]
         self._key_columns = pa.concat_tables(keys).combine_chunks()
 
     def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
-        """Windows by their numbers."""
+        """Return the windows with these numbers."""
         pieces = np.searchsorted(self._ends, numbers, side="right")
         starts = self._starts[pieces] + (numbers - self._firsts[pieces]) * self._stride
         found = []
@@ -168,7 +172,7 @@ class WindowReader(UnitReader[BatchT]):
             yield self._formed(self._rows.batch(numbers, self._asked.columns), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-        """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
+        """Return the remaining windows of pieces, in an order that does not depend on the number of ranks."""
         units, firsts, _, lengths = np.array(pieces, np.int64).T
         whole = self._counts[units]
         within = stretches(np.zeros_like(whole), whole)
@@ -182,7 +186,7 @@ class WindowReader(UnitReader[BatchT]):
 
 
 def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
-    """Rows of as many batches as have at most so many together, or of one."""
+    """Yield numbers of rows: of as many batches as hold at most ``most`` rows together, or of one batch."""
     rows = 0
     for size in sizes:
         if rows and rows + size > most:
@@ -194,10 +198,10 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
 
 
 def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
-    """What this rank has of windows over series. To be called by all ranks.
+    """Return this rank's windows over series. Collective.
 
     Raises:
-        DataError: series that are not as they were said to be, or too few windows; the same on all ranks.
+        DataError: The series do not fit the specification, or there are too few windows. All ranks raise the same.
     """
     with ExitStack() as closing:
         series = SeriesHere(spool, units, asked, closing)
@@ -210,8 +214,8 @@ def window_source(name: str, spool: Spool, units: range, part: int, asked: Mappi
         found, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)
         counts: Ints = np.sum(found, axis=0)
         problems: dict[str, Problem] = {}
-        for its in noted:
-            for kind, problem in its.items():
+        for rank_problems in noted:
+            for kind, problem in rank_problems.items():
                 _add(problems, kind, problem)
         _check(name, asked, problems, int(counts.sum()), len(ranks))
         moves = moves_of(counts, np.sum(rows, axis=0), parts, held, min(window_rows))
@@ -227,10 +231,10 @@ def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
 
 
 def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
-    """The number of windows, and what is wrong with series."""
+    """Raise the first problem of the series, or an error for too few windows."""
     where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
     for kind, found in problems.items():
-        here = f"{found.there} of them in {found.key}"
+        here = f"{found.times_in_key} of them in {found.key}"
         if kind.startswith(NULL):
             column = kind.removeprefix(NULL)
             raise DataError(
@@ -255,9 +259,8 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
                 "they follow each other"
             )
         assert kind == SHORT
-        left_out = (
-            f"{found.series} series have fewer rows than a window of {asked['length']}, {found.key} has {found.there}"
-        )
+        shorter = f"{found.series} series have fewer rows than a window of {asked['length']}"
+        left_out = f"{shorter}, {found.key} has {found.times_in_key}"
         if asked["short"] == "error":
             raise DataError(f'{where}{left_out}. Next: shorter windows, or short="skip" to leave such series out')
         if who.rank() == 0:

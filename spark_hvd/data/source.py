@@ -1,4 +1,4 @@
-"""Where the rows of a data set are, as ranks are told: plain data that pickles."""
+"""Sources of a data set's rows, which ranks receive as plain data that pickles."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spark_hvd.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a loader asks of a source.
+    """A loader's request to a source.
 
     Attributes:
-        columns: Names, in the order of the batch.
-        shuffle: Another order in each epoch.
-        seed: Of that order.
-        window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
-        workers: Threads that read ahead.
+        columns: Names of the columns, in the order of the batch.
+        shuffle: Whether to use another order in each epoch.
+        seed: Seed of that order.
+        window_rows: Number of rows to shuffle together; None for as many as fit in 64 MiB, or 8 MiB for a DataFrame.
+        workers: Number of threads that read ahead.
     """
 
     columns: tuple[str, ...]
@@ -40,7 +40,7 @@ class Asked:
 
 
 class DataSource(Protocol):
-    """See the module's description. All ranks of a run have the same, or each its part of the same rows."""
+    """Gives access to the rows of a data set. Each rank's source has all rows, or that rank's part of them."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -52,36 +52,36 @@ class DataSource(Protocol):
 
     @property
     def layout(self) -> int:
-        """A number that differs where the order of rows does, for the same seed and epoch."""
+        """A number that differs if the order of the rows does, for the same seed and epoch."""
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        """How the rows of an epoch are shared."""
+        """Return how the rows of an epoch are shared."""
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        """A reader of the rows that this rank can be given, which gives them in a form."""
+        """Return a reader of the rows of this rank, in a form."""
 
 
 @dataclass(frozen=True)
 class ParquetSource(DataSource):
-    """Parquet files that all ranks reach, read in place."""
+    """Parquet files that all ranks can reach and read in place."""
 
     dataset: DatasetMeta
     store: Store
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class. That of the first file, with the columns that are in none.
+        """See base class. The schema of the first file, with the columns that are in no file.
 
         Raises:
-            DataError: the file is gone.
+            DataError: The file is gone.
         """
         first = self.dataset.row_groups[0]
         if self.dataset.table is None:
             with told(first, self.dataset.version):
                 inner = self.store.inner_path(first.file)
                 with parquet_file(inner, filesystem=arrow_filesystem(self.store)) as file:
-                    found = file.schema_arrow
-            fields = {field.name: field for field in plain_schema(found)}
+                    schema = file.schema_arrow
+            fields = {field.name: field for field in plain_schema(schema)}
         else:
             fields = {field.name: field for field in self.dataset.table.plain}
         if self.dataset.partitions is not None:
@@ -106,7 +106,7 @@ class ParquetSource(DataSource):
 
 
 def parquet_source(given: Any) -> ParquetSource:
-    """The Parquet files that make up what is given, as they are now.
+    """Return the source of the Parquet files that a value for ``data=`` names, as they are now.
 
     Args:
         given: The path or URL of a file, of a directory of files with one schema, of a Delta or an Iceberg table; a
@@ -114,8 +114,8 @@ def parquet_source(given: Any) -> ParquetSource:
             ``pyiceberg.table.Table``.
 
     Raises:
-        DataError: there are none, they differ, have no rows, or are not what the table means.
-        StoreError: they cannot be reached.
+        DataError: There are no files or no rows, or files differ from each other or contradict their table.
+        StoreError: The files cannot be reached.
     """
     if isinstance(given, str | os.PathLike):
         store = Store.create(given)

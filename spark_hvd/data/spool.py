@@ -22,17 +22,17 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Piece, Seed, mixing, order_in_units, units_of, windows_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
-"""What is sorted at once, whichever is reached first: the memory of a writer."""
+"""Maximum rows and bytes of a chunk, which is sorted at once. They bound the memory of a writer."""
 
 PLAIN_BYTES = 4 << 30
-"""Files beyond are compressed, and in one record batch a unit, so that reading some units reads little else."""
+"""Files written after this many bytes are compressed and have a record batch per unit, so units can be read alone."""
 
 WINDOW_BYTES = 8 << 20
-"""Rows that are gathered at once. They are copied twice, and a reader is one window ahead: it takes four times that,
-or more where malloc finds no room for one between others."""
+"""Bytes of the rows that are gathered at once. A reader takes four times that, as it copies rows twice and reads one
+window ahead; fragmented memory can add to it."""
 
 _SLICE = 1 << 16
-"""Rows that are taken apart at once where all are looked at."""
+"""Number of rows that are unpacked at once when all rows are read."""
 
 _COUNTS, _SCHEMA, _FAILED = "counts.npy", "schema.arrow", "failed"
 
@@ -52,10 +52,10 @@ class SpoolWriter:
         os.makedirs(folder)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take in rows: the user's columns and those of :data:`UNIT` and :data:`ID`.
+        """Add rows with the user's columns and the columns :data:`UNIT` and :data:`ID`.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: They cannot be written to the disk.
         """
         self._batches.append(batch)
         self._rows += batch.num_rows
@@ -64,10 +64,10 @@ class SpoolWriter:
             self._flush()
 
     def close(self) -> None:
-        """Say that all rows are there.
+        """Mark the rows as complete.
 
         Raises:
-            DataError: as :meth:`write`.
+            DataError: As :meth:`write`.
         """
         if self._rows:
             self._flush()
@@ -80,7 +80,7 @@ class SpoolWriter:
             os.rename(self._folder / f"{_COUNTS}.new", self._folder / _COUNTS)
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who wait for the rows why these do not come; what came is deleted, to make room."""
+        """Delete the rows, and leave the error for the ranks that wait for them."""
         for path in self._folder.iterdir():
             path.unlink()
         (self._folder / f"{_FAILED}.new").write_text(f"{type(error).__name__}: {error}")
@@ -91,20 +91,20 @@ class SpoolWriter:
         self._batches, self._rows, self._bytes = [], 0, 0
         units = table.column(UNIT).to_numpy().astype(np.int16)
         table = table.drop_columns([UNIT])
-        order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # quick, as ids arrive in ascending runs
-        order = order[np.argsort(units[order], kind="stable")]  # quick, as 16 bits are sorted by radix
-        packed = self._written >= self._plain_bytes
+        order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # fast, as ids arrive in ascending runs
+        order = order[np.argsort(units[order], kind="stable")]  # fast, as 16 bits are sorted by radix
+        compressed = self._written >= self._plain_bytes
         batch = single(table)
-        batch = batch.take(order) if packed else ordered(pack(batch, ID), order)
+        batch = batch.take(order) if compressed else ordered(pack(batch, ID), order)
         counts = np.bincount(units, minlength=UNITS).astype(np.int32)
         path = self._folder / _chunk(len(self._counts))
-        options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None, use_threads=False)
+        options = pa.ipc.IpcWriteOptions(compression="lz4" if compressed else None, use_threads=False)
         with self._disk():
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema, options=options) as writer:
-                at = 0
-                for rows in counts[counts > 0].tolist() if packed else [batch.num_rows]:
-                    writer.write_batch(batch.slice(at, rows))
-                    at += rows
+                start = 0
+                for rows in counts[counts > 0].tolist() if compressed else [batch.num_rows]:
+                    writer.write_batch(batch.slice(start, rows))
+                    start += rows
             self._written += path.stat().st_size
         self._schema = table.drop_columns([ID]).schema.with_metadata(self._schema.metadata)
         self._counts.append(counts)
@@ -114,10 +114,10 @@ class SpoolWriter:
 
 
 def spool_table(folder: str, table: pa.Table) -> None:
-    """Write the rows of a table, which are numbered in their order, to a new folder.
+    """Write the rows of a table to a new folder, numbered in their order.
 
     Raises:
-        DataError: as :meth:`SpoolWriter.write`.
+        DataError: As :meth:`SpoolWriter.write`.
     """
     writer = SpoolWriter(folder, table.schema)
     first = 0
@@ -132,7 +132,7 @@ def spool_table(folder: str, table: pa.Table) -> None:
 
 @dataclass(frozen=True)
 class _Disk:
-    """Names what to do where the disk is full."""
+    """Turns an OSError into a DataError that says what to do about a full disk."""
 
     folder: Path
     written: int
@@ -143,9 +143,9 @@ class _Disk:
         if isinstance(error, OSError):
             raise DataError(
                 f"{self.folder}: the rows of the DataFrame cannot be kept here: {error}; {self.written} bytes were "
-                "written. Executors keep the rows of their ranks on local disk while a run goes on: give them more of "
-                "it (spark.local.dir), spread the run over more executors, or write the DataFrame to Parquet and give "
-                "its path."
+                "written. Executors keep the rows of their ranks on local disk during a run. Next: give them more disk "
+                "(spark.local.dir), spread the run over more executors, or write the DataFrame to Parquet and pass "
+                "its path"
             ) from error
 
 
@@ -153,24 +153,24 @@ class Spool:
     """Reads what a :class:`SpoolWriter` has written. ``brought`` is the folder of rows that came from other ranks.
 
     Attributes:
-        folder: The first of the two.
-        schema: Of the user's columns.
-        counts: Rows of each unit.
-        window_rows: Those that fit in :data:`WINDOW_BYTES`.
+        folder: The folder that the writer has filled.
+        schema: The schema of the user's columns.
+        counts: Number of rows of each unit.
+        window_rows: Number of rows that fit in :data:`WINDOW_BYTES`.
     """
 
     def __init__(self, folder: str, brought: str | None = None) -> None:
         self._brought = brought
         self.folder = Path(folder)
         folders = [self.folder] if brought is None else [self.folder, Path(brought)]
-        found = [np.load(each / _COUNTS) for each in folders]
-        self._own = len(found[0])
-        self._counts = np.concatenate(found)
+        counts = [np.load(each / _COUNTS) for each in folders]
+        self._own = len(counts[0])
+        self._counts = np.concatenate(counts)
         self.counts: Ints = self._counts.sum(0, dtype=np.int64)
         self._ends = np.cumsum(self._counts, axis=1, dtype=np.int64)
         self.schema = pa.ipc.read_schema(pa.py_buffer((self.folder / _SCHEMA).read_bytes()))
         self._files = [
-            each / _chunk(number) for each, chunks in zip(folders, found, strict=True) for number in range(len(chunks))
+            each / _chunk(number) for each, chunks in zip(folders, counts, strict=True) for number in range(len(chunks))
         ]
         row_bytes = sum(file.stat().st_size for file in self._files) // max(1, int(self.counts.sum()))
         self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
@@ -181,9 +181,9 @@ class Spool:
 
     @property
     def held(self) -> range:
-        """The units that have rows here, and those between them: all of their rows are here."""
-        there = np.flatnonzero(self.counts)
-        return range(int(there[0]), int(there[-1]) + 1) if len(there) else range(0)
+        """The units from the first to the last that has rows here. All rows of these units are here."""
+        units = np.flatnonzero(self.counts)
+        return range(int(units[0]), int(units[-1]) + 1) if len(units) else range(0)
 
     def windows(
         self,
@@ -192,11 +192,10 @@ class Spool:
         window_rows: int | None = None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[PackedRows]:
-        """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
+        """Yield the rows of `pieces`, one window at a time, with the rows of all units mixed.
 
-        Without a seed, one unit after the other, each in the order of the DataFrame. ``pieces`` are in the order in
-        which they are wanted. If ``window_rows`` is None, windows are of :attr:`window_rows`. ``columns`` are in the
-        order wanted; None: all.
+        Without a seed, units come one after the other, each in the order of the DataFrame. ``pieces`` and ``columns``
+        are in the requested order; None stands for all columns. ``window_rows`` defaults to :attr:`window_rows`.
         """
         names = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in names])
@@ -205,11 +204,11 @@ class Spool:
                 yield self._gather(window, seed, number, schema)
 
     def tables(self, *args: Any) -> Iterator[pa.Table]:
-        """:meth:`windows` as Arrow has them."""
+        """Yield :meth:`windows` as Arrow tables."""
         return (pa.Table.from_batches([window.batch()]) for window in self.windows(*args))
 
     def rows(self, unit: int, first: int, rows: int) -> pa.RecordBatch:
-        """Some rows of a unit in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
+        """Return some rows of a unit in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
         named = pa.schema([pa.field(ID, pa.int64()), *self.schema])
         found = self._gather([(unit, first, 0, rows)], None, 0, named).batch()
         schema = pa.schema([pa.field(UNIT, pa.int32()), *named])
@@ -217,7 +216,7 @@ class Spool:
         return pa.RecordBatch.from_arrays([units, *found.columns], schema=schema)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """All rows that the task has, in no order, some at once; without those that came from other ranks."""
+        """Yield the task's own rows, without those from other ranks, some at a time and in no order."""
         schema = pa.schema([self.schema.field(name) for name in columns])
         for number, mapped in enumerate(self._mapped[: self._own]):
             if mapped is not None:
@@ -229,7 +228,7 @@ class Spool:
                     yield reader.get_batch(at).select(columns)
 
     def disk(self) -> _Disk:
-        """Where more is written beside the rows: a full disk is told of as such."""
+        """Return a context for writing more data to :attr:`folder`, which reports a full disk as such."""
         return _Disk(self.folder, 0)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
@@ -249,12 +248,14 @@ class Spool:
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
-        """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
+        """Return a batch of a file, and where in it the rows of `units` are; None for all of it, in their order."""
         mapped = self._mapped[number]
         if mapped is not None:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
-        one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
+        one_by_one = pa.ipc.IpcReadOptions(
+            use_threads=False
+        )  # a thread for each small batch would take four times as long
         path = str(self._files[number])
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
@@ -263,9 +264,9 @@ class Spool:
 
 @dataclass(frozen=True)
 class SpoolSource:
-    """What a rank is told of a DataFrame's rows.
+    """Tells a rank where its Spark task keeps a DataFrame's rows.
 
-    Its task writes them to ``folder``, with those of its other ranks, who share the rows out in ``parts``.
+    The task writes the rows of all its ranks to ``folder``. ``part`` is this rank's part of the ``parts`` of all ranks.
     """
 
     folder: str
@@ -278,17 +279,17 @@ class SpoolSource:
         return units_of(self.part, self.parts)
 
     def open(self) -> Spool:
-        """The rows, once the task has all of them.
+        """Return the rows once the task has all of them.
 
         Raises:
-            DataError: they do not come.
+            DataError: The rows do not arrive.
         """
         folder = Path(self.folder)
         while not (folder / _COUNTS).exists():
             if (folder / _FAILED).exists():
                 raise DataError((folder / _FAILED).read_text())
             if not folder.exists():
-                raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended.")
+                raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended")
             time.sleep(0.01)
         return Spool(self.folder)
 
@@ -298,6 +299,6 @@ def _chunk(number: int) -> str:
 
 
 def _mapped(path: str) -> pa.RecordBatch | None:
-    """The one batch of a file, mapped; None where the file has a batch a unit."""
+    """Return the one batch of a file, mapped into memory; None if the file has a batch for each unit."""
     with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         return reader.get_batch(0) if reader.num_record_batches == 1 else None

@@ -1,7 +1,7 @@
-"""Which Parquet files make up a table: those that Delta Lake's log or Iceberg's metadata list, or all of a directory.
+"""List the Parquet files of a table: those in Delta Lake's log or Iceberg's metadata, or all of a directory.
 
-Nothing is read of the files themselves. What a table means that its files do not tell by themselves goes along: columns
-that are in no file or have another name there, rows that are deleted. What cannot is refused by name.
+The files themselves are not read. The result also has what only the table knows: columns that are in no file or have
+another name there, and rows that are deleted. Tables with other features are refused by name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE = re.compile("[+-]?[0-9]+")
-_NUMBER = re.compile(
-    r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-)  # not 0x1F and nan, which Arrow reads as numbers
-_FRAME = "or give the DataFrame that Spark reads from the table"
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # unlike Arrow: no 0x1F, no nan
+_FRAME = "or pass the DataFrame that Spark reads from the table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +40,12 @@ class TableFiles:
     """The files of a table at one version.
 
     Attributes:
-        url: Names the table in messages.
-        sizes: Bytes of each file by its path, complete, in the order of the paths.
-        partitions: Columns that are in no file, a row for each file; None if there are none.
-        version: Of the table, as "version 3 of the Delta table /data/x"; "" for a directory, which has no versions.
-        schema: The columns of a table, and how its files have them; None for those of the first file.
-        deleted: By file the positions of rows that are deleted and still in it, of shape (deleted rows,).
+        url: The name of the table in messages.
+        sizes: Bytes of each file by its complete path, in the order of the paths.
+        partitions: Columns that are in no file, with a row for each file; None if there are none.
+        version: The table's version, such as "version 3 of the Delta table /data/x"; "" for a directory.
+        schema: The columns of a table, and how its files hold them; None for the columns of the first file.
+        deleted: File -> positions of the rows that are still in it but deleted, of shape (deleted rows,).
     """
 
     url: str
@@ -59,13 +57,13 @@ class TableFiles:
 
 
 def files_of(store: Store, path: str) -> TableFiles:
-    """The files of what a path or URL names: a Delta or Iceberg table, a file of Iceberg's metadata, or Parquet.
+    """Return the files behind a path or URL: a Delta or Iceberg table, a metadata file of Iceberg, or Parquet.
 
     ``path`` is complete, with no slash at the end; ``store`` is that of its file system.
 
     Raises:
-        DataError: there are no files, a table has what is not read here, or the package that lists it is missing.
-        StoreError: the store cannot be read.
+        DataError: There are no files, a table has an unsupported feature, or the package that lists it is missing.
+        StoreError: The store cannot be read.
     """
     if store.exists(join(path, "_delta_log")):
         return _of_delta(_delta_table(path))
@@ -74,18 +72,18 @@ def files_of(store: Store, path: str) -> TableFiles:
         return _of_iceberg(_iceberg_table(path))
     if any(name.endswith(".metadata.json") for name in names):
         raise DataError(
-            f"{path} is an Iceberg table of a catalog, which alone knows the current version. Next: give the table "
+            f"{path} is an Iceberg table of a catalog, which alone knows the current version. Next: pass the table "
             f"itself, pyiceberg.catalog.load_catalog(...).load_table(...), one of the .metadata.json files, {_FRAME}"
         )
     return _of_directory(store, path)
 
 
 def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
-    """The Parquet files of several paths or URLs, each of a file or a directory, in one file system.
+    """Return the Parquet files of several paths or URLs of files or directories, all in one file system.
 
     Raises:
-        DataError: as :func:`files_of`; or a path is a table's, has columns in the names of directories, or is in
-            another file system; or a file is there twice.
+        DataError: As :func:`files_of`; or a path is a table, has columns in the names of directories, or is in another
+            file system; or a file is listed twice.
     """
     urls = [complete("data", path) for path in paths]
     sizes: dict[str, int] = {}
@@ -95,7 +93,7 @@ def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
         found = files_of(Store.create(url), url)
         if found.version or found.partitions is not None:
             what = "a table" if found.version else "partitioned by the names of its directories"
-            raise DataError(f"{url} is {what}: expected files, or directories of files, in a list. Next: give it alone")
+            raise DataError(f"{url} is {what}: expected files, or directories of files, in a list. Next: pass it alone")
         if twice := sizes.keys() & found.sizes.keys():
             raise DataError(f"{min(twice)} is in the list of paths more than once: expected each file once")
         sizes |= found.sizes
@@ -103,17 +101,17 @@ def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
 
 
 def files_of_table(table: Any) -> TableFiles:
-    """The files of a ``deltalake.DeltaTable``, or those of the current snapshot of a ``pyiceberg.table.Table``.
+    """Return the files of a ``deltalake.DeltaTable``, or those of the current snapshot of a ``pyiceberg.table.Table``.
 
     Raises:
-        DataError: as :func:`files_of`.
+        DataError: As :func:`files_of`.
     """
     return _of_delta(table) if hasattr(table, "get_add_actions") else _of_iceberg(table)
 
 
 @dataclass(frozen=True, slots=True)
 class SparkRead:
-    """How Spark is told to read a table: ``spark.read.format(format).options(**options).load(path)``."""
+    """The way Spark reads a table: ``spark.read.format(format).options(**options).load(path)``."""
 
     format: str
     path: str
@@ -121,7 +119,7 @@ class SparkRead:
 
 
 def spark_read_of(given: Any) -> SparkRead | None:
-    """How Spark reads what :func:`files_of`, or :func:`files_of_table`, does not; None where it is no table."""
+    """Return how Spark reads what :func:`files_of` or :func:`files_of_table` cannot; None if it is no table."""
     if hasattr(given, "get_add_actions"):
         return SparkRead("delta", _hadoop_path(unquote(given.table_uri)), {"versionAsOf": str(given.version())})
     if hasattr(given, "metadata_location"):
@@ -134,7 +132,7 @@ def spark_read_of(given: Any) -> SparkRead | None:
 
 
 def _hadoop_path(path: str) -> str:
-    """A path that Spark does not look for in its cluster's file system where it is one of a local file."""
+    """Return a local file's path in a form that Spark does not look for in its cluster's file system."""
     return path if re.match(r"\w[\w+.-]+:/", path) else f"file://{os.path.abspath(os.path.expanduser(path))}"
 
 
@@ -190,7 +188,7 @@ def _of_delta(table: Any) -> TableFiles:
 
 
 def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
-    """How a field is found in a file: by its ID, by its physical name, or by the one that it has in the table."""
+    """Return how a field is found in a file: by its ID, its physical name, or its name in the table."""
     told = field.metadata or {}
     if mode == "id":
         marks = {ID: told[b"delta.columnMapping.id"]}
@@ -201,22 +199,22 @@ def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
 
 
 def _below(url: str, path: str) -> str:
-    """A path of the log, where it is escaped as in a URL: relative, or complete in a shallow clone."""
+    """Return a path of the log, which is escaped as in a URL: relative, or complete in a shallow clone."""
     path = unquote(path)
     return complete("table", path) if "://" in path or path.startswith(("/", "file:")) else join(url, path)
 
 
 def _in_place(version: str, url: str, sizes: dict[str, int]) -> dict[str, int]:
-    """The same files, if ranks may read them where they are.
+    """Return the same files, if ranks may read them in place.
 
     Raises:
-        DataError: one lies where a path of a log must not lead.
+        DataError: A file is in a place to which a path of a log must not lead.
     """
     for file in sizes:
         if ".." in file.split("/"):
             raise DataError(
                 f"{version} has the file {file}, whose path leads out of the table. No writer of tables writes such a "
-                "path. Next: look who may write to its log, and restore a version before that"
+                "path. Next: check who may write to its log, and restore an earlier version"
             )
         if protocol_of(file) != protocol_of(url):
             raise DataError(
@@ -256,7 +254,7 @@ def _of_iceberg(table: Any) -> TableFiles:
         for task in scan.plan_files():
             file = task.file
             if str(getattr(file.file_format, "value", file.file_format)).lower() != "parquet":
-                raise TableError(f"{version} has {file.file_path}, which is no Parquet. Next: rewrite it, {_FRAME}")
+                raise TableError(f"{version} has {file.file_path}, which is not Parquet. Next: rewrite it, {_FRAME}")
             path = complete("table", file.file_path)
             sizes[path] = file.file_size_in_bytes
             if task.delete_files:
@@ -279,8 +277,10 @@ class _Marks:
         self._read: dict[str, Mapping[str, pa.ChunkedArray]] = {}
 
     def positions(self, file: str, delete_files: Iterable[Any]) -> np.ndarray:
-        """Those of a file, of shape (deleted rows,)."""
-        from pyiceberg.io.pyarrow import _read_deletes  # there is no public way; also of Iceberg 3's deletion vectors
+        """Return the positions of a file's deleted rows, of shape (deleted rows,)."""
+        from pyiceberg.io.pyarrow import (
+            _read_deletes,
+        )  # there is no public function; reads Iceberg 3's deletion vectors, too
 
         found = [np.zeros(0, np.int64)]
         for each in delete_files:
@@ -308,15 +308,15 @@ def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
     for told, arrow in zip(schema.fields, schema.as_arrow(), strict=True):
         column = table_field(arrow, marks)
         fields.append(column)
-        # Of files without the source of a partition, as Hive writes them, the partition has the value.
+        # No default for a partition's source: files without it, as Hive writes them, have the partition's value.
         if (told.optional or told.initial_default is not None) and told.field_id not in inside:
-            with contextlib.suppress(pa.ArrowException, TypeError):  # a default in a form of Iceberg's own
+            with contextlib.suppress(pa.ArrowException, TypeError):  # a default that Arrow cannot express
                 defaults[told.name] = pa.scalar(told.initial_default, column.type)
     return TableSchema(pa.schema(fields), defaults, version)
 
 
 def _names_of(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
-    """By field ID the names that a field has in files without IDs."""
+    """Yield field IDs, each with the names of the field in files without IDs."""
     for each in mapping:
         if each.field_id is not None:
             yield each.field_id, each.names
@@ -325,20 +325,20 @@ def _names_of(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
 
 @contextlib.contextmanager
 def _listing(what: str, package: str) -> Iterator[None]:
-    """Whatever goes wrong becomes a DataError that names the table."""
+    """Turn any error into a DataError that names the table."""
     try:
         yield
     except DataError:
         raise
     except ImportError as error:
         raise TableError(
-            f"which files make up {what} the package {package} tells, which cannot be imported ({error}). Next: "
+            f"the package {package}, which lists the files of {what}, cannot be imported ({error}). Next: "
             f"pip install {package}, where the run is started, {_FRAME}"
         ) from error
-    except Exception as error:  # the packages raise what they like
+    except Exception as error:  # the packages raise any exception
         raise TableError(
-            f"cannot list the files of {what}: {type(error).__name__}: {error}. Next: look whether {package} reads the "
-            f"table in this program, with the credentials of its environment, {_FRAME}"
+            f"cannot list the files of {what}: {type(error).__name__}: {error}. Next: check whether {package} reads "
+            f"the table in this program, with the credentials of its environment, {_FRAME}"
         ) from error
 
 
@@ -353,7 +353,7 @@ def _of_directory(store: Store, path: str) -> TableFiles:
     files = {path + rest: size for rest, size in sizes.items() if not any(map(_hidden, rest.split("/")))}
     if not files:
         if not store.exists(path):
-            several = ". Next: give a list of paths, as glob.glob makes it" if set(path) & set("*?[") else ""
+            several = ". Next: pass a list of paths, as glob.glob returns it" if set(path) & set("*?[") else ""
             raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files{several}")
         others = f" (found {listed(name.strip('/') for name in sizes)})" if sizes else ""
         raise DataError(f"no Parquet files in {path}{others}: expected at least one, not starting with '_' or '.'")
@@ -365,7 +365,7 @@ def _hidden(name: str) -> bool:
 
 
 def _of_names(path: str, files: Sequence[str]) -> pa.Table | None:
-    """The columns in names of directories such as "day=2", as Spark's ``partitionBy`` writes them."""
+    """Return the columns in names of directories such as "day=2", as Spark's ``partitionBy`` writes them."""
     rows = [
         {unquote(name): value for name, sign, value in (part.partition("=") for part in directories) if sign}
         for directories in (file[len(path) :].split("/")[:-1] for file in files)
@@ -374,7 +374,7 @@ def _of_names(path: str, files: Sequence[str]) -> pa.Table | None:
         if list(row) != list(rows[0]):
             raise DataError(
                 f"the directories of {file} name {listed(row)}, those of {files[0]} {listed(rows[0])}: expected the "
-                "same columns in the same order for all files. Next: give the path of one of them"
+                "same columns in the same order for all files. Next: pass the path of one of them"
             )
     if not rows[0]:
         return None
@@ -383,16 +383,16 @@ def _of_names(path: str, files: Sequence[str]) -> pa.Table | None:
 
 
 def _typed(texts: pa.Array) -> pa.Array:
-    """Text as the first type that all of it can be read as, in Spark's order."""
-    there = [text for text in texts.to_pylist() if text is not None]
-    kinds: tuple[pa.DataType, ...] = (pa.date32(),) if there else ()
+    """Return texts as the first type, in Spark's order, that all of them can be read as."""
+    present = [text for text in texts.to_pylist() if text is not None]
+    kinds: tuple[pa.DataType, ...] = (pa.date32(),) if present else ()
     values = texts
-    if there and all(map(_WHOLE.fullmatch, there)):
+    if present and all(map(_WHOLE.fullmatch, present)):
         values = pa.array([None if text is None else str(int(text)) for text in texts.to_pylist()])
         # Arrow casts some texts of more than 38 digits to other numbers
-        short = all(abs(int(text)) < 10**38 for text in there)
+        short = all(abs(int(text)) < 10**38 for text in present)
         kinds = (pa.int32(), pa.int64(), pa.decimal128(38, 0)) if short else ()
-    elif there and all(map(_NUMBER.fullmatch, there)):
+    elif present and all(map(_NUMBER.fullmatch, present)):
         kinds = (pa.float64(),)
     for kind in kinds:
         with contextlib.suppress(pa.ArrowInvalid):

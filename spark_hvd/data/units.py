@@ -1,8 +1,8 @@
-"""In which order the rows of a DataFrame stand in an epoch, and which rank has them. Pure functions of numbers.
+"""The order of a DataFrame's rows in an epoch, and the rank of each row. Pure functions of numbers.
 
-Every row belongs to one of :data:`UNITS` units. Laid end to end, these are cut into one share a rank, equal but for a
-row; an epoch goes through them in an order of its own. So neither the order in which rows arrive nor the number of
-ranks decides the line of an epoch.
+Every row belongs to one of :data:`UNITS` units. Laid end to end, the units are cut into one share per rank; shares
+differ by one row at most. Each epoch has its own order of the units. So the order of an epoch depends neither on the
+order in which rows arrive nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 
 UNITS = 4096
 STRIDE = 2531
-"""From a row's unit to the next row's: odd, and the golden section of UNITS, so that few rows too are spread evenly."""
+"""Step between the units of consecutive rows: odd, and the golden section of UNITS, so that few rows spread evenly."""
 
 UNIT, ID, SOURCE = "__unit", "__id", "__source"
-"""The columns that Spark gives tasks besides :func:`struct_of`; the last tells of which data set a row is."""
+"""The columns that Spark passes to tasks besides :func:`struct_of`. SOURCE is the number of the row's data set."""
 
 ROW = (1 << 33) - 1
-"""The bits of monotonically_increasing_id() that number rows; those above number partitions."""
+"""The bits of monotonically_increasing_id() that number rows; higher bits number partitions."""
 
 Piece = tuple[int, int, int, int]
-"""A unit, the first of its rows that is meant, how many from there on are done, and how many there are.
+"""A run of rows of a unit: the unit, the first row, how many rows from there on are done, and how many there are.
 
-Rows of a unit are counted and taken in its order, which is another one in each epoch.
+The rows of a unit are counted in the unit's order, which differs in each epoch.
 """
 
 Seed = tuple[int, int]
-"""The user's, and the epoch's number."""
+"""The user's seed, and the number of the epoch."""
 
 
 def struct_of(source: int) -> str:
-    """The column that holds the rows of a data set where there are several."""
+    """Return the name of the column that holds the rows of a data set, if there are several data sets."""
     return f"__row{source}"
 
 
 OURS = {UNIT, ID, SOURCE, struct_of(0)}
-"""Names that no column of the user's may have."""
+"""Reserved names, which no user's column may have."""
 
 
 class Owned(NamedTuple):
-    """What a rank takes of the units in every epoch, in ascending order; none is empty.
+    """The rows of the units that a rank takes in every epoch, in ascending order; none is empty.
 
     Attributes:
-        units: Their numbers.
-        firsts: The first row that it takes of each, in the order of the epoch.
-        lengths: How many from there on.
+        units: The numbers of the units.
+        firsts: The first row of each unit that the rank takes, in the order of the epoch.
+        lengths: The number of rows that it takes from there on.
     """
 
     units: Ints
@@ -58,7 +58,7 @@ class Owned(NamedTuple):
 
 
 def owned_by(part: int, parts: int, counts: Ints) -> Owned:
-    """What one of ``parts`` ranks takes of units with so many rows; ranks differ by a row at most.
+    """Return the share of one of ``parts`` ranks in units with these numbers of rows; ranks differ by at most one row.
 
     Two ranks share the units at the border between them: one takes the first rows, the other takes the last ones.
     """
@@ -71,7 +71,7 @@ def owned_by(part: int, parts: int, counts: Ints) -> Owned:
 
 
 def units_of(part: int, parts: int) -> range:
-    """The units whose rows Spark brings to one of ``parts`` ranks."""
+    """Return the units whose rows Spark brings to one of ``parts`` ranks."""
     return range(-(-part * UNITS // parts), -(-(part + 1) * UNITS // parts))
 
 
@@ -89,19 +89,19 @@ class Move(NamedTuple):
 
 
 def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[range], most: int) -> Iterator[list[Move]]:
-    """What ranks send each other, in rounds: units at the border of two tasks, which Spark has brought to the other.
+    """Yield, in rounds, the rows that ranks send each other: units that Spark brought to the neighbouring task.
 
-    Spark places rows before anybody has counted them, so tasks differ by some. Once all ranks know how many rows each
-    unit has, each knows by itself who lacks which.
+    Spark places rows before they are counted, so tasks have unequal shares. Once all ranks know the number of rows of
+    each unit, each can work out which rank lacks which rows.
 
-    A unit is sent whole, for each epoch draws anew which of its rows are whose.
+    A unit is sent whole, because each epoch draws anew which ranks take which of its rows.
 
     Args:
-        weights: What is shared equally, of each unit: rows, or windows.
-        rows: Rows of each unit.
-        parts: The part of each rank, as ranks and parts are numbered in two ways.
-        held: The units of which each rank can read the rows.
-        most: Rows that a rank sends another in a round, at most.
+        weights: The number of rows or windows of each unit, whichever are shared equally.
+        rows: The number of rows of each unit.
+        parts: The part of each rank. Ranks and parts are numbered differently.
+        held: The units whose rows each rank can read.
+        most: Maximum number of rows that a rank sends to another in a round.
     """
     size, has = len(parts), {part: rank for rank, part in enumerate(parts)}
     pending: dict[tuple[int, int], list[Move]] = {}
@@ -118,12 +118,12 @@ def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[ran
 
 
 def order_of(seed: Seed | None) -> Ints:
-    """The units in the order of an epoch; ascending for None."""
+    """Return the units in the order of an epoch; ascending for None."""
     return np.arange(UNITS) if seed is None else np.random.default_rng(seed).permutation(UNITS)
 
 
 def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.uint64]]:
-    """By what rows of a unit are ordered: no two ids have the same key. The ids themselves for None."""
+    """Return the keys that order the rows of a unit, all different; without a seed, the ids themselves."""
     if seed is None:
         return ids
     keys = ids.view(np.uint64) ^ np.random.default_rng(seed).integers(1 << 64, dtype=np.uint64, endpoint=False)
@@ -135,10 +135,10 @@ def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.
 
 
 def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed: Seed | None) -> Ints:
-    """Which rows are first, second ...: by the places of their units, and in each unit by :func:`keys_of`.
+    """Return the order of rows: by the places of their units, and within each unit by :func:`keys_of`.
 
-    One number a row holds its place, as much of its key as there is room for, and its own number: sorting numbers takes
-    a third of the time of finding in which order they would be sorted.
+    One integer per row holds its place, as many bits of its key as fit, and its own number. Sorting these takes a third
+    of the time of an argsort.
     """
     keys = keys_of(ids, seed).view(np.uint64)
     if seed is None:  # numbers of partitions move next to those of rows in them, which are shorter than their 33 bits
@@ -151,7 +151,9 @@ def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed:
     found |= keys >> np.uint64(cut) << np.uint64(here)
     found |= np.arange(len(ids), dtype=np.uint64)
     found.sort()
-    if cut and ((found[1:] ^ found[:-1]) >> np.uint64(here) == 0).any():  # what was cut off decides
+    if (
+        cut and ((found[1:] ^ found[:-1]) >> np.uint64(here) == 0).any()
+    ):  # equal keys so far: the bits that were cut off decide
         return np.lexsort((keys, places))
     order: Ints = (found & np.uint64((1 << here) - 1)).view(np.int64)
     return order
@@ -162,7 +164,7 @@ def _bits(numbers: np.ndarray[Any, Any]) -> int:
 
 
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
-    """Pieces, in their order, as many together as have at most ``rows`` rows, done or not; a longer one is alone."""
+    """Yield groups of pieces, in their order, of at most ``rows`` rows, done or not; a longer piece is alone."""
     window: list[Piece] = []
     room = rows
     for piece in pieces:
@@ -178,11 +180,11 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-    """In which order a rank takes what is left of a window: numbers of rows where its units are laid end to end.
+    """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated units.
 
-    The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
-    every rank knows how far another is in its units, and what is done changes nothing in the order of the others.
-    ``pieces`` and ``number`` are the window's. Without a seed, units come one after the other.
+    The rows of a unit keep their order, mixed with those of the other units. The order depends only on lengths, so
+    every rank knows how far another is in its units, and finished rows do not change the order of the rest. ``pieces``
+    and ``number`` are those of the window. Without a seed, units come one after the other.
     """
     _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))
@@ -194,7 +196,7 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
 
 
 def _mixed(lengths: Ints, seed: tuple[int, ...]) -> Ints:
-    # Each row draws a number, whose lowest bits then say of which piece it is: sorting them mixes the pieces.
+    # Each row draws a number, whose lowest bits are replaced by its piece. Sorting these numbers mixes the pieces.
     whose = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
     piece = (1 << _bits(whose[-1:])) - 1
     dtype = np.dtype(np.uint32 if (piece + 1) * len(whose) < 1 << 32 else np.uint64)

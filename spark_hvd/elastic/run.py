@@ -151,7 +151,7 @@ def _enter(launcher: ElasticLauncher) -> None:
 
 
 def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bool:
-    """Whether an error means that the world is broken: ours say so, torch's own do not."""
+    """Return whether an error means that the world is broken: our errors say so, torch's own do not."""
     if isinstance(error, CollectiveError):
         return True
     if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would only come again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class TensorTable:
         self._known: dict[Hashable, int] = {}
 
     def flatten(self, value: Any) -> Any:
-        """The value with references in place of its tensors.
+        """Return the value with references in place of its tensors.
 
         Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
         is the value's own, not a copy.
@@ -79,7 +80,7 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
+    """Return the tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
     found: list[torch.Tensor] = []
 
     def look(leaf: Any) -> Any:
@@ -92,7 +93,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
-    """The value with tensors in place of references.
+    """Return the value with tensors in place of references.
 
     ``tensor_of`` is called for each of them, also if several have one number.
     """
@@ -117,7 +118,7 @@ class Receivers:
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._used: set[Hashable] = set()
+        self._used: list[tuple[int, int]] = []  # addresses, sorted: the first, and the one after the last
         self._within: set[int] = set()
 
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
@@ -141,14 +142,22 @@ class Receivers:
             self._within.remove(id(skeleton))
 
     def _receiver(self, ref: TensorRef, mine: Any) -> torch.Tensor:
-        if not _fits(ref, mine) or (key := tensor_key(mine)) in self._used:
+        if not _fits(ref, mine):
             return _empty(ref)
-        self._used.add(key)
+        begin = mine.data_ptr()
+        end = begin + mine.nbytes
+        place = bisect.bisect(self._used, (begin, begin))
+        # What shares memory here may not do so on the sender.
+        if begin < end and any(
+            before < end and begin < after for before, after in self._used[max(place - 1, 0) : place + 1]
+        ):
+            return _empty(ref)
+        self._used.insert(place, (begin, end))
         fitting: torch.Tensor = mine.detach()
         return fitting
 
     def in_order(self) -> list[torch.Tensor]:
-        """The tensors, in the order of the sender's."""
+        """Return the tensors, in the order of the sender's."""
         return [self.tensors[number] for number in range(len(self.tensors))]
 
 

@@ -44,7 +44,7 @@ class Commit:
     events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
 
     def value(self, name: str, *, own: bool) -> Any:
-        """The value of a name.
+        """Return the value of a name.
 
         With ``own``, its tensors are new ones, where they were; else the buffers, on the CPU, only to be copied from.
         """
@@ -155,7 +155,7 @@ class Snapshots:
         )
 
     def last(self) -> Commit | None:
-        """The last commit that is whole; None if there is none yet. Waits for the copy under way.
+        """Return the last complete commit; None if there is none yet. Waits for the copy under way.
 
         Raises:
             RuntimeError: That copy failed; said once.

@@ -104,10 +104,10 @@ class State:
         raise HostsUpdatedInterrupt(_UPDATED)
 
     def _interrupted(self) -> None:
-        """The elastic function is about to be left, and the loops in it with it."""
+        """Called when the elastic function is about to be left, and the loops in it with it."""
 
     def _agree(self) -> bool:
-        """Whether the members are to change, on all ranks alike, once all have come here with the same progress."""
+        """Return whether the members are to change; the same on all ranks, once all are here with the same progress."""
         launcher = elastic_launcher.installed()
         if launcher is None:
             return False
@@ -169,7 +169,7 @@ class ObjectState(State):
             self._number = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: the values, and commits of its own, of which the last is this one's."""
+        """Return the content of a copy or a pickle: the values, and its own commits, of which this is the last."""
         return self.__dict__ | {"_reset_callbacks": list(self._reset_callbacks), "_snapshots": self._snapshots.copied()}
 
     def save(self) -> None:
@@ -236,7 +236,7 @@ class ObjectState(State):
     # ---- what kinds of state differ in ----------------------------------------------------------------------------
 
     def _content(self) -> dict[str, Any]:
-        """What is to be saved and sent, by name."""
+        """Return what to save and send, by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def _load(self, name: str, value: Any) -> None:
@@ -244,11 +244,11 @@ class ObjectState(State):
         setattr(self, name, value)
 
     def _copies(self, name: str) -> bool:
-        """Whether :meth:`_load` only copies from the tensors it is given, from whatever device."""
+        """Return whether :meth:`_load` only copies from the tensors it is given, from whatever device."""
         return False
 
     def _reloads(self, name: str) -> bool:
-        """Whether the rank whose state counts is to :meth:`_load` it too, because it may be half used."""
+        """Return whether the rank whose state counts is to :meth:`_load` it too, because it may be half used."""
         return False
 
     def _kind(self, name: str) -> str:
@@ -263,7 +263,7 @@ class ObjectState(State):
         return ()
 
     def _extras(self) -> Any:
-        """What a commit is to keep by reference."""
+        """Return what a commit keeps by reference."""
 
     def _restore_extras(self, extras: Any) -> None:
         """Put back what a commit has kept by reference."""
@@ -272,4 +272,4 @@ class ObjectState(State):
         """Send what is not in :meth:`_content`."""
 
     def _renew(self) -> None:
-        """The state has been restored or made equal."""
+        """Called when the state has been restored or made equal on all ranks."""

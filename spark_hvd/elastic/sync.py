@@ -25,7 +25,7 @@ def synchronize(
     `content` in their places where dtype and shape fit, so that no second copy of a model is needed.
 
     Args:
-        communicator: Of all ranks.
+        communicator: The communicator of all ranks.
         content: This rank's, by name. On the root it stays as it is.
         kinds: What is behind each name; must be equal on all ranks.
         commits: This rank's.
@@ -65,7 +65,7 @@ def broadcast_content(
     caller: str,
     check: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> Mapping[str, Any]:
-    """One rank's named values on all ranks; the root gets its own, the others' tensors are received as they fit.
+    """Return one rank's named values on all ranks; the root keeps its own, the others receive tensors in place.
 
     ``caller`` is what the user called, for an error; ``check`` sees the root's skeletons before any tensor is sent.
 
@@ -96,7 +96,7 @@ def broadcast_content(
 
 
 def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The skeletons of named values.
+    """Return the skeletons of named values.
 
     Raises:
         TypeError: One has a tensor that cannot be copied; the text says which.

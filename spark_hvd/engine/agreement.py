@@ -1,4 +1,4 @@
-"""Whether the ranks' requests for one name fit together; if not, one sentence that names the ranks and both values."""
+"""Checks whether the ranks' requests for one name match; if not, one sentence names the ranks and both values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spark_hvd.world.words import ranks_text, shortened
 def disagreement(
     name: str, requests: Mapping[int, Request], joined: Sequence[int] = (), *, horovod: bool = False
 ) -> str | None:
-    """What is wrong with a collective.
+    """Return one sentence that says what is wrong with a collective.
 
-    Joined ranks have no request; as in Horovod, if so asked, only an allreduce can do without them.
+    Joined ranks have no request. In Horovod's dialect, only an allreduce can run without them.
 
     Returns:
         None if it can run.
@@ -34,8 +34,8 @@ _Groups = list[tuple[Request, list[int]]]
 
 
 def _grouped(requests: Mapping[int, Request]) -> _Groups:
-    """One for each object: where many ranks share one, they need not be compared one by one."""
-    if len(set(map(id, requests.values()))) == 1:  # as nearly always
+    """Group requests by object: ranks often share one, and then need not be compared one by one."""
+    if len(set(map(id, requests.values()))) == 1:  # the usual case
         return [(next(iter(requests.values())), list(requests))]
     groups: dict[int, tuple[Request, list[int]]] = {}
     for rank, request in requests.items():
@@ -49,7 +49,7 @@ _CHECKS: list[tuple[str, Callable[[Request], object], Callable[[Any], str]]] = [
     ("reduction", lambda request: request.op, lambda op: f"op={op.title()}"),
     (
         "scales",
-        # As text: 1 is 1.0, and nan is nan.
+        # compared as text, so that 1 equals 1.0 and nan equals nan
         lambda request: f"prescale_factor={float(request.prescale)} and postscale_factor={float(request.postscale)}",
         str,
     ),
@@ -99,7 +99,7 @@ def _joined_fault(title: str, request: Request, joined: Sequence[int], horovod: 
 
 
 def _difference(groups: _Groups, value: Callable[[Request], object], text: Callable[[Any], str]) -> str | None:
-    """Who passed what, unless all passed the same."""
+    """Say who passed what; None if all passed the same."""
     who: dict[object, list[int]] = {}
     for request, ranks in groups:
         who.setdefault(value(request), []).extend(ranks)

@@ -1,12 +1,12 @@
-"""How requests reach a process set's coordinator and its decisions all members: ZeroMQ over TCP, encrypted, no polling.
+"""Carries requests to a process set's coordinator and its decisions to all members: ZeroMQ over TCP, without polling.
 
-Members push requests to the coordinator's PULL socket and read decisions from its XPUB socket, which gives all of them
-the same stream. Every member subscribes to a topic of its own besides, so that the coordinator is told when a member's
-connection comes up and when it ends: ZeroMQ reports subscriptions that appear and vanish, and its own heartbeats, which
-need no help of the interpreter, find peers that are stopped or cut off.
+Members push requests to the coordinator's PULL socket and read decisions from its XPUB socket, which sends all of them
+the same stream. Each member also subscribes to a topic of its own, which tells the coordinator when that member's
+connection comes up and when it ends: ZeroMQ reports new and ended subscriptions. Its heartbeats, which do not need the
+interpreter, detect peers that are stopped or cut off.
 
-Both sides prove who they are with CURVE keys that are derived from the world's secret (RFC 5869 explains why a keyed
-hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with them).
+Everything is encrypted. Both sides prove who they are with CURVE keys derived from the world's secret; see
+:mod:`spark_hvd.engine.curve`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from spark_hvd.world.ports import PortRange, bound
 _HEARTBEAT_MS = 1000
 _HANDSHAKE_MS = 5000
 MAX_MESSAGE = 64 << 20
-"""Bytes. ZeroMQ sets aside what a newcomer announces before it knows who that is; no message of ours comes near it."""
+"""Bytes. ZeroMQ allocates what a newcomer announces before it knows who that is; our messages are far smaller."""
 _SILENCE_MS = 3000
-"""A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
+"""A peer that does not answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
 CLOSE_GRACE_SECONDS = 0.3
-"""Seconds that the coordinator waits for the last message of a member whose other connection has ended, and at its own
-end for members to go."""
+"""How long the coordinator waits for the last message of a member whose other connection has ended, and how long it
+waits for members to leave when it ends itself."""
 _NEVER_MS = 1 << 30
 _EVERYONE = b"a"
 
 
 class CoordinatorSockets:
-    """The coordinator's end; it belongs to one thread. ZeroMQ's ZAP handler decides who is let in.
+    """The coordinator's end, used by one thread. ZeroMQ's ZAP handler decides who may connect.
 
-    ``host`` is the address to listen on, and ``ports`` are those to choose from; None: any.
+    ``host`` is the address to listen on. ``ports`` are the ports to choose from; None: any.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class CoordinatorSockets:
         self.decisions.send(_EVERYONE + encode(decisions))
 
     def receive(self) -> bytes | None:
-        """The next message of a member, if there is one."""
+        """Return the next message of a member, or None."""
         return _received(self.requests)
 
     def presence(self) -> tuple[int, bool] | None:
-        """The next news of a member: its place, and whether it has come or gone."""
+        """Return the place of the next member that came or left, and whether it came; None if there is no news."""
         while (news := _received(self.decisions)) is not None:
             if news[1:2] == b"m":
                 place, come = int(news[2:]), news[0] == 1
@@ -77,12 +77,12 @@ class CoordinatorSockets:
         return None
 
     def close(self, deadline: float | None = None) -> None:
-        """Send what is queued, for a second at most, and close.
+        """Send queued messages, for a second at most, and close.
 
-        First members have a moment to go: libzmq 4.3.5 may never reap a socket that is closed while a peer disconnects
-        from it, so that its context, with threads and descriptors, stays for ever (3 in 100 times, if all leave within
-        2 ms; with CURVE and linger or without). ``deadline`` is on the monotonic clock; by default the length of a
-        farewell from now.
+        Members first have a moment to leave. If a socket is closed while a peer disconnects, libzmq 4.3.5 may never
+        reap it, and its context stays for ever, with threads and descriptors (in 3 of 100 worlds whose members all left
+        within 2 ms, with or without CURVE and linger). ``deadline`` is on the monotonic clock; by default it is
+        `CLOSE_GRACE_SECONDS` from now.
         """
         if deadline is None:
             deadline = time.monotonic() + CLOSE_GRACE_SECONDS
@@ -95,7 +95,7 @@ class CoordinatorSockets:
 class MemberSockets:
     """A member's end. One thread may send while another receives.
 
-    ``place`` is mine in the process set. The connections have ``timeout`` seconds to come up.
+    ``place`` is this rank's in the process set. The connections must come up within ``timeout`` seconds.
 
     Raises:
         CollectiveError: The coordinator cannot be reached, or has another secret.
@@ -114,7 +114,7 @@ class MemberSockets:
             each.curve_serverkey = keys.server_public
             each.curve_secretkey, each.curve_publickey = keys.member_secret, keys.member_public
             _prepare(each, endpoints[0])
-        self.requests.reconnect_ivl = -1  # here what is not sent when the connection ends is to be dropped
+        self.requests.reconnect_ivl = -1  # drop what is not sent when the connection ends
         self.decisions.subscribe(_EVERYONE)
         self.decisions.subscribe(b"m%d" % place)
         for each, endpoint in zip((self.requests, self.decisions), endpoints, strict=True):
@@ -127,19 +127,19 @@ class MemberSockets:
             raise CollectiveError(f"the coordinator of the named collectives, at {fault}.")
 
     def send(self, message: bytes) -> None:
-        """Tell the coordinator; one thread at a time. Lost if the coordinator is gone."""
+        """Send a request to the coordinator, from one thread at a time. It is lost if the coordinator is gone."""
         if self._disconnected:
             return
         with contextlib.suppress(zmq.Again):
             self.requests.send(message, zmq.NOBLOCK)
 
     def receive(self) -> list[Decision] | None:
-        """The next decisions, if there are any."""
+        """Return the next decisions, or None."""
         message = _received(self.decisions)
         return None if message is None else decode(message[len(_EVERYONE) :])
 
     def lost(self) -> bool:
-        """Whether the connection has ended since it was last asked."""
+        """Return whether the connection has ended since the last call."""
         lost = False
         while self.losses.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self.losses, zmq.NOBLOCK)
@@ -148,10 +148,10 @@ class MemberSockets:
         return lost
 
     def close(self) -> None:
-        """Send what is queued, for a moment at most, and close.
+        """Send queued messages, for a moment at most, and close.
 
-        Nothing is sent once the connection has ended: libzmq 4.3.5 may never reap a socket that lingers for it, so that
-        its context, with threads and descriptors, stays for ever (of 100 coordinators that were cut off, with one).
+        Nothing is sent once the connection has ended: libzmq 4.3.5 may never reap a socket that lingers for it, and its
+        context stays for ever, with threads and descriptors (in 1 of 100 worlds whose coordinator was cut off).
         """
         self.decisions.disable_monitor()
         self.losses.close(0)
@@ -160,12 +160,12 @@ class MemberSockets:
 
 
 def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeout: float) -> str | None:
-    """Wait for handshakes, all of them: one that is under way holds up whoever leaves, and what was sent on it is lost.
+    """Wait for all handshakes: a member that leaves during one is held up, and what was sent on it is lost.
 
-    ``timeout`` is in seconds, for all together.
+    ``timeout`` is in seconds, for all of them together.
 
     Returns:
-        The address of one that has failed, and why.
+        The address of a connection that failed, and why; None if all came up.
     """
     deadline = time.monotonic() + timeout
     for monitor, endpoint in connections:
@@ -180,16 +180,16 @@ def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeo
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.ipv6 = "[" in address
-    # A world that ends in the middle of a handshake waits for it; ZeroMQ's own patience is 30 s.
+    # A world that ends during a handshake waits for it, by default for up to 30 s.
     each.handshake_ivl = _HANDSHAKE_MS
     each.maxmsgsize = MAX_MESSAGE
-    each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
-    # A connection that ended is a rank that is gone. Not -1, which drops also what has come and was not read yet.
+    each.sndhwm = each.rcvhwm = 0  # never drop, never block: the names in flight bound the queue
+    # A connection that ended means a lost rank. Not -1: that would also drop messages that have arrived unread.
     each.reconnect_ivl = _NEVER_MS
 
 
 def _watched(each: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """One of a member's two connections is enough to tell that it is gone, and heartbeats are not free."""
+    """Turn on heartbeats. One of a member's two connections is enough: heartbeats are not free."""
     each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
     return each
 

@@ -1,13 +1,13 @@
-"""The coordinator of named collectives: who is ready for what, what all ranks run next. A state machine without I/O.
+"""The coordinator of named collectives decides what all ranks run next. A state machine without I/O.
 
-Ranks say for which collectives they are ready, by name and in any order; once every rank has said so for a name, the
-coordinator compares what they said and tells all of them the same: run it, or fail it with this text. What it tells is
-one stream that every rank reads in the same order, so all ranks run the same collectives in the same order.
+Ranks say by name, in any order, which collectives they are ready for. Once every rank is ready for a name, the
+coordinator compares their requests. It tells all ranks to run the collective, or to fail it with a text. Every rank
+reads these decisions in the same order, so all ranks run the same collectives in the same order.
 
-A name that comes back with the same requests gets a number. From then on a rank's set of ready names is a set of bits,
-one integer however many tensors there are. The bits on which all ranks agree are found as a SAT solver finds out that
-a clause is still open, by watching one rank that is missing (Moskewicz et al., "Chaff", 2001): as long as the watched
-rank lacks the new bits, no other rank is looked at.
+A name that comes back with the same requests gets a number. From then on, a rank's set of ready names is a set of bits:
+one integer, however many tensors there are. To find the bits on which all ranks agree, the coordinator watches one rank
+that is missing, as a SAT solver watches literals (Moskewicz et al., "Chaff", 2001). While that rank lacks the new bits,
+no other rank is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spark_hvd.world.words import ranks_text
 V = TypeVar("V")
 
 _REMEMBERED = 4096
-"""Names whose last entry, or whose failure, is remembered without their having a number."""
+"""How many unnumbered names are remembered with their last entry, and how many with their failure."""
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class _PendingName:
 
 
 class Coordinator:
-    """Decides for one process set. Ranks are meant by their place in the set; texts name them by rank in the world.
+    """Decides for one process set. Arguments give a rank's place in the set; texts give its rank in the world.
 
-    ``ranks`` are those of the members in the world, ascending. At most ``cache_capacity`` names get a number. A name
-    that some rank is missing for fails after ``stall_timeout`` seconds; None: never. Whether errors, and what joined
-    ranks contribute, are Horovod's, ``horovod`` tells.
+    ``ranks`` are the members' ranks in the world, ascending. At most ``cache_capacity`` names get a number. If some
+    rank is still missing for a name after ``stall_timeout`` seconds (None: never), the name fails. ``horovod`` selects
+    Horovod's errors and its rules for ranks that have joined.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Coordinator:
         self._thawed = 0
         self._watched = 0
         self.in_memory = 0
-        """Those that ranks of one host may run without a word to the coordinator, as bits."""
+        """Numbers, as bits, that ranks of one host may run without telling the coordinator."""
         self.last_in_memory: Callable[[int], tuple[float, str] | None] = lambda place: None
-        """When a rank last called one of these, and its name."""
+        """Returns when a rank last called one of these, and its name."""
         # Ranks.
         self._joined: dict[int, bool] = {}
         self._gone: Gone | None = None
@@ -90,13 +90,13 @@ class Coordinator:
     # ---- events ---------------------------------------------------------------------------------------------------
 
     def submitted(self, place: int, ids: int, fresh: Sequence[tuple[str, Request]], now: float) -> list[Decision]:
-        """A rank is ready for these names.
+        """Record that a rank is ready for these names.
 
-        ``ids`` are numbers of names, as bits; ``fresh`` are other names, or ones with another request than before.
+        ``ids`` are numbers of names, as bits; ``fresh`` are names without a number, or whose request has changed.
         ``now`` is in seconds, on any monotonic clock.
         """
         if self._gone is not None:
-            return []  # every rank has been told, or is about to be
+            return []  # every rank has been told, or soon will be
         entries: list[Entry] = []
         decisions: list[Decision] = []
         before = self._anyone | self._thawed
@@ -118,9 +118,9 @@ class Coordinator:
         return decisions
 
     def joined(self, place: int, counts: bool) -> list[Decision]:
-        """A rank has no more data, and contributes nothing from now on.
+        """Record that a rank has no more data, and contributes nothing from now on.
 
-        ``counts`` says that Average still divides by it.
+        ``counts`` says whether Average still divides by it.
         """
         if self._gone is not None:
             return []
@@ -135,12 +135,12 @@ class Coordinator:
             decisions.append(Run(entries))
         if len(self._joined) == len(self._ranks):
             self._joined.clear()
-            self._failed.clear()  # who has joined instead of coming is not told any more
+            self._failed.clear()  # ranks that joined instead of calling need not be told any more
             decisions.append(AllJoined(self._ranks[place]))
         return decisions
 
     def gone(self, place: int, text: str, *, left: bool, done: int | None = None) -> list[Decision]:
-        """A rank is no longer there; nothing runs any more that needs it, which is everything."""
+        """Record that a rank is gone. Every collective needs all ranks, so nothing runs after this."""
         if self._gone is not None:
             return []
         self._gone = Gone(self._ranks[place], text, left, done)
@@ -156,7 +156,7 @@ class Coordinator:
                 fail = Fail([name], "stall", self.stall_text(name, now), sorted(self._ready_for(name)))
                 _remember(self._failed, name, (self.missing(name), fail))
                 id = self._ids.get(name)
-                if id is not None:  # so that the number, when it comes late, is looked up in _failed
+                if id is not None:  # so that a late call of the number is looked up in _failed
                     self._thawed |= 1 << id
                 if self._pending.pop(name, None) is None:
                     assert id is not None
@@ -167,7 +167,7 @@ class Coordinator:
     # ---- questions ------------------------------------------------------------------------------------------------
 
     def waiting(self) -> Iterator[tuple[str, float]]:
-        """The names that some rank is ready for and some rank is not, and since when."""
+        """Yield each name that only some ranks are ready for, and since when."""
         if self._gone is not None:
             return
         for name, pending in self._pending.items():
@@ -178,15 +178,15 @@ class Coordinator:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are any."""
+        """Whether any name is waiting."""
         return self._gone is None and bool(self._pending or self._anyone)
 
     def missing(self, name: str) -> set[int]:
-        """The places of the ranks that are not ready for a waiting name."""
+        """Return the places of the ranks that are not ready for a waiting name."""
         return set(range(len(self._ranks))) - self._joined.keys() - self._ready_for(name)
 
     def stall_text(self, name: str, now: float) -> str:
-        """One sentence on who is missing for a waiting name, and what they did last."""
+        """Return one sentence on who is missing for a waiting name, and what they called last."""
         since = next(since for other, since in self.waiting() if other == name)
         missing = sorted(self.missing(name))
         ready = self._ready_for(name)
@@ -204,7 +204,7 @@ class Coordinator:
         return {place for place, mask in enumerate(self._masks) if mask >> id & 1}
 
     def name_of(self, id: int) -> str:
-        """The name with this number."""
+        """Return the name with this number."""
         return self._known[id].name
 
     # ---- names with a number --------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Coordinator:
         return [RunKnown(ready)]
 
     def _ready(self, ids: int) -> int:
-        """Which of `ids` every rank is ready for that has not joined."""
+        """Return those of `ids` that every rank is ready for; ranks that have joined do not count."""
         count = len(self._masks)
         for step in range(count):
             place = (self._watched + step) % count
@@ -245,7 +245,7 @@ class Coordinator:
         self._ages = [(since, left) for since, ids in self._ages if (left := ids & others)]
 
     def _thaw(self, id: int) -> _PendingName:
-        """Take a number's state apart into the requests it stands for."""
+        """Turn the state of a number back into the requests it stands for."""
         known = self._known[id]
         since = next(since for since, ids in self._ages if ids >> id & 1)
         places = [place for place, mask in enumerate(self._masks) if mask >> id & 1]
@@ -260,7 +260,7 @@ class Coordinator:
         self._last[place] = now, name
         if name in self._failed:
             missing, fail = self._failed[name]
-            if place in missing:  # the others have had their error already; this rank's comes now
+            if place in missing:  # the others have had their error already; this rank gets its own now
                 missing.discard(place)
                 return [fail._replace(places=[place])]
         pending = self._pending.get(name)
@@ -285,7 +285,7 @@ class Coordinator:
         return here == len(self._ranks) or len(pending.requests.keys() | self._joined.keys()) == len(self._ranks)
 
     def _finish(self, name: str, pending: _PendingName, entries: list[Entry]) -> list[Decision]:
-        """Every rank is ready: put an entry to run in `entries`, or fail it."""
+        """Add an entry for which every rank is ready to `entries`, or return its failure."""
         if name in self._ids:
             self._thawed &= ~(1 << self._ids[name])
         places = sorted(pending.requests)
@@ -303,10 +303,10 @@ class Coordinator:
             return []
         entry = Entry(name, request, table, seals=seals)
         entries.append(entry)
-        return self._learn(name, entry) if seals is None else []  # objects are large, and seldom come back
+        return self._learn(name, entry) if seals is None else []  # objects are large and seldom recur
 
     def _learn(self, name: str, entry: Entry) -> list[Decision]:
-        """Number an entry that has come twice in a row. No rank can be about to use the name meanwhile."""
+        """Number an entry that has come twice in a row. No rank can be about to use the name at this point."""
         if self._seen.get(name) != entry:
             _remember(self._seen, name, entry)
             return []
@@ -364,7 +364,7 @@ def _seals(requests: dict[int, Request], size: int) -> list[str | None] | None:
 
 
 def _request_of(known: Entry, place: int) -> Request:
-    """The request of one rank that a number stands for."""
+    """Return the request that a number stands for on one rank."""
     request, table = known.request, known.table
     if table is None:
         return request

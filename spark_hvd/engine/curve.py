@@ -1,4 +1,4 @@
-"""Who may speak to a socket of ZeroMQ: the holders of keys that are derived from a secret. No torch.
+"""Decides who may use a ZeroMQ socket: holders of keys that are derived from a secret. Needs no torch.
 
 RFC 5869 explains why a keyed hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with them.
 """
@@ -24,7 +24,7 @@ class Keys:
 
     @classmethod
     def of(cls, secret: bytes) -> Keys:
-        """The keys that belong to a secret."""
+        """Derive the keys of a secret."""
         pairs = []
         for who in (b"coordinator", b"member"):
             private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd collectives " + who, hashlib.sha256).digest())
@@ -33,15 +33,15 @@ class Keys:
 
 
 def url(host: str, port: int) -> str:
-    """ZeroMQ's form of an address; port 0 stands for any."""
+    """Return an address in ZeroMQ's form; port 0 stands for any."""
     return f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
 
 
 class ZapAuthenticator:
-    """Lets the holders of known keys connect to a context's sockets, and nobody else (https://rfc.zeromq.org/spec/27).
+    """Lets only the holders of known keys connect to a context's sockets (https://rfc.zeromq.org/spec/27).
 
-    It belongs to one thread. pyzmq's own authenticators need a thread and an event loop for each context, but whoever
-    serves the sockets already has a thread.
+    One thread uses it. pyzmq's own authenticators need a thread and an event loop per context, but whoever serves the
+    sockets already has a thread.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -55,7 +55,7 @@ class ZapAuthenticator:
         self._allowed.add(zmq.utils.z85.decode(public_key))
 
     def handle_requests(self) -> None:
-        """Answer what has been asked."""
+        """Answer the pending requests."""
         while self.socket.poll(0):
             version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
             known = mechanism == b"CURVE" and credentials[0] in self._allowed

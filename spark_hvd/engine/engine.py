@@ -1,7 +1,7 @@
-"""The engine: one background thread a process that moves the queues of all its process sets.
+"""The engine: one background thread per process that runs the queues of all its process sets.
 
-It sleeps until a message or a call comes; nothing is polled. User threads hand it functions to run (`call`), queues and
-coordinators live on it, and collectives are started from it and never waited for.
+It sleeps until a message or a call arrives; it never polls. User threads hand it functions to run (`call`). Queues and
+coordinators live on it. It starts collectives and never waits for them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _log = logging.getLogger("spark_hvd")
 
 _CONNECT_SECONDS = 30.0
 _GATHER_SECONDS = 0.001
-"""How long calls that nobody waits for are gathered, so that they are fused."""
+"""How long calls that nobody waits for are collected, so that they are fused."""
 _LOOK_SECONDS = 0.1
-"""How often whoever waits for the engine looks whether it still serves."""
+"""How often a thread that waits for the engine checks whether it still runs."""
 _CONTEXT_SECONDS = 1.5
-"""How long closing waits for the last messages to leave; they have a second."""
+"""How long closing waits for the last messages to leave; each has a second."""
 
 
 class Engine:
-    """See the module's description. The thread starts with the first queue that needs one.
+    """Runs the queues of this process; the thread starts with the first queue that needs it.
 
-    ``secret`` is the world's; None: no launcher made one. ``address`` gives this host's on the network of the ranks.
-    Coordinators may listen on ``ports``; None: any.
+    ``secret`` is the world's; None: the launcher made none. ``address`` returns this host's address on the network of
+    the ranks. Coordinators may listen on ``ports``; None: any.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Engine:
         self._stopped = threading.Event()
 
     def open_queue(self, members: Members, kv: Store) -> NegotiatedQueue:
-        """Open a process set's queue; every member must. ``kv`` has keys that only this queue uses.
+        """Open a process set's queue; every member must do so. Only this queue uses the keys of ``kv``.
 
         Raises:
             CollectiveError: The coordinator cannot be reached.
@@ -113,11 +113,11 @@ class Engine:
         facts = {
             "endpoints": endpoints,
             "fusion_threshold": self.config.fusion_threshold,
-            # Without a secret of the launcher's, the key-value store is trusted as torch itself trusts it.
+            # Without a secret from the launcher, we trust the key-value store as torch does.
             "secret": None if self._secret else secret.hex(),
         }
         kv.set("coordinator", json.dumps(facts))
-        # Were it to leave before they have come, they would look for it until their time is up.
+        # If the coordinator left before the members connect, they would search for it until their timeout.
         complete = link.coordination.complete.wait(_CONNECT_SECONDS)
         if not complete or self._aborted is not None:
             text = self._aborted or link.coordination.absent_text(_CONNECT_SECONDS)
@@ -142,14 +142,14 @@ class Engine:
         return member.queue
 
     def close_queue(self, queue: NegotiatedQueue, text: str, deadline: float | None = None) -> None:
-        """Leave a queue: what is not done on it fails with this text, here and on the other members."""
+        """Leave a queue; its unfinished collectives fail with this text, here and on the other members."""
         if len(queue.ranks) == 1:
             queue.gone(text)
         elif self._serves:
             self.ask(lambda: self._close(queue, text, deadline))
 
     def tune(self, config: Config) -> None:
-        """Take other values, for all ranks of the queues that this rank coordinates."""
+        """Apply other values, for all ranks of the queues that this rank coordinates."""
         self.config = config
         for coordination in list(self._coordinations):
             self.call(partial(coordination.tune, config))
@@ -157,19 +157,19 @@ class Engine:
     # ---- other threads --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Make the engine look round; from any thread."""
-        # A wake-up that is still on its way serves for this one too.
+        """Wake the engine's thread; from any thread."""
+        # A wake-up that is still pending serves this one too.
         if self._awake.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 os.write(self._wake_pipe[1], b"\0")
 
     def gather(self) -> None:
-        """Calls have come that nobody waits for yet: send them in a moment, with those that follow; from any thread."""
+        """Send calls that nobody waits for yet, after a moment, with those that follow; from any thread."""
         self._to_gather = True
         self.wake()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the engine's thread, soon."""
+        """Run a function on the engine's thread soon, without waiting for it."""
         self._calls.append(function)
         self.wake()
 
@@ -204,7 +204,7 @@ class Engine:
             self._coordinations[0].tell([decision])
 
     def abort(self, text: str) -> None:
-        """Fail what is under way on all queues, here; nothing can start on them any more. From any thread."""
+        """Fail everything in flight on all queues of this process; they start nothing more. From any thread."""
         self._aborted = text
 
         def fail() -> None:
@@ -218,7 +218,7 @@ class Engine:
             self.call(fail)
 
     def close(self, text: str) -> None:
-        """Leave all queues and end the thread; what is not done fails with this text."""
+        """Leave all queues and end the thread; unfinished collectives fail with this text."""
         with contextlib.suppress(OSError, CollectiveError):
             self.timeline.stop()
         if self._thread is None:
@@ -229,15 +229,14 @@ class Engine:
             self._stopped.wait(_LOOK_SECONDS)
         self._thread.join(_CONTEXT_SECONDS)
         self._thread = None
-        self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
+        self._awake.acquire(blocking=False)  # a late callback must not write to whatever reuses the pipe's descriptor
         for fd in self._wake_pipe:
             os.close(fd)
 
     def _leave_queues(self, text: str) -> None:
         self.timeline.leave()
-        deadline = (
-            time.monotonic() + CLOSE_GRACE_SECONDS
-        )  # for all queues together: they have the same ranks to wait for
+        # One deadline for all queues: they wait for the same ranks.
+        deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         for queue in [member.queue for member in self._members] + [each.queue for each in self._coordinations]:
             self.close_queue(queue, text, deadline)
 
@@ -248,7 +247,7 @@ class Engine:
 
     @property
     def _serves(self) -> bool:
-        """Whether there is a thread that does what it is asked to; in a forked process there is none."""
+        """Whether the thread runs. A forked process has none."""
         return self._thread is not None and self._thread.is_alive() and not self._stopped.is_set()
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
@@ -271,26 +270,26 @@ class Engine:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._run_once()
         except BaseException as error:  # a defect of ours must not leave ranks waiting for ever
             _log.exception("the engine of the named collectives has failed")
             self._give_up(f"{type(error).__name__}: {error}")
         self._authenticator.socket.close()
         self._stopped.set()
-        # close() does not wait for this for long: it may never end, see CoordinatorSockets.close(). In this thread,
-        # because Python 3.12 starts none when the interpreter exits.
+        # This may never end (see CoordinatorSockets.close()), so close() does not wait for it long. It runs in this
+        # thread because Python 3.12 starts no thread while the interpreter exits.
         self._context.term()
 
-    def _turn(self) -> None:
-        """Sleep until something comes, and deal with it."""
+    def _run_once(self) -> None:
+        """Sleep until something arrives, and handle it."""
         handled = False
         for ready, _ in self._poller.poll(self._milliseconds_left()):
             handler = self._handlers.get(ready)
             if handler is not None:
                 handler()
-            elif not handled:  # else another handler of this turn has closed it
-                # pyzmq takes a closed socket for file descriptor 0, and would report that one for ever.
-                raise RuntimeError("a socket was closed while the engine attends to it")
+            elif not handled:  # otherwise another handler of this turn has closed the socket
+                # pyzmq takes a closed socket for file descriptor 0, and would report it for ever.
+                raise RuntimeError("a socket was closed while the engine was serving it")
             handled = True
         if self._gathered_at is not None and time.monotonic() >= self._gathered_at:
             self._send_gathered()
@@ -312,7 +311,7 @@ class Engine:
             self._gathered_at = time.monotonic() + _GATHER_SECONDS
 
     def _send_gathered(self) -> None:
-        """Nobody has waited for the calls of the last moment: they go now, together."""
+        """Send the calls of the last moment together, as nobody has waited for them yet."""
         self._gathered_at = None
         for member in self._members:
             member.queue.flush()
@@ -340,7 +339,7 @@ class Engine:
         del self._handlers[ready]
 
     def _give_up(self, why: str) -> None:
-        """Nothing can go on here. Whoever waits is told why, those on this rank first, and all queues are left."""
+        """Tell whoever waits why nothing can continue, this rank's callers first, and leave all queues."""
         self._failed = f"the engine of the named collectives failed: {why}"
         deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         sides: list[Coordination | MemberLink] = [*self._coordinations, *self._members]
@@ -351,7 +350,7 @@ class Engine:
             for step in (*steps, partial(self._close, queue, text, deadline)):
                 try:
                     step()
-                except Exception:  # what has failed may be just what this step needs
+                except Exception:  # this step may need the very part that failed
                     _log.debug("while the engine of the named collectives ended", exc_info=True)
 
     def _milliseconds_left(self) -> int | None:

@@ -1,4 +1,4 @@
-"""How a queue reaches its coordinator: alone in its world, on the coordinator's own rank, or on another."""
+"""How a queue reaches its coordinator: directly in a world of one or on the coordinator's own rank, else by sockets."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
 GRACE_SECONDS = 0.5
-"""How long what is under way may still succeed after a rank has vanished."""
+"""How long collectives in flight may still succeed after a rank has vanished."""
 
 
 class EngineLoop(Protocol):
-    """What links ask of the engine."""
+    """The methods of the engine that links use."""
 
     def gather(self) -> None:
-        """Calls have come that nobody waits for yet: send them in a moment. From any thread."""
+        """Send calls that nobody waits for yet, after a moment. From any thread."""
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the engine's thread, soon. From any thread."""
+        """Run a function on the engine's thread soon. From any thread."""
 
     def later(self, queue: NegotiatedQueue, seconds: float, step: Callable[[], float | None]) -> None:
-        """Take a step for a queue after some time, and again after as many seconds as it returns."""
+        """Run ``step`` for a queue after some seconds, and again after as many seconds as it returns."""
 
     def decided(self, link: MemberLink, decisions: Sequence[Decision]) -> None:
-        """The coordinator of this link's queue has decided."""
+        """Handle decisions of this link's coordinator that are no queue's business."""
 
 
 class LoneLink(QueueLink[NegotiatedQueue]):
-    """The link of a queue without other members: every call decides and runs at once, in the caller's thread."""
+    """The link of a queue without other members: every call is decided and runs at once, in the caller's thread."""
 
     def __init__(self) -> None:
         self.coordination: Coordination
-        self._lock = threading.RLock()  # the user's threads do here what else the engine's one thread does
+        self._lock = threading.RLock()  # user threads do here what otherwise only the engine's thread does
 
     def notify(self, queue: NegotiatedQueue) -> None:
         self.post(queue)
@@ -54,13 +54,13 @@ class LoneLink(QueueLink[NegotiatedQueue]):
             self.coordination.tell(self.coordination.joined(0, counts))
 
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
-        """Nobody waits for this rank."""
+        """Do nothing: no other rank waits for this one."""
 
     def look_later(self, queue: NegotiatedQueue) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: nothing is ever in flight."""
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: nothing is ever in flight."""
 
 
 class _EngineLink(QueueLink[NegotiatedQueue]):
@@ -104,26 +104,26 @@ class MemberLink(_EngineLink):
         self.sockets = sockets
         self.place = place
         self._engine = engine
-        self._sending = threading.RLock()  # ZeroMQ's sockets are for one thread at a time; post() sends within it
+        self._sending = threading.RLock()  # sockets are for one thread at a time; post() calls send() with it
 
     def send(self, kind: str, *fields: Any) -> None:
-        """Tell the coordinator; from any thread."""
+        """Send a message to the coordinator; from any thread."""
         with self._sending:
             if not self.sockets.requests.closed:
                 self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
 
     def leave(self) -> None:
-        """Take leave, and close the sockets when no other thread is sending."""
+        """Tell the coordinator that this rank leaves, and close the sockets when no other thread is sending."""
         self.send("left", self.queue.done)
         with self._sending:
             self.sockets.close()
 
     def give_up(self, why: str) -> None:
-        """Nothing can be done here any more."""
+        """Tell the coordinator that this rank has failed."""
         self.send("failed", why)
 
     def post(self, queue: NegotiatedQueue) -> None:
-        with self._sending:  # what is taken is sent before anything else, such as join
+        with self._sending:  # what is taken must be sent before anything else, such as join
             ids, fresh = queue.take()
             if ids or fresh:
                 self.send("ready", f"{ids:x}", fresh)
@@ -135,13 +135,13 @@ class MemberLink(_EngineLink):
         self.send("failed", text)
 
     def read(self) -> None:
-        """Take in the decisions that have come."""
+        """Apply the decisions that have arrived."""
         while (decisions := self.sockets.receive()) is not None:
             self.queue.apply(decisions)
             self._engine.decided(self, decisions)
 
     def read_losses(self) -> None:
-        """Take in that the connection has ended."""
+        """Handle the end of the connection, if it has ended."""
         if self.sockets.lost():
-            self.read()  # what was sent before it did
+            self.read()  # apply what was sent before the end
             self.queue.vanished()

@@ -1,4 +1,4 @@
-"""The coordinator at work: its sockets, the clock, and the log, on the engine's thread of one rank of a process set."""
+"""The coordinator at work on one rank of a process set: its sockets, its clock and its log, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from spark_hvd.world.words import ranks_text
 _log = logging.getLogger("spark_hvd")
 
 _WARNED = 10
-"""Collectives that one warning spells out."""
+"""How many collectives one warning lists."""
 
 
 class Coordination:
-    """See the module's description.
+    """Feeds a :class:`Coordinator` from sockets and the clock, and sends out its decisions.
 
-    ``queue`` is the coordinator's own, and ``config`` is rank 0's; ``sockets`` is None where there are no other
-    members.
+    ``queue`` is the coordinator's own and ``config`` is rank 0's. ``sockets`` is None if there are no other members.
     """
 
     def __init__(self, queue: NegotiatedQueue, config: Config, sockets: CoordinatorSockets | None) -> None:
@@ -40,7 +39,7 @@ class Coordination:
         self._coordinator.last_in_memory = queue.memory.last
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(queue.ranks)))
-        self._unheard = set(self._absent)
+        self._without_hello = set(self._absent)
         self.complete = threading.Event()
         """Set when both connections of all members are up."""
         self._held_back: list[Decision] = []
@@ -49,25 +48,25 @@ class Coordination:
         self._next_check = 0.0
 
     def read_own(self) -> None:
-        """Take in what this rank is ready for."""
+        """Process what this rank is ready for."""
         ids, fresh = self.queue.take()
         if ids or fresh:
             self.tell(self._submitted(0, ids, fresh))
 
     def read_requests(self) -> None:
-        """Take in what the members have sent, all of it before anything is decided, so that more is fused."""
+        """Process all messages of the members, and only then decide, so that more is fused."""
         assert self.sockets is not None
         decisions: list[Decision] = []
         while (message := self.sockets.receive()) is not None:
             try:
-                decisions += self._heard(*json.loads(message))
-            except Exception as error:  # a defect, or another version of spark_hvd: the world ends, and says why
+                decisions += self._handle(*json.loads(message))
+            except Exception as error:  # our defect, or another version of spark_hvd
                 kind = type(error).__name__
-                raise ValueError(f"a member sent what is no request ({kind}): {message[:100]!r}") from error
+                raise ValueError(f"a member sent an invalid request ({kind}): {message[:100]!r}") from error
         self.tell(decisions)
 
     def read_presence(self) -> None:
-        """Take in which members have come and gone."""
+        """Process which members have come and gone."""
         assert self.sockets is not None
         while (news := self.sockets.presence()) is not None:
             place, come = news
@@ -75,17 +74,17 @@ class Coordination:
                 self._absent.discard(place)
             else:
                 self._vanished.setdefault(place, time.monotonic() + CLOSE_GRACE_SECONDS)
-                self._unheard.discard(place)
+                self._without_hello.discard(place)
         held, self._held_back = self._held_back, []
         self._send(held)
-        self._look_who_is_here()
+        self._check_complete()
 
     @property
     def waits(self) -> bool:
-        """Whether there is anything to look at the clock for."""
+        """Whether anything depends on the clock."""
         return bool(self._vanished) or self._coordinator.has_waiting
 
-    def _heard(self, place: int, kind: str, *fields: Any) -> list[Decision]:
+    def _handle(self, place: int, kind: str, *fields: Any) -> list[Decision]:
         if kind == "ready":
             ids, fresh = fields
             requests = [(name, Request(*request)) for name, request in fresh]
@@ -98,8 +97,8 @@ class Coordination:
             text = f"rank {self.queue.ranks[place]} could not do its part: {fields[0]}"
             return self._coordinator.gone(place, text, left=False)
         if kind == "hello":
-            self._unheard.discard(place)
-            self._look_who_is_here()
+            self._without_hello.discard(place)
+            self._check_complete()
             return []
         if kind == "ping":
             return [Pong(place, fields[0], time.monotonic_ns())]
@@ -113,34 +112,34 @@ class Coordination:
         return self._coordinator.submitted(place, ids, fresh, time.monotonic())
 
     def joined(self, place: int, counts: bool) -> list[Decision]:
-        """A member has no more data."""
+        """Record that a member has no more data."""
         return self._coordinator.joined(place, counts)
 
     def left(self, place: int, done: int) -> list[Decision]:
-        """A member takes its leave, having done its part of so many batches."""
+        """Record that a member has left, having done its part of so many batches."""
         text = (
-            f"{self._who(place)} has left the world (its program has ended, or it called hvd.shutdown()), so nothing "
-            "that needs it can run any more."
+            f"{self._who(place)} has left the world (its program has ended, or it called hvd.shutdown()), so no "
+            "collective that needs it can run any more."
         )
         return self._coordinator.gone(place, text, left=True, done=done)
 
     def failed(self, place: int, text: str) -> list[Decision]:
-        """A member is of no use any more."""
+        """Record that a member cannot continue."""
         return self._coordinator.gone(place, text, left=False)
 
     def leave(self, deadline: float | None) -> None:
-        """Take my own leave, and close the sockets; see :meth:`CoordinatorSockets.close`."""
+        """Leave, and close the sockets; see :meth:`CoordinatorSockets.close`."""
         assert self.sockets is not None
         self.tell(self.left(0, self.queue.done))
         self.sockets.close(deadline)
 
     def give_up(self, why: str) -> None:
-        """Nothing can be decided here any more."""
+        """Tell all members that this coordinator has failed."""
         self.complete.set()
-        self.tell(self._heard(0, "failed", why))
+        self.tell(self._handle(0, "failed", why))
 
     def tell(self, decisions: Sequence[Decision]) -> None:
-        """Tell all members, myself last."""
+        """Tell all members, this rank last."""
         if not decisions:
             return
         decisions = _coalesced(decisions)
@@ -149,19 +148,19 @@ class Coordination:
         self._coordinator.in_memory = self.queue.memory.ids
 
     def _send(self, decisions: Sequence[Decision]) -> None:
-        if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
+        if self._absent:  # absent members would miss it; until all are here, the only decisions are about lost members
             self._held_back += decisions
         elif decisions and self.sockets is not None:
             self.sockets.send(decisions)
 
-    def _look_who_is_here(self) -> None:
-        if not self._absent and not self._unheard:
+    def _check_complete(self) -> None:
+        if not self._absent and not self._without_hello:
             self.complete.set()
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
     def next_check(self) -> float | None:
-        """When :meth:`check` is due, in seconds of the monotonic clock; None if nothing is waiting."""
+        """Return when :meth:`check` is due, in seconds of the monotonic clock; None if nothing is waiting."""
         due = min(self._vanished.values(), default=None)
         limits = [limit for limit in (self._stall_warning, self._coordinator.stall_timeout) if limit is not None]
         if limits and self._coordinator.has_waiting:
@@ -169,7 +168,7 @@ class Coordination:
         return due
 
     def check(self) -> None:
-        """Look whether a member is gone, or a collective waits for too long."""
+        """Fail collectives that have waited too long or whose member is gone; warn about stalls."""
         now = time.monotonic()
         decisions: list[Decision] = []
         for place, until in list(self._vanished.items()):
@@ -177,8 +176,8 @@ class Coordination:
                 del self._vanished[place]
                 self.on_message(place, "traced", ())
                 text = (
-                    f"{self._who(place)} has ended without a word, or cannot be reached any more. Its own output and "
-                    "exit code say why."
+                    f"{self._who(place)} has ended without a word, or can no longer be reached. See its own output and "
+                    "exit code for the cause."
                 )
                 decisions += self._coordinator.gone(place, text, left=False)
         if now >= self._next_check:
@@ -202,23 +201,23 @@ class Coordination:
         if len(late) > _WARNED:
             lines.append(f"and {len(late) - _WARNED} more.")
         _log.warning(
-            "Some ranks wait for others. Have all ranks come to the same collectives, under the same names?\n  %s",
+            "Some ranks wait for others. Do all ranks call the same collectives, under the same names?\n  %s",
             "\n  ".join(lines),
         )
 
     def tune(self, config: Config) -> None:
-        """Other values from here on."""
+        """Use other values from now on, on all members."""
         self._stall_warning, self._coordinator.stall_timeout = config.stall_warning, config.stall_timeout
         self._coordinator.horovod = config.is_horovod
         self._next_check = 0.0
         self.tell([Tune(config.fusion_threshold, config.is_horovod)])
 
     def absent_text(self, seconds: float) -> str:
-        """What to say of the members that have not connected."""
-        ranks = [self.queue.ranks[place] for place in sorted(self._absent | self._unheard)]
+        """Return an error text for the members that have not connected."""
+        ranks = [self.queue.ranks[place] for place in sorted(self._absent | self._without_hello)]
         return (
             f"{ranks_text(ranks)} did not connect to the coordinator of the named collectives, rank "
-            f"{self.queue.ranks[0]}, within {seconds:.0f} s. Their own errors say why."
+            f"{self.queue.ranks[0]}, within {seconds:.0f} s. See their own errors for the cause."
         )
 
     def _who(self, place: int) -> str:
@@ -226,7 +225,7 @@ class Coordination:
 
 
 def _coalesced(decisions: Sequence[Decision]) -> list[Decision]:
-    """Neighbours as one, so that they are fused."""
+    """Merge neighbouring decisions to run, so that they are fused."""
     result: list[Decision] = []
     for decision in decisions:
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""One timeline of all ranks: rank 0 of the world says when to record, and collects what the others have recorded."""
+"""One timeline of all ranks: rank 0 of the world starts and stops the recording, and collects every rank's events."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class WorldTimeline:
-    """This rank's part in it.
+    """This rank's part in the timeline.
 
-    ``on_thread`` runs a function on the engine's thread and waits for it; the rest here runs there anyway.
+    ``on_thread`` runs a function on the engine's thread and waits for it. The other methods run on that thread already.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class WorldTimeline:
         self._recorded_for: MemberLink | None = None
 
     def start(self, path: str, mark_cycles: bool, hosts: Sequence[str]) -> None:
-        """Record; to be called on rank 0 of the world.
+        """Start recording; call it on rank 0 of the world.
 
         Raises:
-            ValueError: One is being recorded.
+            ValueError: A timeline is being recorded already.
             OSError: The file cannot be written.
         """
         if self._collector is not None:
             raise ValueError(f"a timeline is being recorded to {self._collector.path}; call hvd.stop_timeline() first.")
-        from spark_hvd.timeline.collector import Collector  # of few worlds, and of rank 0 only
+        from spark_hvd.timeline.collector import Collector  # few worlds need it, and only on rank 0
 
         collector = self._collector = Collector(path, hosts)
 
@@ -50,7 +50,7 @@ class WorldTimeline:
         self._on_thread(start)
 
     def stop(self) -> None:
-        """Write what all ranks have recorded; to be called on rank 0 of the world. Does nothing if nothing is recorded.
+        """Write what all ranks have recorded; call it on rank 0 of the world. Without a recording, do nothing.
 
         Raises:
             OSError: The file could not be written.
@@ -68,12 +68,12 @@ class WorldTimeline:
         self._collector = None
 
     def leave(self) -> None:
-        """Send rank 0 what was not sent yet, if it collects from this rank."""
+        """Send rank 0 the remaining events, if it collects from this rank."""
         if self._recorded_for is not None:
             self._on_thread(self._send_last_events)
 
     def heard(self, place: int, kind: str, fields: Sequence[Any]) -> None:
-        """A member of the world has sent a part of the timeline."""
+        """Add a part of the timeline that a member of the world has sent."""
         if self._collector is None:
             return
         if kind == "trace":
@@ -82,7 +82,7 @@ class WorldTimeline:
             self._collector.done(place)
 
     def decided(self, member: MemberLink, decisions: Sequence[Decision]) -> None:
-        """Decisions that are no queue's business."""
+        """Handle decisions that concern the timeline."""
         for decision in decisions:
             if isinstance(decision, Trace):
                 if decision.on:

@@ -1,6 +1,6 @@
-"""The package ``horovod``, made of our modules: ``import spark_hvd.horovod``, and ``import horovod.torch`` finds them.
+"""The package ``horovod``, made of our modules: after ``import spark_hvd.horovod``, ``import horovod.torch`` works.
 
-May import world; what the names stand for is imported when it is asked for. Doors: itself, names, finder.
+May import world; imports everything else on first use. Doors: itself, names, finder.
 """
 
 from spark_hvd.horovod.finder import install

@@ -1,6 +1,6 @@
-"""``python -m spark_hvd.horovod script.py ARGUMENTS``: a script in whose process ``horovod`` can be imported.
+"""``python -m spark_hvd.horovod script.py ARGUMENTS`` runs a script that can import ``horovod``.
 
-Under torchrun on every rank: ``torchrun --nproc-per-node 2 -m spark_hvd.horovod train.py``.
+Under torchrun, for every rank: ``torchrun --nproc-per-node 2 -m spark_hvd.horovod train.py``.
 """
 
 from __future__ import annotations

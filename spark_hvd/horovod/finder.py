@@ -1,4 +1,4 @@
-"""Finds modules of ``horovod`` in the table of names, before Python looks for them in files."""
+"""Finds modules of ``horovod`` in the table of names, before Python searches for files."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from typing import Any
 from spark_hvd.horovod.names import PAGE, REFUSED, TABLE, Served
 
 _CHOOSE = (
-    "pip uninstall horovod, or, to use the other one, leave out what makes ours: import spark_hvd.horovod, "
-    "python -m spark_hvd.horovod, and spark-hvd run (python script.py or torchrun instead)"
+    "pip uninstall horovod. To use the other one, remove what selects ours: import spark_hvd.horovod, "
+    "python -m spark_hvd.horovod, and spark-hvd run (use python script.py or torchrun instead)"
 )
 
 
 class NamesFinder(MetaPathFinder, Loader):
-    """Makes the modules of the table. It never loads anything before ``horovod`` is imported."""
+    """Creates the modules of the table. It never loads anything before ``horovod`` is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec, if it is one of Horovod's.
+        """Return the module's spec, if it is one of Horovod's.
 
         Raises:
-            ModuleNotFoundError: Horovod has it, and we do not; the text says what instead.
+            ModuleNotFoundError: Horovod has the module and we do not; the text names the alternative.
         """
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
         if fullname == "horovod":
-            _tell_of_the_other(sys.path)
+            _warn_about_other(sys.path)
         if fullname in TABLE:
             return ModuleSpec(fullname, self, is_package=True)
         why = next((why for name, why in REFUSED.items() if f"{fullname}.".startswith(f"{name}.")), None)
         raise ModuleNotFoundError(
-            f"{fullname} is not in spark_hvd{'' if why is None else f': {why}'}. {PAGE} has a table of what is.",
+            f"{fullname} is not in spark_hvd{'' if why is None else f': {why}'}. {PAGE} lists what is.",
             name=fullname,
         )
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary one."""
+        """Let Python create an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Load what it stands for, and have it answer for the names there."""
+        """Load our module behind it, and make its attributes available under Horovod's names."""
         name = module.__name__
         served = TABLE[name]
         home = None if served.home is None else _loaded(name, served.home)
@@ -68,7 +68,7 @@ class NamesFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Have ``horovod`` be found here from now on, in this process.
+    """Make ``import horovod`` find our modules from now on, in this process.
 
     Raises:
         ImportError: Another ``horovod`` has been imported already.
@@ -78,13 +78,13 @@ def install() -> None:
     other = sys.modules.get("horovod")
     if other is not None and _is_other(getattr(other, "__spec__", None)):
         raise ImportError(
-            f"spark_hvd.horovod: {other.__file__} has been imported as horovod already, and one program has one of "
+            f"spark_hvd.horovod: {other.__file__} has already been imported as horovod; a program can use only one of "
             f"them. Import spark_hvd.horovod first, or: {_CHOOSE}."
         )
     sys.meta_path.insert(0, NamesFinder())
 
 
-def _tell_of_the_other(path: Sequence[str]) -> None:
+def _warn_about_other(path: Sequence[str]) -> None:
     spec = PathFinder.find_spec("horovod", path)
     if _is_other(spec):
         assert spec is not None
@@ -96,11 +96,11 @@ def _tell_of_the_other(path: Sequence[str]) -> None:
 
 
 def _is_other(spec: ModuleSpec | None) -> bool:
-    """Whether that is a Horovod that is not ours: neither made here, nor our wheel, which is one file."""
+    """Return whether a spec is another Horovod: neither made here, nor from our wheel, which is one file."""
     if spec is None or isinstance(spec.loader, NamesFinder):
         return False
     folders = _folders(spec)
-    if spec.origin is None:  # a folder of that name that is no package
+    if spec.origin is None:  # a folder of that name that is not a package
         return any(os.path.exists(os.path.join(folder, "common")) for folder in folders)
     return {entry for folder in folders for entry in os.listdir(folder)} - {"__pycache__"} != {
         "__init__.py",
@@ -132,7 +132,7 @@ def _value(served: Served, home: ModuleType | None, name: str, attribute: str) -
     if f"{name}.{attribute}" in TABLE:
         return importlib.import_module(f"{name}.{attribute}")
     raise AttributeError(
-        f"{name}.{attribute}: spark_hvd has nothing of this name. {PAGE} says what takes the place of Horovod's names."
+        f"{name}.{attribute}: spark_hvd has nothing of this name. {PAGE} lists the replacements for Horovod's names."
     )
 
 

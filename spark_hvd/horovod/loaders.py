@@ -1,4 +1,4 @@
-"""Base classes of loaders that programs have made on ``horovod.data``: batches by ``_iterate``, ahead in a thread."""
+"""Base classes for loaders of programs that use ``horovod.data``: ``_iterate`` yields batches, a thread reads ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BaseDataLoader:
-    """A loader: subclasses define ``__len__`` and ``_iterate``, and may define ``_process_batch``."""
+    """A loader; subclasses define ``__len__`` and ``_iterate``, and may define ``_process_batch``."""
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__}.__len__: the number of batches; define it")
@@ -26,18 +26,18 @@ class BaseDataLoader:
 
 
 class _EpochEnd:
-    """Stands in the queue behind the last batch of an epoch, with what ended it, if that was an error."""
+    """Marks the end of an epoch in the queue, with the error that ended it, if any."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class AsyncDataLoaderMixin:
-    """Stands before a BaseDataLoader among the bases of a class: a thread reads batches ahead, epoch after epoch.
+    """Put this before a BaseDataLoader among the bases of a class: a thread then reads batches ahead, in every epoch.
 
     Args:
-        async_loader_queue_size: Batches that are ready at most; 0: none are read ahead.
-        debug_data_loader: Accepted; nothing is printed.
+        async_loader_queue_size: Maximum number of batches read ahead; 0: none.
+        debug_data_loader: Accepted for Horovod's sake; has no effect.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The names: which module of ``horovod`` is made of which of ours. The one table of them."""
+"""The table of names: which module of ``horovod`` consists of which of ours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PAGE = "docs/migrating-from-horovod.md"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a module of ``horovod`` is made of.
+    """The source of a module of ``horovod``.
 
     Attributes:
-        home: The module of ours that has its names; it is loaded with the module. None: only those in ``names``.
-        names: Further names, which come first: each with the module and the attribute that it stands for.
+        home: Our module that has its names; it is loaded with the module. None: only ``names`` are available.
+        names: Further names, which take precedence: each with the module and the attribute that it stands for.
     """
 
     home: str | None = None
@@ -22,7 +22,7 @@ class Served:
 
 
 def _at(module: str, *names: str, **others: str) -> dict[str, str]:
-    """Names that are called alike in a module, and those that are called otherwise there."""
+    """Map names to attributes of a module: ``names`` are called the same there, ``others`` have other names."""
     return {name: f"{module}:{there}" for name, there in {**{name: name for name in names}, **others}.items()}
 
 
@@ -116,16 +116,16 @@ TABLE: Mapping[str, Served] = {
 
 REFUSED: Mapping[str, str] = {
     "horovod.mxnet": "MXNet, retired in 2023, needs an environment of its own, see docs/api/mxnet.md",
-    "horovod.common.basics": "ask horovod.torch, as hvd.size(): there is no library to load",
-    "horovod.ray": "ranks are started by Spark: use horovod.spark.run, or spark-hvd run",
+    "horovod.common.basics": "use horovod.torch, such as hvd.size(): there is no library to load",
+    "horovod.ray": "Spark starts the ranks: use horovod.spark.run, or spark-hvd run",
     "horovod.tensorflow.data": "tf.data's service is not started here: rows reach ranks by run(data=...), docs/data.md",
     "horovod.spark.tensorflow": "tf.data's service is not started: rows reach ranks by run(data=...), docs/data.md",
-    "horovod.spark.driver": "what drivers and tasks say to each other is not Horovod's here",
+    "horovod.spark.driver": "drivers and tasks do not use Horovod's messages here",
     "horovod.spark.gloo_run": "use horovod.spark.run",
     "horovod.spark.mpi_run": 'use horovod.spark.run(use_mpi=True), or spark_hvd.run(backend="mpi")',
-    "horovod.spark.data_loaders": "a rank's rows come by run(data=...), docs/data.md",
+    "horovod.spark.data_loaders": "a rank gets its rows by run(data=...), docs/data.md",
     "horovod.spark.keras.datamodule": "NVTabular is not supported",
     "horovod.spark.torch.datamodule": "NVTabular is not supported",
     "horovod.spark.lightning.datamodule": "NVTabular is not supported",
 }
-"""Modules of Horovod that are not here, and those that need something: why not, or what instead."""
+"""Modules of Horovod that are missing or need something, with the reason or an alternative."""

@@ -1,4 +1,4 @@
-"""Settings of Spark by the names of ``horovod.spark.conf``, for elastic runs; as Spark has called them since 3.1.
+"""Settings of Spark for elastic runs, under the names of ``horovod.spark.conf``; the keys are those since Spark 3.1.
 
 Each is a pair for ``SparkConf.set(*pair)``.
 """
@@ -34,4 +34,4 @@ SPARK_CONF_DEFAULT_VALUES = {
     f"{_APPLICATION}.maxFailedTasksPerExecutor": "2",
     f"{_APPLICATION}.maxFailedExecutorsPerNode": "2",
 }
-"""What Spark does with a setting that is not given."""
+"""Spark's defaults for these settings."""

@@ -1,4 +1,4 @@
-"""The dialect: under Horovod's name, numbers and errors are Horovod's."""
+"""Switches on the dialect: under Horovod's name, numbers and errors are Horovod's."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import os
 import sys
 from typing import Any
 
-from spark_hvd.world.env import HOROVODS, read_log_level
+from spark_hvd.world.env import HOROVOD_DIALECT, read_log_level
 
 
 def switch_on() -> None:
-    """From now on: worlds that this process joins have the dialect, and so have the ranks that it starts."""
-    os.environ.update(HOROVODS)
+    """Use the dialect from now on, in worlds that this process joins and in ranks that it starts."""
+    os.environ.update(HOROVOD_DIALECT)
     level = read_log_level()
     if level is not None:
         logging.getLogger("spark_hvd").setLevel(level)
     if "spark_hvd.context.init" in sys.modules:
-        _tell_rank()
+        _export_rank()
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the world in Horovod's dialect, or change to it in one that was joined; see :func:`spark_hvd.torch.init`.
+    """Join the world in Horovod's dialect, or switch a joined world to it; see :func:`spark_hvd.torch.init`.
 
-    Horovod's variables of the place in the world, HOROVOD_RANK and so on, are set for programs that read them.
+    This sets Horovod's variables, such as HOROVOD_RANK, for programs that read them.
     """
     from spark_hvd.context import init as context
     from spark_hvd.context.standing import in_world, speaks_horovod
 
     change = {"dialect": "horovod"} if in_world() and not speaks_horovod() else {}
     context.init(comm, process_sets, **change)
-    _tell_rank()
+    _export_rank()
 
 
-def _tell_rank() -> None:
+def _export_rank() -> None:
     from spark_hvd.context import who
     from spark_hvd.context.standing import is_initialized
 

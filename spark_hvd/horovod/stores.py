@@ -1,4 +1,4 @@
-"""Stores by Horovod's names. Their paths may be replaced, on the object or in a subclass, as its programs do."""
+"""Stores under Horovod's names, whose paths a program may replace, on the object or in a subclass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spark_hvd.store import Store
 
 
 class FilesystemStore(Store):
-    """A store whose methods tell its paths, which a subclass or an assignment may replace.
+    """A store whose paths come from methods, which a subclass or an assignment may replace.
 
     Args:
-        prefix_path: As of :meth:`Store.create`, as are ``storage_options`` and, for the data and runs, the other paths.
-        train_path: Of data to train on; by default ``<prefix_path>/intermediate_train_data``.
-        val_path: Of data to validate on; by default ``<prefix_path>/intermediate_val_data``.
-        test_path: Of data to test on; only told.
-        runs_path: Of the runs.
-        others: Options of Horovod's stores that mean nothing here.
+        prefix_path: See :meth:`Store.create`, also for ``storage_options``.
+        train_path: Training data; by default ``<prefix_path>/intermediate_train_data``.
+        val_path: Validation data; by default ``<prefix_path>/intermediate_val_data``.
+        test_path: Test data; only returned by :meth:`get_test_data_path`.
+        runs_path: Directory of the runs.
+        others: Options of Horovod's stores that have no effect here.
     """
 
     def __init__(
@@ -31,12 +31,11 @@ class FilesystemStore(Store):
         storage_options: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        made = Store.create(prefix_path, runs_path=runs_path, storage_options=storage_options)
-        vars(self).update(vars(made))
-        self.prefix_path = made.url
-        self._train_path = train_path or made.join("intermediate_train_data")
-        self._val_path = val_path or made.join("intermediate_val_data")
-        self._test_path = test_path or made.join("intermediate_test_data")
+        vars(self).update(vars(Store.create(prefix_path, runs_path=runs_path, storage_options=storage_options)))
+        self.prefix_path = self.url
+        self._train_path = train_path or self.join("intermediate_train_data")
+        self._val_path = val_path or self.join("intermediate_val_data")
+        self._test_path = test_path or self.join("intermediate_test_data")
 
     __setattr__ = object.__setattr__  # Horovod's stores are not frozen
     __delattr__ = object.__delattr__
@@ -47,21 +46,19 @@ class FilesystemStore(Store):
 
     @property
     def prepared(self) -> tuple[str | None, str | None]:
-        train, val = (
-            path if self.exists(path) else None for path in (self.get_train_data_path(), self.get_val_data_path())
-        )
-        return train, val
+        train, val = self.get_train_data_path(), self.get_val_data_path()
+        return train if self.exists(train) else None, val if self.exists(val) else None
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Where prepared data to train on lie."""
+        """Return the path of the prepared training data."""
         return _numbered(self._train_path, idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Where prepared data to validate on lie."""
+        """Return the path of the prepared validation data."""
         return _numbered(self._val_path, idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Where data to test on lie."""
+        """Return the path of the test data."""
         return _numbered(self._test_path, idx)
 
     def get_runs_path(self) -> str:
@@ -104,33 +101,30 @@ def prepare_data(
     sample_weight_col: str | None = None,
     **others: Any,
 ) -> Iterator[None]:
-    """Within this context, the columns of a DataFrame lie in the store for ``fit_on_parquet()``.
+    """Write columns of a DataFrame to the store, for ``fit_on_parquet()``, and delete them when the context ends.
 
     Args:
-        num_processes: Number of ranks; they share any files here.
-        store: Where to.
+        num_processes: Number of ranks; they can share any files here.
+        store: The store to write to.
         df: A DataFrame of Spark.
-        label_columns: Their names.
-        feature_columns: Their names.
-        validation: The share of the rows, or a column that is above 0, of those to validate on.
+        label_columns: Names of the label columns.
+        feature_columns: Names of the feature columns.
+        validation: The share of rows for validation, or a column that is above 0 in such rows.
         sample_weight_col: Name of the column of weights.
-        others: Options of Horovod's writer that mean nothing here.
+        others: Options of Horovod's writer that have no effect here.
     """
     names = dict.fromkeys([*feature_columns, *label_columns, *filter(None, [sample_weight_col])])
-    parts = [(store.get_train_data_path(), df), (store.get_val_data_path(), None)]
+    parts = [df]
     if isinstance(validation, str):
         chosen = df[validation].cast("float") > 0
-        parts = [(parts[0][0], df.where(~chosen)), (parts[1][0], df.where(chosen))]
+        parts = [df.where(~chosen), df.where(chosen)]
     elif validation:
-        parts = [
-            (path, part) for (path, _), part in zip(parts, df.randomSplit([1 - validation, validation]), strict=True)
-        ]
-    for path, part in parts:
-        if part is not None:
-            part.select(*names).write.mode("overwrite").parquet(path)
+        parts = df.randomSplit([1 - validation, validation])
+    by_path = dict(zip((store.get_train_data_path(), store.get_val_data_path()), parts, strict=False))
+    for path, part in by_path.items():
+        part.select(*names).write.mode("overwrite").parquet(path)
     try:
         yield
     finally:
-        for path, part in parts:
-            if part is not None:
-                store.delete(path)
+        for path in by_path:
+            store.delete(path)

@@ -1,4 +1,4 @@
-"""Small functions that programs take from ``horovod.common.util`` and its neighbours."""
+"""Small functions that programs import from ``horovod.common.util`` and its neighbours."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 VERSION = "0.28.1"
-"""Horovod's release whose names these are; programs compare it."""
+"""The release of Horovod that has these names; programs compare it."""
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of 2. Adasum does not need it here."""
+    """Return whether a number of ranks is a power of 2. Our Adasum does not need one."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """``items`` in their order in ``parts`` pieces, whose lengths differ by one at most."""
+    """Divide ``items`` into ``parts`` pieces in order, whose lengths differ by at most one."""
     least, more = divmod(len(items), parts)
     ends = [part * least + min(part, more) for part in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def to_list(value: Any, length: int) -> list[Any] | None:
-    """``value`` as a list of ``length``: one value is repeated, None stays None.
+    """Return ``value`` as a list of ``length`` items: one value is repeated, None stays None.
 
     Raises:
-        ValueError: it is a list of another length.
+        ValueError: ``value`` is a list of another length.
     """
     if value is None:
         return None
@@ -44,7 +44,7 @@ def to_list(value: Any, length: int) -> list[Any] | None:
 
 
 def is_iterable(value: object) -> bool:
-    """Whether ``iter(value)`` works."""
+    """Return whether ``iter(value)`` works."""
     try:
         iter(value)  # type: ignore[call-overload]
     except TypeError:
@@ -53,15 +53,15 @@ def is_iterable(value: object) -> bool:
 
 
 def is_version_greater_equal_than(version: str, target: str) -> bool:
-    """Whether a version is ``target``, which has three parts, or a later one.
+    """Return whether a version is at least ``target``, which has three parts.
 
     Raises:
-        ValueError: one is no text, or ``target`` has not three parts.
+        ValueError: An argument is not text, or ``target`` does not have three parts.
     """
     from packaging.version import parse
 
     if not isinstance(version, str) or not isinstance(target, str) or target.count(".") != 2:
-        raise ValueError(f"version={version!r}, target={target!r}: expected texts, such as '2.4.1'; of three parts")
+        raise ValueError(f"version={version!r}, target={target!r}: expected texts with three parts, such as '2.4.1'")
     return bool(parse(version) >= parse(target))
 
 
@@ -80,41 +80,41 @@ def env(**variables: str | None) -> Iterator[None]:
 
 
 def extension_available(framework: str, verbose: bool = False) -> bool:
-    """Whether ``framework`` ("torch", "tensorflow", "mxnet") is installed: nothing is compiled for it here."""
+    """Return whether ``framework`` ("torch", "tensorflow", "mxnet") is installed; nothing is compiled for it here."""
     return importlib.util.find_spec(framework) is not None
 
 
 def check_extension(name: str, *_: Any) -> None:
-    """Nothing is compiled: import the framework of ``name``, "horovod.torch".
+    """Import the framework of ``name``, such as "horovod.torch"; nothing is compiled here.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: The framework is not installed.
     """
     importlib.import_module(name.rpartition(".")[2])
 
 
 def gpu_available(framework: str, verbose: bool = False) -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def get_available_devices() -> list[str]:
-    """The GPUs of this rank as it numbers them; Horovod's are Spark's numbers, and more than one rank's."""
+    """Return this rank's GPUs by its own numbers; Horovod returns Spark's numbers, for more than one rank."""
     import torch
 
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
 def spark_backend(num_proc: int | None = None, **options: Any) -> Any:
-    """``horovod.spark.common.backend.SparkBackend``: ours, with the arguments of ``horovod.spark.run``."""
+    """Return our backend for ``horovod.spark.common.backend.SparkBackend``, with ``horovod.spark.run``'s arguments."""
     ours = importlib.import_module("spark_hvd.estimators.fit.backend").SparkBackend
     return ours(num_proc, **importlib.import_module("spark_hvd.runner.compat.horovod").options_of_run(**options))
 
 
 def host_hash(salt: object = None) -> str:
-    """Tells hosts, and YARN's containers on one, apart."""
+    """Return a name that distinguishes hosts, and YARN containers on one host."""
     parts = [socket.gethostname(), *([str(salt)] if salt else []), os.environ.get("CONTAINER_ID", "")]
     return "-".join(part for part in parts if part)
 

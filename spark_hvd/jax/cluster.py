@@ -1,4 +1,4 @@
-"""The ranks of a run as the processes of ``jax.distributed``: they meet at rank 0, once, and all of them."""
+"""Makes the ranks of a run the processes of ``jax.distributed``: all of them meet at rank 0, once."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.words import count, ranks_text
 
 _TIMEOUT = 300
-"""Seconds, as JAX has it."""
+"""Seconds; JAX's default."""
 _NEXT = (
-    "Next: call hvd.init() of spark_hvd.jax, or jax.distributed.initialize(), on every rank; or on none, if one is to "
+    "Call hvd.init() of spark_hvd.jax, or jax.distributed.initialize(), on every rank; or on none, if one rank should "
     "compute with JAX alone."
 )
 
 _held: list[socket.socket] = []
-"""The ports of coordinators, for as long as this process lives."""
+"""Sockets that hold the ports of coordinators, for as long as this process lives."""
 
 
 def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
     """Join the world that the launcher made, and make its ranks the processes of ``jax.distributed``.
 
-    To be called by all ranks, before anything of JAX computes or looks for devices; does nothing where that has
-    happened. ``jax.devices()`` has those of all ranks afterwards. JAX of rank 0 listens on the network of the ranks for
-    the others, without a password. On a GPU, JAX sees the one that is this rank's. A world of one needs no meeting.
+    All ranks must call this before anything of JAX computes or looks for devices. Repeated calls do nothing.
+    Afterwards, ``jax.devices()`` contains the devices of all ranks. Rank 0's JAX listens for the others on the network
+    of the ranks, without a password. On a GPU, JAX sees only this rank's. A world of one needs no meeting.
 
     Args:
-        initialization_timeout: Seconds that the other ranks get to call this, too.
+        initialization_timeout: Seconds within which the other ranks must call this, too.
         **settings: As for :func:`spark_hvd.torch.init`.
 
     Raises:
@@ -49,7 +49,7 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
             run is elastic.
         StalledError: A rank has not called this in time; the text names it.
         CollectiveError: A rank has ended without calling this, or the network failed.
-        ValueError, TypeError: As :func:`spark_hvd.torch.init` raises them.
+        ValueError, TypeError: See :func:`spark_hvd.torch.init`.
     """
     context.init(**settings)
     _refuse_elastic()
@@ -57,8 +57,8 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
     if (found := private.place()) is not None:
         if found != me:
             raise RuntimeError(
-                f"jax.distributed was initialised as process {found[0]} of {found[1]}, and this is rank {me[0]} of "
-                f"{me[1]}. Next: leave jax.distributed.initialize() out, or give it no arguments"
+                f"jax.distributed was initialised as process {found[0]} of {found[1]}, but this is rank {me[0]} of "
+                f"{me[1]}. Remove jax.distributed.initialize(), or call it without arguments"
             )
         return
     if me[1] == 1:
@@ -66,10 +66,10 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
     if private.is_used():
         raise RuntimeError(
             "hvd.init() comes too late on this rank: JAX has looked for its devices already, which jax.devices(), "
-            "jnp.zeros() and other calls do, also in a module that fn imports. Next: call hvd.init() before them"
+            "jnp.zeros() and other calls do, even in a module that fn imports. Call hvd.init() before them"
         )
     address = _meet(initialization_timeout, None)
-    jax.distributed.initialize(  # the address is given, lest JAX_COORDINATOR_ADDRESS of the driver be taken for it
+    jax.distributed.initialize(  # the address is given, so that the driver's JAX_COORDINATOR_ADDRESS is not used
         address,
         cluster_detection_method=SparkHvdCluster.name,
         initialization_timeout=max(1, int(initialization_timeout)),
@@ -78,18 +78,18 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
 
 
 class SparkHvdCluster(private.ClusterEnv):  # type: ignore[misc] # JAX's types are not looked at
-    """What ``jax.distributed.initialize()`` asks in a rank, for its arguments."""
+    """Provides the arguments of ``jax.distributed.initialize()`` in a rank."""
 
     name = "spark_hvd"
 
     @classmethod
     def is_env_present(cls) -> bool:
-        """Whether this process is a rank."""
+        """Return whether this process is a rank."""
         return is_initialized()
 
     @classmethod
     def get_coordinator_address(cls, timeout_secs: float | None, override_coordinator_port: str | None) -> str:
-        """Where rank 0 listens; returns once all ranks have asked."""
+        """Return where rank 0 listens, once all ranks have asked."""
         _refuse_elastic()
         address = _meet(_TIMEOUT if timeout_secs is None else timeout_secs, override_coordinator_port)
         os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", address)  # JAX would listen on all interfaces
@@ -97,17 +97,17 @@ class SparkHvdCluster(private.ClusterEnv):  # type: ignore[misc] # JAX's types a
 
     @classmethod
     def get_process_count(cls) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return size()
 
     @classmethod
     def get_process_id(cls) -> int:
-        """My rank."""
+        """Return this process's rank."""
         return rank()
 
     @classmethod
     def get_local_process_id(cls) -> int | None:
-        """Which of the visible GPUs is this rank's; None where there is none."""
+        """Return which of the visible GPUs is this rank's; None if there is none."""
         return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
@@ -117,22 +117,22 @@ private.prefer(SparkHvdCluster)
 def _refuse_elastic() -> None:
     if launcher.installed() is not None:
         raise RuntimeError(
-            "JAX in an elastic run: jax.distributed cannot go on with other processes than it began with. Next: start "
-            "the ranks with spark_hvd.run(fn, max_restarts=...), and have fn go on from a checkpoint"
+            "JAX in an elastic run: jax.distributed cannot change its processes once it has started. Start "
+            "the ranks with spark_hvd.run(fn, max_restarts=...), and let fn resume from a checkpoint"
         )
 
 
 def _meet(timeout: float, port: str | None) -> str:
-    """Wait until all ranks are about to initialise jax.distributed; returns where its coordinator is to listen.
+    """Wait until all ranks are about to initialise jax.distributed; return where its coordinator must listen.
 
     Raises:
-        StalledError, CollectiveError: They do not come.
+        StalledError, CollectiveError: Some ranks do not arrive.
     """
     here = current()
     me, number = here.world.me.rank, ordinal("spark_hvd.jax")
     name = f"jax.distributed.initialize.{number}"
     host = own_address(here.world.endpoint) if size() > 1 else "127.0.0.1"
-    # Its handler would keep SIGTERM from ending a rank whose peer has died; then JAX would end it, and be to blame.
+    # Its handler would keep SIGTERM from ending a rank whose peer has died; then JAX would end it and get the blame.
     jax.config.update("jax_enable_preemption_service", False)
     private.meet_on_cpus_at(host)
     if me == 0:
@@ -145,7 +145,7 @@ def _meet(timeout: float, port: str | None) -> str:
     except TimeoutError:
         missing = [other for other in range(size()) if not here.kv.check([f"{name}/{other}"])]
         raise StalledError(
-            f"jax.distributed was initialised on {count(size() - len(missing), 'rank')} of {size()}, and within "
+            f"jax.distributed was initialised on {count(size() - len(missing), 'rank')} of {size()}, but within "
             f"{timeout:g} s not on {ranks_text(missing)}. {_NEXT}"
         ) from None
     except CollectiveError as error:
@@ -154,10 +154,10 @@ def _meet(timeout: float, port: str | None) -> str:
 
 
 def _hold(host: str, ports: PortRange | None) -> str:
-    """An address with a port that no other process gets until JAX's coordinator listens there.
+    """Return an address with a port that no other process gets until JAX's coordinator listens there.
 
-    It is bound to alone, and shared from then on: gRPC, of the same user, asks for a shared port. What is bound and
-    does not listen gets no connections.
+    The socket is bound exclusively, and shared from then on: gRPC, run by the same user, asks for a shared port. A
+    socket that is bound but does not listen gets no connections.
     """
 
     def bind(port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The private names of JAX that we need, in one place to look at when JAX moves; docs/versions.md lists them."""
+"""The private names of JAX that we need, in one place to check when JAX changes; docs/versions.md lists them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from jax._src.lib import _jax
 
 
 def prefer(cluster: type[Any]) -> None:
-    """Have JAX ask this cluster first: ranks may run below Slurm, Kubernetes or MPI, whose processes are others."""
+    """Have JAX ask this cluster first: ranks may run below Slurm, Kubernetes or MPI, whose processes are not ours."""
     ClusterEnv._cluster_types.remove(cluster)
     ClusterEnv._cluster_types.insert(0, cluster)
 
 
 def is_used() -> bool:
-    """Whether JAX has looked for its devices, after which no world can be joined."""
+    """Return whether JAX has looked for its devices, after which no world can be joined."""
     return bool(xla_bridge.backends_are_initialized())
 
 
 def place() -> tuple[int, int] | None:
-    """The number of this process among those of jax.distributed, and theirs; None before it is initialised."""
+    """Return this process's number in jax.distributed, and the number of processes; None before initialisation."""
     state = distributed.global_state
     return None if state.client is None else (state.process_id, state.num_processes)
 
 
 def meet_on_cpus_at(address: str) -> None:
-    """Have Gloo, by which JAX's CPUs talk to each other, listen on this address; it would look up the host's name."""
+    """Have Gloo, which JAX uses between CPUs, listen on this address; it would look up the host's name."""
 
     def client() -> Any:
         ours = distributed.global_state.client

@@ -1,4 +1,4 @@
-"""Pytrees between ranks, and between JAX and checkpoints; by numpy's arrays, whatever holds them."""
+"""Moves pytrees between ranks, and between JAX and checkpoints, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from spark_hvd.world.errors import MismatchError
 
 
 def over_devices(*axes: str | None) -> NamedSharding:
-    """Over the devices of all ranks in a row: "data" for a dimension that is cut over them; of none all have all."""
+    """Return a sharding over all ranks' devices in a row: "data" divides a dimension; without it, all have a copy."""
     return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec(*axes))
 
 
 def broadcast(tree: Any, root_rank: int = 0, sharding: Any = None) -> Any:
-    """Give every rank the pytree of one rank, as global arrays. To be called by all ranks.
+    """Give every rank the pytree of one rank, as global arrays. All ranks must call it.
 
     Args:
         tree: A pytree whose leaves are arrays of JAX or numpy, of any dtype and shape, keys of jax.random, or plain
             objects. On the other ranks it has the same structure, shapes and dtypes; its values are not used.
-        root_rank: Whose values everyone gets.
-        sharding: How the arrays are laid out over the devices of all ranks; None for a whole copy on each device.
+        root_rank: The rank whose values all ranks get.
+        sharding: How the arrays are laid out over the devices of all ranks; None for a full copy on each device.
 
     Returns:
-        The tree, with jax.Array for arrays.
+        The tree, with jax.Array in place of arrays.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `root_rank` is no rank, or an array has numbers that JAX would cut to 32 bits.
+        ValueError: `root_rank` is not a rank, or an array has numbers that JAX would truncate to 32 bits.
         MismatchError: The trees differ in structure, shapes or dtypes. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
@@ -55,15 +55,15 @@ def broadcast(tree: Any, root_rank: int = 0, sharding: Any = None) -> Any:
 
 
 def state_dict(tree: Any) -> dict[str, Any]:
-    """A pytree as plain data for ``hvd.checkpoint.save``: leaves by their paths, such as ``['dense']['bias']``.
+    """Return a pytree as plain data for ``hvd.checkpoint.save``: leaves by their paths, such as ``['dense']['bias']``.
 
-    All ranks call it: arrays that are cut over ranks are gathered.
+    All ranks must call it: arrays that are divided among ranks are gathered.
 
     Args:
         tree: As for :func:`broadcast`; plain objects must be numbers, text or bytes.
 
     Returns:
-        A tensor for each array, of its shape and dtype, on the CPU; a dict of two entries for a dtype that torch or
+        A tensor for each array, with its shape and dtype, on the CPU; a dict with two entries for a dtype that torch or
         numpy lacks.
 
     Raises:
@@ -75,12 +75,13 @@ def state_dict(tree: Any) -> dict[str, Any]:
 
 
 def load_state_dict(tree: Any, state: Mapping[str, Any]) -> Any:
-    """The tree that :func:`state_dict` was made of. To be called by all ranks, which have the same `state`.
+    """Rebuild the tree of a :func:`state_dict`. All ranks must call it with the same `state`.
 
     Args:
-        tree: One of the same structure, shapes and dtypes, as at the start of a training. Its arrays tell where the
-            new ones are to be: on the same devices in the same parts, whatever they were when it was saved.
-        state: What was saved.
+        tree: A tree with the same structure, shapes and dtypes, as at the start of training. Its arrays say where to
+            put
+            the new ones: on the same devices in the same parts, wherever they were when the state was saved.
+        state: The saved state.
 
     Returns:
         A new tree.
@@ -95,27 +96,27 @@ def load_state_dict(tree: Any, state: Mapping[str, Any]) -> Any:
     there = {name: _outline(value) for name, value in saved.items()}
     if wanted != there:
         where = _first(there, wanted, "the state", "this rank")
-        raise ValueError(f"the state is of another tree: {where}. Next: load it into one of the model that was saved")
+        raise ValueError(f"the state belongs to another tree: {where}. Load it into a tree of the saved model")
     return structure.unflatten(
         [_placed(saved[name], leaf, getattr(leaf, "sharding", None), name) for name, leaf in leaves.items()]
     )
 
 
 def placed(array: np.ndarray[Any, Any], sharding: Any, name: str) -> Any:
-    """This rank's part of an array, as the global one.
+    """Return the global array of which ``array`` is this rank's part.
 
     Raises:
-        TypeError: It has no numbers.
-        ValueError: JAX would cut them to 32 bits.
+        TypeError: The array does not hold numbers.
+        ValueError: JAX would truncate the numbers to 32 bits.
     """
     if array.dtype.kind not in "biufcV":
-        raise TypeError(f"{name} is an array of {array.dtype}: expected numbers; leave it out, or make numbers of it")
+        raise TypeError(f"{name} is an array of {array.dtype}: expected numbers; leave it out, or convert it")
     if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and not jax.config.jax_enable_x64:
         narrow = np.iinfo(f"{array.dtype.kind}4")
         if array.min() < narrow.min or array.max() > narrow.max:
             raise ValueError(
-                f"{name} has numbers from {array.min()} to {array.max()}, which JAX would cut to 32 bits. Next: "
-                'jax.config.update("jax_enable_x64", True) before the first array, or smaller numbers'
+                f"{name} has numbers from {array.min()} to {array.max()}, which JAX would truncate to 32 bits. Call "
+                'jax.config.update("jax_enable_x64", True) before the first array, or use smaller numbers'
             )
     return jax.make_array_from_process_local_data(sharding, array)
 
@@ -129,7 +130,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _outline(leaf: Any) -> str:
-    """What must be the same on all ranks, and in what was saved."""
+    """Describe what must be the same on all ranks, and in the saved state."""
     if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -143,7 +144,7 @@ def _first(mine: Mapping[str, str], theirs: Mapping[str, str], one: str, other: 
 
 
 def _whole(leaf: Any) -> Any:
-    """An array with its numbers on this host; of one that is cut over ranks all of them, if all ranks ask."""
+    """Return an array with all its numbers on this host; if it is divided among ranks, all ranks must call this."""
     if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, np.generic):
@@ -156,7 +157,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def _placed(value: Any, like: Any, sharding: Any, name: str) -> Any:
-    """A whole array where `sharding` says, as a key where `like` is one."""
+    """Place a full array as `sharding` says, as a key if `like` is one."""
     if not isinstance(value, np.ndarray) or sharding is None:
         return value
     if _is_key(like):
@@ -167,8 +168,8 @@ def _placed(value: Any, like: Any, sharding: Any, name: str) -> Any:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    array = np.array(array, order="C")  # torch wants to write to what it shares
-    if array.dtype.kind == "V":  # bfloat16, float8 and others, which are not numpy's
+    array = np.array(array, order="C")  # torch needs writable memory
+    if array.dtype.kind == "V":  # bfloat16, float8 and others, which numpy does not define
         return {"dtype": array.dtype.name, "bits": torch.from_numpy(array.view(f"u{array.dtype.itemsize}"))}
     return torch.from_numpy(array)
 

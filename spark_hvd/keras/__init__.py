@@ -1,4 +1,4 @@
-"""The face for Keras 3: ``import spark_hvd.keras as hvd``.
+"""The API for Keras 3: ``import spark_hvd.keras as hvd``.
 
 May import every other room of spark_hvd. Doors: itself, callbacks, elastic.
 """
@@ -11,7 +11,7 @@ from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all
 from spark_hvd.context.who import *  # noqa: F403
 from spark_hvd.keras.backend import broadcast_variables, require_backend
 
-require_backend()  # before anything of ours asks Keras for more
+require_backend()  # before any of our modules asks Keras for more
 
 from spark_hvd.keras import callbacks, elastic  # noqa: E402
 from spark_hvd.keras.batch_norm import SyncBatchNormalization  # noqa: E402

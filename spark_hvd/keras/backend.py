@@ -1,4 +1,4 @@
-"""What Keras computes with, and its variables as torch tensors."""
+"""Keras' backend, and Keras variables as torch tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BACKENDS = ("torch", "tensorflow")
 
 
 def require_backend() -> str:
-    """The name of Keras' backend, one of those that work here.
+    """Return the name of Keras' backend, if it is supported.
 
     Raises:
-        ImportError: Keras cannot be imported, or computes with something else.
+        ImportError: Keras cannot be imported, or its backend is not supported.
     """
     if "keras" not in sys.modules and "KERAS_BACKEND" in os.environ:
-        _require_supported(os.environ["KERAS_BACKEND"])  # which may not be installed
+        _require_supported(os.environ["KERAS_BACKEND"])  # it may not be installed
     try:
         import keras
     except ImportError as error:
@@ -38,16 +38,16 @@ def require_backend() -> str:
 def _require_supported(name: str) -> str:
     if name not in BACKENDS:
         raise ImportError(
-            f"KERAS_BACKEND={name}: spark_hvd.keras works with {' and '.join(BACKENDS)}. Set KERAS_BACKEND="
+            f"KERAS_BACKEND={name}: spark_hvd.keras supports {' and '.join(BACKENDS)}. Set KERAS_BACKEND="
             f"{BACKENDS[0]} before keras is imported."
         )
     return name
 
 
 def name_of(place: int, variable: Any) -> str:
-    """What ranks call a variable among themselves.
+    """Return the name that ranks use for a variable among themselves.
 
-    Paths, and the names of an optimizer's variables before their last word, count the layers that a process has made.
+    A variable's path, and the first part of an optimizer variable's name, depend on how many layers a process has made.
     """
     return f"{place}.{variable.name.rpartition('_')[2]}"
 
@@ -57,11 +57,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
 
     Args:
         variables: Keras variables, in the same order on every rank: ``model.weights``, ``model.optimizer.variables``.
-        root_rank: Whose values everyone gets.
+        root_rank: The rank whose values all ranks get.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `root_rank` is no rank.
+        ValueError: `root_rank` is not a rank.
         MismatchError: A variable's name, dtype or shape differs between ranks. Raised on every rank; nothing has
             changed.
         CollectiveError: A peer or the network failed.
@@ -74,7 +74,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
 
 
 def tensor_of(variable: Any) -> torch.Tensor:
-    """A variable's own memory on the torch backend; elsewhere a copy, to be given to :func:`assign`."""
+    """Return a variable's memory on the torch backend, or a copy on others, to be passed to :func:`assign`."""
     if isinstance(variable.value, torch.Tensor):
         return variable.value.detach()
     from spark_hvd.tensorflow.tensors import to_torch
@@ -83,7 +83,7 @@ def tensor_of(variable: Any) -> torch.Tensor:
 
 
 def assign(variable: Any, tensor: torch.Tensor) -> None:
-    """Give a variable the values of a tensor; nothing to do where it is the variable's own memory."""
+    """Assign the values of a tensor to a variable; do nothing if the tensor is the variable's own memory."""
     if not isinstance(variable.value, torch.Tensor):
         from spark_hvd.tensorflow.tensors import to_tensorflow
 

@@ -1,4 +1,4 @@
-"""The backward pass of Keras' own step on torch: its gradients are reduced while it runs."""
+"""The backward pass of Keras' own step on torch, whose gradients are reduced while it runs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from spark_hvd.transport.torch_private import at_end_of_backward, backward_under
 
 
 class FollowedBackward:
-    """Hands gradients of variables to a reducer as a backward pass produces them; `apply` hands over those it misses.
+    """Passes gradients to a reducer as a backward pass produces them; `apply` passes the ones it misses.
 
-    ``params`` are the placeholders of ``variables``, whose gradients ``handed`` reduces. A nested pass, as reentrant
-    checkpoints make, may produce a gradient in parts. The first pass is therefore only observed: if it contains nested
-    passes, no pass is followed.
+    ``params`` are placeholders for ``variables``, whose gradients ``handed`` reduces. A nested pass, as in reentrant
+    checkpoints, may produce a gradient in parts. So the first pass is only observed; if it contains nested passes, no
+    pass is followed.
     """
 
     def __init__(self, handed: HandedGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> None:
         self._handed, self._params = handed, params
         self._names = [variable.path for variable in variables]
         self._number = 0
-        """The number of the pass whose gradients are taken; 0 if there is none."""
+        """Number of the pass whose gradients are taken; 0 if there is none."""
         self._pass: Callable[[], object] = _none
-        """None once it has ended or was broken off."""
+        """None once the pass has ended or was interrupted."""
         self._looked = False
         # Several devices have several threads, which would produce gradients at the same time.
         self._nested = len({param.device for param in params}) > 1
         self._reducer: weakref.ref[GradientReducer] | None = None
         self._hooks: list[Callable[[torch.Tensor], None]] = []
         self._taken: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
-        """Variables and placeholders that share a gradient, which is not in a bucket yet."""
+        """Variables and placeholders that share a gradient that is not in a bucket yet."""
         handles = [
             variable.value.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self), place))
             for place, variable in enumerate(variables)
@@ -48,7 +48,7 @@ class FollowedBackward:
         """Follow the backward pass of a loss, unless there is no reducer yet.
 
         Raises:
-            RuntimeError: The step before was broken off when some of its gradients had left.
+            RuntimeError: The previous step was interrupted when some of its gradients had been sent.
         """
         reducer = self._handed.opened()
         if reducer is None or self._nested or not loss.requires_grad:
@@ -60,10 +60,10 @@ class FollowedBackward:
         loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """The gradients of the step come now: drop those of a backward that was broken off.
+        """Drop the gradients of an interrupted backward; the step's gradients come now.
 
         Raises:
-            RuntimeError: Some of these had left.
+            RuntimeError: Some of the dropped ones had been sent.
         """
         reducer = self._handed.opened()
         if reducer is not None and reducer.in_backward:
@@ -71,13 +71,13 @@ class FollowedBackward:
         self._taken.clear()
 
     def _drop(self, reducer: GradientReducer) -> None:
-        """Begin the step again. Ranks that have not broken it off wait for this one, unless it has sent gradients."""
+        """Restart the step. The other ranks wait for this one, unless it has sent gradients."""
         if reducer.launched:
             sent = [name for names in reducer.buckets[: reducer.launched] for name in names]
             raise RuntimeError(
-                f"a step was broken off in backward when the gradients of {len(sent)} of {len(self._names)} variables "
-                f"had been sent, first {sent[0]!r}: other ranks use them for a step that this rank has not made. Let "
-                "the exception that broke it off end the program, and start again from a checkpoint"
+                f"a step was interrupted in backward when the gradients of {len(sent)} of {len(self._names)} variables "
+                f"had been sent, first {sent[0]!r}: other ranks use them in a step that this rank has not made. Let "
+                "the exception that interrupted it end the program, and start again from a checkpoint"
             )
         self._handed.drop()
         self._taken.clear()
@@ -85,15 +85,15 @@ class FollowedBackward:
     def _begun(self, _: torch.Tensor) -> None:
         self._number = backward_under_way()
         ended = partial(_look, weakref.ref(self))
-        at_end_of_backward(ended)  # which lets go of it also where the pass is broken off
+        at_end_of_backward(ended)  # this also runs if the pass is interrupted
         self._pass = weakref.ref(ended)
 
     def look(self) -> None:
-        """The pass has ended."""
+        """Check the nesting of the pass that has ended."""
         self._looked, self._pass = True, _none
 
     def take(self, place: int, variable: torch.Tensor) -> None:
-        """Take the gradient of a variable if it comes from the pass that is followed."""
+        """Take the gradient of a variable, if it comes from the pass that is followed."""
         reducer = None if self._reducer is None else self._reducer()
         if self._pass() is None or reducer is None:
             return
@@ -107,7 +107,7 @@ class FollowedBackward:
             self._taken.append((variable, param))
             launched = reducer.launched
             self._hooks[place](variable)
-            if reducer.launched != launched:  # gradients are in buckets: release their former memory
+            if reducer.launched != launched:  # gradients are now in buckets, so release their former memory
                 pairs, self._taken = self._taken, []
                 for variable, param in pairs:
                     if variable.grad is param.grad:
@@ -127,4 +127,4 @@ def _look(followed: weakref.ref[FollowedBackward]) -> None:
 
 
 def _none() -> None:
-    """Of no pass."""
+    """Do nothing; the end of no pass."""

@@ -1,4 +1,4 @@
-"""Batch normalization of Keras whose statistics are those of all ranks' batches joined."""
+"""Batch normalization for Keras with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spark_hvd.transport.communicator import ReduceOp
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc] # Keras has no types here
     """``keras.layers.BatchNormalization`` over the joined batch of all ranks, with the same arguments.
 
-    In training mode every rank must call it equally often and in the same order: forward and backward each cost one
-    small all-reduce. Batches may differ in size. Outside of training nothing is sent. The gradients are those of the
-    sum of all ranks' losses, as :class:`spark_hvd.torch.SyncBatchNorm`'s are.
+    In training mode, every rank must call it equally often and in the same order. Forward and backward each cost one
+    small all-reduce. Batches may differ in size. Outside training, nothing is sent. The gradients are those of the sum
+    of all ranks' losses, as for :class:`spark_hvd.torch.SyncBatchNorm`.
 
     Args:
-        fused: Horovod's; only False is possible.
-        **options: Those of ``keras.layers.BatchNormalization``.
+        fused: Accepted for Horovod's sake; must be False.
+        **options: Arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
         ValueError: ``fused`` is True.
@@ -31,13 +31,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     def __init__(self, fused: bool = False, **options: Any) -> None:
         if fused:
-            raise ValueError(
-                "fused=True: a fused operation has no place for the statistics of other ranks; leave it out"
-            )
+            raise ValueError("fused=True: a fused operation cannot include the statistics of other ranks; leave it out")
         super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        # Keras' own place for it (private, so a test compares with one rank on the joined batch).
+        # Keras provides this method for it (private, so a test compares with one rank on the joined batch).
         mean, variance = super()._moments(inputs, mask)
         if mask is not None:
             count = keras.ops.sum(keras.ops.cast(mask, mean.dtype))
@@ -46,7 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             count = keras.ops.ones((), mean.dtype)
             for axis in self._reduction_axes:
                 count = count * keras.ops.cast(shape[axis], mean.dtype)
-        # Sums and not means, as ranks may have batches of different sizes.
+        # Sums and not means, because ranks may have batches of different sizes.
         mine = keras.ops.concatenate(
             [mean * count, (variance + mean * mean) * count, keras.ops.reshape(count, (1,))], axis=0
         )
@@ -58,7 +56,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
 
 def _sum_over_ranks(value: Any) -> Any:
-    """The sum over all ranks, through which gradients flow."""
+    """Sum a value over all ranks; gradients flow through the sum."""
     if keras.config.backend() == "torch":
         from spark_hvd.torch.reduce import allreduce
 

@@ -18,17 +18,18 @@ from spark_hvd.keras.optimizer import OUTSIDE, DistributedKerasOptimizer
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Set the learning rate to a multiple of the first one, from one epoch to another.
+    """Sets the learning rate to a multiple of the initial one, from one epoch to another.
 
     Args:
-        initial_lr: The learning rate that is multiplied.
-        multiplier: A function of the epoch; or a number, to the power of the number of epochs since `start_epoch`.
+        initial_lr: The learning rate to multiply.
+        multiplier: A function of the epoch, or a number that is raised to the number of epochs since `start_epoch`.
         start_epoch: The first epoch, from 0.
-        end_epoch: The first epoch that is no more of it; None: all.
-        staircase: Whether the rate changes at the start of an epoch only; else with each batch.
-        momentum_correction: Scale what momentum has gathered as the rate, in optimizers where the rate is part of that
+        end_epoch: One past the last epoch; None: all further epochs.
+        staircase: Whether the rate changes only at the start of an epoch; otherwise it changes with each batch.
+        momentum_correction: Scale accumulated momentum with the rate, in optimizers whose momentum includes the rate
             (SGD, RMSprop), as in Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677).
-        steps_per_epoch: Batches of an epoch; None: as `fit` says. Needed where it does not and `staircase` is off.
+        steps_per_epoch: Batches per epoch; None: as `fit` reports. Required if `fit` does not know and `staircase` is
+            off.
     """
 
     __module__ = "spark_hvd.keras.callbacks"
@@ -48,7 +49,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self._steps_given = self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
         self.multiplier: Callable[[float], float] = (
             multiplier if callable(multiplier) else lambda epoch: float(multiplier ** (epoch - start_epoch))
@@ -56,12 +57,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See keras.callbacks.Callback."""
-        if self.steps_per_epoch is None:
+        if self._steps_given is None:  # each fit has its own
             self.steps_per_epoch = (self.params or {}).get("steps")
         if self.steps_per_epoch is None and not self.staircase:
             raise ValueError(
-                f"{type(self).__name__} changes the learning rate with each batch, and fit does not say how many an "
-                "epoch has: give it steps_per_epoch=."
+                f"{type(self).__name__} changes the learning rate with each batch, but fit does not know how many an "
+                "epoch has: pass steps_per_epoch=."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -97,14 +98,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Let the learning rate grow from a rank's to that of all of them, with each batch of the first epochs.
+    """Raises the learning rate from one rank's to that of all ranks, with each batch of the first epochs.
 
     Args:
-        initial_lr: The learning rate in the end, already scaled by the number of ranks.
-        warmup_epochs: How many epochs it takes.
+        initial_lr: The final learning rate, already scaled by the number of ranks.
+        warmup_epochs: Number of epochs until then.
         momentum_correction: See LearningRateScheduleCallback.
         steps_per_epoch: See LearningRateScheduleCallback.
-        verbose: 1: rank 0 says when it is over.
+        verbose: 1: rank 0 reports the end of the warm-up.
     """
 
     __module__ = "spark_hvd.keras.callbacks"
@@ -136,21 +137,21 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """See keras.callbacks.Callback."""
         super().on_epoch_end(epoch, logs)
         if self.verbose > 0 and epoch + 1 == self.end_epoch and rank() == 0:
-            print(f"Epoch {epoch + 1}: the learning rate is warm, {self._rate():g}.", flush=True)
+            print(f"Epoch {epoch + 1}: warm-up has ended, the learning rate is {self._rate():g}.", flush=True)
 
 
 _log = logging.getLogger("spark_hvd")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Start alike: the weights of the model and the variables of its optimizer are those of one rank.
+    """Starts all ranks with the same values: the weights of the model and the variables of its optimizer.
 
-    They are overwritten at the start of training, before the first batch.
+    It overwrites them at the start of training, before the first batch.
 
     Args:
-        root_rank: Whose values everyone gets.
-        device: Accepted for Horovod's sake; not needed.
-        local_variables: Variables that stay each rank's own, a list, of the model or its optimizer.
+        root_rank: The rank whose values all ranks get.
+        device: Accepted for Horovod's sake; has no effect.
+        local_variables: A list of variables of the model or its optimizer that each rank keeps.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -165,7 +166,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         inner = getattr(optimizer, "inner_optimizer", None)
         if isinstance(inner, DistributedKerasOptimizer):
             raise ValueError(OUTSIDE)
-        # That of compile, or those of a train_step of the user's own.
+        # The optimizer from compile(), or those of a custom train_step.
         if model.jit_compile and any(isinstance(each, DistributedKerasOptimizer) for each in vars(model).values()):
             _log.warning("jit_compile of model %r is switched off: what ranks exchange cannot be compiled", model.name)
             model.jit_compile = False
@@ -180,12 +181,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Make the metrics of each epoch the mean over all ranks, for the callbacks after this one and for the history.
+    """Replaces the metrics of each epoch with their means over all ranks, for later callbacks and for the history.
 
-    Ranks count alike; a metric that some ranks lack is the mean of the others.
+    Each rank has the same weight. A metric that some ranks lack is the mean of the others.
 
     Args:
-        device: Accepted for Horovod's sake; not needed.
+        device: Accepted for Horovod's sake; has no effect.
         process_set: The ranks to average over.
     """
 
@@ -205,14 +206,14 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc] # A
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc] # Any
-    """Keras' ModelCheckpoint of the best model so far, by a metric.
+    """Keras' ModelCheckpoint that saves the best model so far, by a metric.
 
     Args:
-        filepath: Where to save it. None: an estimator says where; with `fit` of Keras give one, on rank 0 alone.
-        monitor: The metric, as in the logs of an epoch.
-        verbose: 1: say when one is saved.
-        save_weights_only: Save the weights and not the model.
-        mode: "min", "max" or "auto", after the metric's name.
+        filepath: Where to save it. None: an estimator sets it; with Keras' `fit`, pass a path, on rank 0 only.
+        monitor: The metric, by its name in the logs of an epoch.
+        verbose: 1: report each save.
+        save_weights_only: Save only the weights, not the model.
+        mode: "min", "max", or "auto", which follows from the metric's name.
         save_freq: "epoch", or a number of batches.
     """
 
@@ -226,7 +227,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         *,
         filepath: str | None = None,
     ) -> None:
-        # Keras looks at the name's ending at once, and it has to have a name.
+        # Keras checks the name's ending at once, so it needs some name.
         placeholder = ".weights.h5" if save_weights_only else ".keras"
         super().__init__(
             filepath if filepath is not None else f"best{placeholder}",
@@ -242,15 +243,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def on_train_begin(self, logs: Any = None) -> None:
         """See keras.callbacks.Callback."""
         if not self._placed:
-            raise ValueError("BestModelCheckpoint was made without filepath=, so nobody knows where to save the model.")
+            raise ValueError("BestModelCheckpoint was made without filepath=, so it cannot save. Pass filepath=.")
         super().on_train_begin(logs)
 
 
 class ProgressCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Show the driver how far `fit` is, with its loss and metrics: :func:`spark_hvd.torch.progress` for Keras.
+    """Shows `fit`'s progress, loss and metrics on the driver: :func:`spark_hvd.torch.progress` for Keras.
 
     Args:
-        batch_size: Rows of a batch on this rank, for a number of samples a second.
+        batch_size: Rows per batch on this rank, to report samples per second.
     """
 
     def __init__(self, batch_size: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The face of elastic training with Keras: ``hvd.elastic``."""
+"""The API of elastic training with Keras: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 class _VariablesHandler(StateDictHandler):
-    """Handles the weights of a model, whose seeds and metrics are each rank's own, or the variables of an optimizer."""
+    """Handles a model's weights (seeds and metrics stay each rank's own), or an optimizer's variables."""
 
     copies = True
     reloads = False
@@ -50,7 +50,7 @@ class KerasState(TorchState):
     Args:
         model: A model that is built and compiled.
         optimizer: Its optimizer; None: the one that it was compiled with.
-        **kwargs: See :class:`spark_hvd.elastic.state.ObjectState`; `epoch=0` and `batch=0` are what the callbacks set.
+        **kwargs: See :class:`spark_hvd.elastic.state.ObjectState`; the callbacks update `epoch=0` and `batch=0`.
 
     Raises:
         ValueError: The model has no variables yet.
@@ -63,17 +63,17 @@ class KerasState(TorchState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Commit the state every few batches, and after each epoch; the last of the callbacks.
+    """Commits the state every few batches and after each epoch; it must be the last callback.
 
     Args:
-        state: Of the elastic function.
-        batches_per_commit: How many batches; what was trained since is trained again after a failure.
+        state: The state of the elastic function.
+        batches_per_commit: Number of batches per commit; after a failure, batches since the last commit are repeated.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
         if batches_per_commit < 1:
-            raise ValueError(f"batches_per_commit={batches_per_commit}: expected a number from 1.")
+            raise ValueError(f"batches_per_commit={batches_per_commit}: expected 1 or more.")
         self.state, self.batches_per_commit = state, batches_per_commit
         self._batches = 0
 
@@ -89,13 +89,13 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Keep in `state.batch` how many batches of the epoch are done, 0 between epochs.
+    """Keeps in `state.batch` how many batches of the epoch are done, 0 between epochs.
 
-    After a restore `fit` begins with the rest of the epoch, if the data that it is given begin with batch
-    `state.batch` then; the callback counts on from there.
+    After a restore, `fit` starts with the rest of the epoch, provided that its data start with batch `state.batch`; the
+    callback counts on from there.
 
     Args:
-        state: Of the elastic function, made with `batch=0`.
+        state: The state of the elastic function, made with `batch=0`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -112,10 +112,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] 
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
-    """Keep in `state.epoch` how many epochs are done: ``fit(..., initial_epoch=state.epoch, epochs=epochs)``.
+    """Keeps in `state.epoch` how many epochs are done: ``fit(..., initial_epoch=state.epoch, epochs=epochs)``.
 
     Args:
-        state: Of the elastic function, made with `epoch=0`.
+        state: The state of the elastic function, made with `epoch=0`.
     """
 
     def __init__(self, state: Any) -> None:

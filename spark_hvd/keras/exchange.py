@@ -1,4 +1,4 @@
-"""The gradients of a Keras optimizer between ranks."""
+"""Reduces the gradients of a Keras optimizer over all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_hvd.transport.communicator import ReduceOp
 
 @dataclass(eq=False)
 class GradientExchange:
-    """What one optimizer has its gradients reduced by, in one world after the other."""
+    """The settings by which one optimizer's gradients are reduced, and the reducer in the present world."""
 
     op: ReduceOp
     compression: GradientCompressor
@@ -29,28 +29,28 @@ class GradientExchange:
     groups: int | Sequence[Sequence[Any]] | None
     process_set: ProcessSet
     factor: float
-    """Multiplies reduced gradients."""
+    """Factor for reduced gradients."""
     scale_local_gradients: bool
     local: set[int] = field(default_factory=set)
-    """Variables, by id, whose gradients stay with their rank."""
+    """Ids of variables whose gradients stay with their rank."""
     given: Sequence[Any] = ()
-    """What the gradients that come next are of; not the optimizer's own, which would save it as its state."""
+    """The variables of the next gradients; not in the optimizer's own attributes, which it would save as its state."""
     reducer: KerasReducer | None = None
     weight: Any = None
-    """A variable by which losses are multiplied; None for none."""
+    """A variable that multiplies losses; None if there is none."""
 
     def open(self, variables: Sequence[Any]) -> KerasReducer:
-        """Have a reducer."""
+        """Return the reducer; create it if necessary."""
         if self.reducer is None:
             shared = [variable for variable in variables if self._is_shared(variable)]
             self.reducer = KerasReducer(self, shared)
         return self.reducer
 
     def reduce(self, reducer: KerasReducer, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients to train with.
+        """Return the gradients to train with.
 
-        ``gradients`` are this rank's, None for those that it lacks; ``variables`` are what they are of, and ``reducer``
-        is that of :meth:`open`.
+        ``gradients`` are this rank's, None for those that it lacks; ``variables`` are the variables they belong to, and
+        ``reducer`` comes from :meth:`open`.
         """
         shared = [place for place, variable in enumerate(variables) if self._is_shared(variable)]
         found = list(gradients)
@@ -69,17 +69,17 @@ class GradientExchange:
 
 
 def overwritten(variable: Any) -> bool:
-    """Whether its gradient is its next value, and nothing to be averaged: a scale of numbers of eight bits."""
+    """Return whether a gradient is the variable's next value, as for scales of 8-bit numbers, and is not averaged."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
 class KerasReducer:
-    """The gradient reducer of the PyTorch face, on placeholders for Keras' variables.
+    """Uses the gradient reducer of spark_hvd.torch, on placeholders for Keras variables.
 
     It does not use the variables themselves, because ``apply`` is Keras' step: a backward pass may belong to another
-    optimizer, or be one of two. Only the backward pass of Keras' own step on torch is known to belong to this one, and
-    is followed: see :class:`spark_hvd.keras.backward.FollowedBackward`. With TensorFlow, the exchange is one operation
-    of a graph, or is called eagerly. Gradients go in and come out by DLPack.
+    optimizer, or be one of two. Only the backward pass of Keras' own step on torch certainly belongs to this optimizer,
+    and is followed: see :class:`spark_hvd.keras.backward.FollowedBackward`. With TensorFlow, the exchange is one
+    operation of a graph, or is called eagerly. Gradients are passed in and out by DLPack.
     """
 
     def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
@@ -91,11 +91,11 @@ class KerasReducer:
         ]
         self._gradients = _handed(exchange, variables, params)
         self.followed = FollowedBackward(self._gradients, variables, params) if self._on_torch else None
-        """Hands over the gradients of a backward pass that is known to belong to this optimizer."""
+        """Passes on the gradients of a backward pass that certainly belongs to this optimizer."""
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks; None for what no rank has one of, in a graph for what has none here."""
+        """Return the gradients of all ranks; None if no rank has one or, in a graph, if this rank has none."""
         if self.followed is not None:
             self.followed.end()
         places = [self._place_of[id(variable)] for variable in variables]
@@ -107,16 +107,16 @@ class KerasReducer:
         return reduced(self._gradients, places, gradients, for_the_step=True)
 
     def stepped(self) -> None:
-        """The optimizer has used the gradients. A graph of TensorFlow counts its steps itself."""
+        """Record that the optimizer has used the gradients. A TensorFlow graph counts its steps itself."""
         if self._on_torch:
             self._gradients.forget()
 
 
 def _check_not_compiled() -> None:
-    """Find that a step of a model is being compiled by XLA, which would refuse the exchange in words of its own.
+    """Detect that XLA is compiling a step of a model: XLA would refuse the exchange with an obscure error.
 
     Raises:
-        ValueError: it is.
+        ValueError: A step is being compiled.
     """
     import keras
     import tensorflow as tf
@@ -126,8 +126,8 @@ def _check_not_compiled() -> None:
         model = frame.f_locals.get("self")
         if isinstance(model, keras.Model) and model.jit_compile:
             raise ValueError(
-                f"model {model.name!r} has jit_compile=True, and what ranks exchange cannot be compiled: give "
-                "compile() jit_compile=False. In fit, BroadcastGlobalVariablesCallback switches it off"
+                f"model {model.name!r} has jit_compile=True, but the exchange between ranks cannot be compiled: call "
+                "compile() with jit_compile=False. In fit, BroadcastGlobalVariablesCallback switches it off"
             )
         frame = frame.f_back
 

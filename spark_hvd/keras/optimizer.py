@@ -1,4 +1,4 @@
-"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over all ranks before each step, also loaded."""
+"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over all ranks before each step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spark_hvd.transport.communicator import ReduceOp
 
 
 class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc] # Any
-    """What DistributedOptimizer adds to the methods of the optimizer it is given."""
+    """Methods that DistributedOptimizer adds to the optimizer it is given."""
 
     _exchange: GradientExchange
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradients of a variable on their rank.
+        """Exclude a variable's gradients from reduction.
 
         Raises:
             RuntimeError: Gradients have been reduced already.
@@ -33,10 +33,10 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         self._exchange.local.add(id(var))
 
     def weigh(self, weight: float) -> None:
-        """Have the coming losses count so much; on all ranks, from before the first step on, 1.0 where nothing else.
+        """Multiply the coming losses by a weight; on all ranks, from before the first step on, 1.0 by default.
 
-        A rank whose batch has fewer rows than others' is to count for less: by its rows, times the number of ranks,
-        divided by the rows of all. The step is that of the whole batch then.
+        A rank whose batch has fewer rows than others' must have less weight: its rows, times the number of ranks,
+        divided by the rows of all. Then the step equals that of the whole batch.
         """
         if self._exchange.weight is None:
             self._exchange.weight = keras.Variable(1.0, trainable=False, dtype="float32", name="weight")
@@ -47,8 +47,8 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         weight, reducer = self._exchange.weight, self._exchange.reducer
         scaled = super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
         followed = None if reducer is None or self.gradient_accumulation_steps else reducer.followed
-        # Keras' own step calls backward once and passes all of its gradients to apply. Other steps may do as they like,
-        # and whatever replaces apply of this object may change gradients.
+        # Keras' own step calls backward once and passes all its gradients to apply. Other steps may do anything, and
+        # whatever replaces apply of this object may change gradients.
         own_step = sys._getframe(1).f_code is keras.Model.train_step.__code__ and "apply" not in vars(self)
         if followed is not None and own_step:
             followed.begin(scaled)
@@ -58,13 +58,13 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         """See keras.Optimizer.apply."""
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if self.gradient_accumulation_steps:
-            # A gradient that is left out here may be there on another rank.
+            # A gradient that is missing here may exist on another rank.
             grads = [
                 keras.ops.zeros_like(variable) if gradient is None else gradient
                 for gradient, variable in zip(grads, variables, strict=True)
             ]
             self._exchange.given = [each for each in variables if not overwritten(each)]
-        elif len(grads) == len(variables):  # else Keras says what is wrong
+        elif len(grads) == len(variables):  # otherwise Keras reports what is wrong
             reducer = self._exchange.open(self._trainable_variables or variables)
             grads = self._exchange.reduce(reducer, grads, variables)
         try:
@@ -74,7 +74,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
                 self._exchange.reducer.stepped()
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        # Keras calls this in the steps that update variables, with the mean of what was accumulated until then.
+        # Keras calls this in steps that update variables, with the mean of the gradients accumulated until then.
         if self.gradient_accumulation_steps:
             reducer = self._exchange.open(self._trainable_variables)
             grads = self._exchange.reduce(reducer, grads, self._exchange.given)
@@ -98,47 +98,47 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make `optimizer` reduce gradients over all ranks, to be called on every rank; nothing is exchanged before a step.
+    """Make `optimizer` reduce gradients over all ranks. Call it on every rank; nothing is exchanged before a step.
 
-    The same object is returned, now of a class of the same name and module: models are saved, and can be loaded, as if
-    it were not distributed. Ranks meet in the steps that update variables, before gradients are clipped: where
-    gradients are accumulated, in one of so many. A step is a call of `apply`: its gradients may be of several backward
-    passes, and a backward pass may give gradients to variables of another optimizer.
+    It returns the same object, now of a class with the same name and module, so models are saved, and can be loaded, as
+    if it were not distributed. Ranks exchange gradients in steps that update variables, before gradients are clipped;
+    if gradients are accumulated, that is one step in several. A step is a call of `apply`: its gradients may come from
+    several backward passes, and a backward pass may produce gradients for variables of another optimizer.
 
-    Under a policy of mixed_float16 the optimizer is put into a LossScaleOptimizer, and that one returned: it skips a
-    step on all ranks if one has a gradient that is not finite. There each batch's gradients are reduced.
+    Under the policy mixed_float16, the optimizer is wrapped in a LossScaleOptimizer, which is returned: it skips a step
+    on all ranks if one has a gradient that is not finite. In this case each batch's gradients are reduced.
 
     Args:
         optimizer: Any optimizer of Keras.
-        name: Accepted for Horovod's sake; not needed.
-        device_dense: Accepted for Horovod's sake; not needed.
-        device_sparse: Accepted for Horovod's sake; not needed.
+        name: Accepted for Horovod's sake; has no effect.
+        device_dense: Accepted for Horovod's sake; has no effect.
+        device_sparse: Accepted for Horovod's sake; has no effect.
         compression: `Compression.none`, `.fp16`, `.bf16` or an object with `compress` and `decompress`, which gets a
             one-dimensional bucket of gradients.
-        sparse_as_dense: Reduce sparse gradients as dense ones. On the torch backend all of them are dense.
+        sparse_as_dense: Reduce sparse gradients as dense ones. On the torch backend, all gradients are dense.
         gradient_predivide_factor: With Average, gradients are divided by it before the sum and by size / factor after.
         op: `Average` or `Sum`.
-        backward_passes_per_step: Batches whose gradients are accumulated before a step: the optimizer's
-            `gradient_accumulation_steps`, and part of a saved model as such.
-        average_aggregated_gradients: Whether accumulated gradients are averaged over these batches, and not summed.
+        backward_passes_per_step: Batches whose gradients are accumulated before a step. This is the optimizer's
+            `gradient_accumulation_steps`, and is saved as such with a model.
+        average_aggregated_gradients: Whether accumulated gradients are averaged over these batches, not summed.
         num_groups: Deprecated: use `groups`.
-        groups: A number of groups, or lists of variables, each of which is reduced in one piece.
-        process_set: The ranks to reduce over; on other ranks the optimizer stays a local one.
+        groups: A number of groups, or lists of variables; each group is reduced in one piece.
+        process_set: The ranks to reduce over; on other ranks the optimizer stays local.
         scale_local_gradients: With Average, divide the gradients of local variables by the number of ranks.
 
     Returns:
         `optimizer`, or a LossScaleOptimizer around it.
 
     Raises:
-        ValueError: An argument does not fit, as its message says.
-        TypeError: `optimizer` is no optimizer of Keras.
+        ValueError: An argument is invalid; the message says why.
+        TypeError: `optimizer` is not an optimizer of Keras.
     """
     if isinstance(optimizer, DistributedKerasOptimizer):
         raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"optimizer={optimizer!r}: expected an optimizer of Keras, such as keras.optimizers.Adam()")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op={op!r}: DistributedOptimizer of Keras can reduce gradients with Average or Sum")
+        raise ValueError(f"op={op!r}: Keras' DistributedOptimizer supports Average and Sum")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -182,13 +182,13 @@ OUTSIDE = (
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
 ) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers to their rank.
+    """Make a :func:`DistributedOptimizer` that does not reduce the gradients of some layers.
 
     Args:
         optimizer: Any optimizer of Keras.
-        *args: Those of DistributedOptimizer.
-        local_layers: A Keras layer, or several; built.
-        **options: As *args*.
+        *args: Arguments of DistributedOptimizer.
+        local_layers: A built Keras layer, or several.
+        **options: Further arguments of DistributedOptimizer.
     """
     made = DistributedOptimizer(optimizer, *args, **options)
     layers = [local_layers] if hasattr(local_layers, "trainable_weights") else list(local_layers or [])
@@ -204,14 +204,14 @@ def load_model(
     compression: GradientCompressor = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model that Keras has saved, and make its optimizer a DistributedOptimizer with the state that it had.
+    """Load a model that Keras has saved, and make its optimizer a DistributedOptimizer with the saved state.
 
     Args:
-        filepath: A ``.keras`` file, or whatever ``keras.models.load_model`` takes.
-        custom_optimizers: Classes of optimizers that are not Keras' own.
+        filepath: A ``.keras`` file, or anything that ``keras.models.load_model`` accepts.
+        custom_optimizers: Optimizer classes that are not Keras' own.
         custom_objects: Other names -> classes and functions that Keras needs to know.
-        compression: Of gradients, see DistributedOptimizer.
-        legacy_opts: Optimizers of Keras 2, which Keras 3 has not: True is an error.
+        compression: Compression of gradients, see DistributedOptimizer.
+        legacy_opts: For optimizers of Keras 2, which Keras 3 lacks; must be False.
 
     Raises:
         ValueError: `legacy_opts` is true, or Keras cannot load the model.

@@ -1,4 +1,4 @@
-"""Collectives of values: numbers, arrays and tensors of Keras' backend in, numpy arrays out."""
+"""Collectives of values: they accept numbers, arrays and tensors of Keras' backend, and return numpy arrays."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Reduce a value over all ranks: a number, an array, a tensor or a Keras variable, of one shape on all of them.
+    """Reduce a value over all ranks: a number, array, tensor or Keras variable, of the same shape on every rank.
 
-    See :func:`spark_hvd.torch.allreduce` for what else it is given, and what it raises.
+    See :func:`spark_hvd.torch.allreduce` for the other arguments and the errors.
     """
     return _through(
         value,
@@ -47,18 +47,18 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """The value of one rank; see :func:`spark_hvd.torch.broadcast`."""
+    """Return one rank's value; see :func:`spark_hvd.torch.broadcast`."""
     return _through(value, lambda tensor: move.broadcast(tensor, root_rank, name, process_set))
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """This rank's share of the reduced value; see :func:`spark_hvd.torch.reducescatter`."""
+    """Return this rank's share of the reduced value; see :func:`spark_hvd.torch.reducescatter`."""
     return _through(value, lambda tensor: reduce.reducescatter(tensor, name=name, op=op, process_set=process_set))
 
 
 def _through(value: Any, collective: Callable[[torch.Tensor], torch.Tensor]) -> Array:
-    mine = torch.from_numpy(np.array(keras.ops.convert_to_numpy(value)))  # a copy, as it may be the user's own memory
+    mine = torch.from_numpy(np.array(keras.ops.convert_to_numpy(value)))  # a copy, because it may be the user's memory
     result: Array = collective(mine).numpy()
     return result

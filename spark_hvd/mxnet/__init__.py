@@ -1,6 +1,6 @@
-"""The face for MXNet 1.9, a library retired in 2023: ``import spark_hvd.mxnet as hvd``.
+"""The API for MXNet 1.9, a library retired in 2023: ``import spark_hvd.mxnet as hvd``.
 
-May import every other room of spark_hvd but the faces for jax, keras and tensorflow. Doors: itself.
+May import every other room of spark_hvd but those for jax, keras and tensorflow. Doors: itself.
 """
 
 from spark_hvd.collectives.compression import Compression

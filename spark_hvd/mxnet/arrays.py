@@ -1,7 +1,7 @@
-"""MXNet's arrays and torch's tensors over one memory.
+"""Shares memory between MXNet's arrays and torch's tensors.
 
-MXNet computes behind the caller's back. Asking for DLPack waits for what is under way on an array: for its writers to
-read it, for its readers too to write it. What is written through a view is there before anything that is asked later.
+MXNet computes asynchronously. Asking for DLPack waits for pending operations on an array: for its writers before
+reading, and for its readers too before writing. What is written through a view is visible to all later operations.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils.dlpack import from_dlpack
 
 
 def to_torch(array: Any) -> torch.Tensor:
-    """The elements of an array, only to be read: its memory, or a copy where DLPack has no word for it."""
+    """Return the elements of an array, for reading only: its memory, or a copy if DLPack does not support it."""
     tensor = _view(array, "to_dlpack_for_read")
     return torch.from_numpy(array.asnumpy()) if tensor is None else tensor
 
 
 def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
-    """The same memory as an array of the kind of another one; a copy where DLPack has no word for it."""
+    """Return an array of the same kind as `like` with the tensor's memory; a copy if DLPack does not support it."""
     if tensor.dtype == torch.bool:
         array = mxnet.nd.array(tensor.numpy(), dtype=bool)
     else:
@@ -31,9 +31,9 @@ def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def change(arrays: Sequence[Any], function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> None:
-    """Overwrite arrays, all on a CPU, with what a function makes of them.
+    """Overwrite arrays, all on a CPU, with the result of a function of them.
 
-    The function is given tensors that it may write to; it returns them or others, as many and of the same shapes.
+    The function gets tensors that it may write to. It returns these or others, in the same number and shapes.
     """
     views = [_view(array, "to_dlpack_for_write") for array in arrays]
     given = [to_torch(array) if view is None else view for array, view in zip(arrays, views, strict=True)]
@@ -45,7 +45,7 @@ def change(arrays: Sequence[Any], function: Callable[[list[torch.Tensor]], Seque
 
 
 def overwrite(array: Any, tensor: torch.Tensor) -> None:
-    """Give an array other elements by an operation of MXNet's, which drops what it has kept of the former ones."""
+    """Overwrite an array by an operation of MXNet, which drops what MXNet has cached of the old elements."""
     array[:] = to_mxnet(tensor, array)
 
 
@@ -55,17 +55,17 @@ def require_arrays(arrays: Any) -> None:
         raise TypeError(f"expected a list of MXNet arrays, got {type(arrays).__name__}.")
     for array in arrays:
         if not isinstance(array, mxnet.nd.NDArray):
-            raise TypeError(f"expected an MXNet array, got {type(array).__name__}; objects go by broadcast_object.")
+            raise TypeError(f"expected an MXNet array, got {type(array).__name__}; use broadcast_object for objects.")
         if array.stype != "default":
-            raise TypeError(f'an array of stype "{array.stype}": collectives move dense arrays; tostype("default").')
+            raise TypeError(f'an array of stype "{array.stype}": collectives need dense ones; call tostype("default").')
         if array.context.device_type == "gpu":
             raise TypeError(
-                f"an array on {array.context}: collectives move arrays of the CPU; as_in_context(mx.cpu())."
+                f"an array on {array.context}: collectives need arrays on the CPU; call as_in_context(mx.cpu())."
             )
 
 
 def _view(array: Any, wanted: str) -> torch.Tensor | None:
-    """Its memory; None if torch cannot read that: booleans, and what oneDNN has laid out for its convolutions."""
+    """Return the array's memory; None if torch cannot read it: booleans, and oneDNN's layouts for convolutions."""
     if numpy.dtype(array.dtype) == bool:
         return None
     try:

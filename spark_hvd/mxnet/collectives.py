@@ -1,4 +1,4 @@
-"""The collectives with Horovod's signatures for MXNet: each returns when it is done, and has no gradient."""
+"""The collectives with Horovod's signatures for MXNet: each returns when it is done, and none has a gradient."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def allreduce(
         tensor: ``mx.nd.NDArray`` or ``mx.np.ndarray`` on a CPU, of the same shape and dtype on every rank.
         average: Deprecated: use `op`.
         name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
-        priority: Horovod's; means nothing here, as every call returns when it is done.
+        priority: Accepted for Horovod's sake; has no effect, as every call returns when it is done.
         prescale_factor: Multiplies each rank's array before the reduction; integers are truncated toward zero.
         postscale_factor: Multiplies the result.
         process_set: The ranks to reduce over.
@@ -61,9 +61,9 @@ def allreduce(
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: It is no dense array on a CPU, or the dtype has no such reduction.
-        ValueError: `op` and `average` are both given, or the process set is not this rank's.
-        MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
+        TypeError: `tensor` is not a dense array on a CPU, or the reduction does not support its dtype.
+        ValueError: `op` and `average` are both given, or this rank is not in the process set.
+        MismatchError: Ranks made different calls under this name. Raised on every rank; the world stays usable.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
@@ -133,12 +133,12 @@ def grouped_allreduce_(
 def allgather(
     tensor: Any, name: str | None = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Concatenate all ranks' arrays along the first dimension, in rank order, which may differ in their rows.
+    """Concatenate all ranks' arrays along the first dimension, which may differ in size, in rank order.
 
     The arguments are those of :func:`allreduce`.
 
     Raises:
-        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
+        MismatchError: Dtypes, or dimensions after the first, differ. Raised on every rank; the world stays usable.
         NotInitializedError, TypeError, ValueError, StalledError, CollectiveError: See :func:`allreduce`.
     """
     return grouped_allgather([tensor], name, priority, process_set)[0]
@@ -160,17 +160,17 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return a new array with the elements of the root's; the same shape and dtype on every rank.
+    """Return a new array with the elements of the root's array; the same shape and dtype on every rank.
 
     Args:
         tensor: Only the root's elements count.
-        root_rank: A rank of the world, also with a process set.
+        root_rank: The root, as a rank of the world, even with a process set.
         name: As for :func:`allreduce`.
         priority: As for :func:`allreduce`.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
+        ValueError: `root_rank` or this rank is not in the process set.
         NotInitializedError, TypeError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
     """
     return _made([tensor], lambda given: broadcasts(given, root_rank, name, process_set, in_place=False))[0]
@@ -192,7 +192,7 @@ def broadcast_(
 def broadcasts(
     tensors: Sequence[torch.Tensor], root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool
 ) -> Sequence[torch.Tensor]:
-    """The root's tensors, in those given or in new ones."""
+    """Return the root's tensors, in the given ones or in new ones."""
     return start_broadcast(
         tensors, root_rank, name, process_set, all_results, in_place=in_place, urgent=True
     ).wait()  # fmt: skip
@@ -205,17 +205,17 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to every rank, and receive theirs.
+    """Send rows to every rank, and receive rows from every rank.
 
     Args:
         tensor: Its rows go to the ranks in rank order; dimensions after the first are the same on every rank.
-        splits: How many rows each rank gets, an array of whole numbers or a list; None: all as many.
+        splits: Number of rows for each rank, as an array of whole numbers or a list; None for equal shares.
         name: As for :func:`allreduce`.
         priority: As for :func:`allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        The rows received, in rank order. If `splits` is given, also how many came from each rank (int32).
+        The rows received, in rank order. If `splits` is given, also the number from each rank (int32).
 
     Raises:
         NotInitializedError, TypeError, ValueError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
@@ -234,9 +234,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce an array over all ranks and return my share of its rows; the first ranks get one more if need be.
+    """Reduce an array over all ranks and return this rank's share of its rows; the first ranks may get one more row.
 
-    The arguments and errors are those of :func:`allreduce`; Adasum is a ValueError.
+    The arguments and errors are those of :func:`allreduce`; Adasum raises a ValueError.
     """
     return grouped_reducescatter([tensor], op, name, priority, process_set, prescale_factor, postscale_factor)[0]
 

@@ -1,4 +1,4 @@
-"""Training with modules: an optimizer that averages the gradients it is given over all ranks."""
+"""Training with modules: an optimizer that averages its gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OWN = ("inside", "_predivide", "_process_set")
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer around another, for ``mx.mod.Module``, that averages gradients over all ranks before each update.
 
-    It has the attributes and methods of the other one. Gluon's way is :class:`DistributedTrainer`, which exchanges all
-    gradients at once.
+    It has the attributes and methods of the inner optimizer. For Gluon, use :class:`DistributedTrainer`, which
+    exchanges all gradients at once.
     """
 
     __module__ = "spark_hvd.mxnet"
@@ -32,24 +32,25 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
         """Wrap an optimizer.
 
         Args:
-            optimizer: Of ``mx.optimizer``; it stays what it is, inside.
-            gradient_predivide_factor: Gradients are divided by it before they are summed, the sum multiplied after.
-            num_groups: Horovod's; means nothing here: what MXNet updates together is exchanged as one unit.
-            process_set: The ranks over which gradients are averaged; others keep their own.
+            optimizer: One of ``mx.optimizer``; it is not changed.
+            gradient_predivide_factor: Gradients are divided by it before the sum; the sum is multiplied by it.
+            num_groups: Accepted for Horovod's sake; has no effect: what MXNet updates together is exchanged as one
+                unit.
+            process_set: The ranks over which gradients are averaged; other ranks keep their own.
 
         Raises:
-            TypeError: `optimizer` is none.
+            TypeError: `optimizer` is not an optimizer.
             ValueError: `gradient_predivide_factor` is not above 0.
         """
         if not isinstance(optimizer, mxnet.optimizer.Optimizer):
             given = type(optimizer).__name__
-            raise TypeError(f"expected an mx.optimizer.Optimizer, got {given}; mx.optimizer.create(name) makes one.")
+            raise TypeError(f"expected an mx.optimizer.Optimizer, got {given}; call mx.optimizer.create(name).")
         self.inside = optimizer
         self._predivide = positive(gradient_predivide_factor)
         self._process_set = process_set
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # while it is unpickled
+        if name in _OWN:  # during unpickling
             raise AttributeError(name)
         return getattr(self.inside, name)
 
@@ -60,20 +61,20 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
             setattr(self.inside, name, value)
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """The optimizer's."""
+        """Call the inner optimizer's method."""
         return self.inside.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """The optimizer's."""
+        """Call the inner optimizer's method."""
         return self.inside.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Average gradients in place, then the optimizer's."""
+        """Average gradients in place, then call the inner optimizer's method."""
         self._reduce(index, grad)
         self.inside.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Average gradients in place, then the optimizer's."""
+        """Average gradients in place, then call the inner optimizer's method."""
         self._reduce(index, grad)
         self.inside.update_multi_precision(index, weight, grad, state)
 
@@ -89,7 +90,7 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def positive(gradient_predivide_factor: float) -> float:
-    """The number itself; a ValueError if it is not above 0."""
+    """Return the factor; raise a ValueError if it is not above 0."""
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor}: expected a number above 0.")
     return gradient_predivide_factor

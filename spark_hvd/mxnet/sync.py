@@ -1,4 +1,4 @@
-"""Starting alike: parameters of one rank for all."""
+"""Gives all ranks one rank's parameters at the start."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from spark_hvd.mxnet.collectives import broadcasts
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
     """Overwrite parameters with those of one rank, all in one exchange.
 
-    Of a parameter whose shape is not known yet the exchange follows when it is: in the first forward pass, which all
-    ranks must then make.
+    A parameter whose shape is not known yet is exchanged once it is: in the first forward pass, which all ranks must
+    then make.
 
     Args:
         params: ``Block.collect_params()``, or another dict of parameters or arrays by name, whose order may differ
             between ranks; also the dicts of ``Module.get_params()``.
-        root_rank: Whose values everyone gets.
-        prefix: Begins the name by which ranks match the call.
+        root_rank: The rank whose values all ranks get.
+        prefix: Prefix of the name by which ranks match the call.
 
     Raises:
         NotInitializedError: Before init().
-        ValueError: `params` is something else, or `root_rank` is no rank.
-        MismatchError: Ranks have other parameters, or of another dtype or shape. Raised on every rank; nothing changed.
+        ValueError: `params` is something else, or `root_rank` is not a rank.
+        MismatchError: Parameters, dtypes or shapes differ between ranks. Raised on every rank; nothing has changed.
         CollectiveError: A peer or the network failed.
     """
     if not isinstance(params, (dict, ParameterDict)):
@@ -47,7 +47,7 @@ def _follow(parameter: Any, root_rank: int, name: str) -> None:
     """Broadcast a parameter as soon as it has a shape."""
 
     def initialize(*args: Any, **kwargs: Any) -> None:
-        del parameter._init_impl  # the class' own again
+        del parameter._init_impl  # restores the class's method
         parameter._init_impl(*args, **kwargs)
         _broadcast(parameter.list_data(), root_rank, name)
 

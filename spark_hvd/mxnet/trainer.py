@@ -1,4 +1,4 @@
-"""Training with gluon: a trainer that averages gradients over all ranks."""
+"""Training with Gluon: a trainer that averages gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from spark_hvd.transport.communicator import ReduceOp
 
 
 class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
-    """``mx.gluon.Trainer`` whose gradients are averages over all ranks, exchanged as one unit in each step.
+    """``mx.gluon.Trainer`` whose gradients are averaged over all ranks, exchanged as one unit in each step.
 
-    ``step(batch_size)`` takes the size of this rank's batch. ``allreduce_grads()`` and ``update(batch_size)`` are for
-    those who change gradients in between.
+    ``step(batch_size)`` takes the size of this rank's batch. To change gradients in between, call ``allreduce_grads()``
+    and ``update(batch_size)``.
     """
 
     __module__ = "spark_hvd.mxnet"
@@ -40,15 +40,14 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         """Make a trainer for one context, without a kvstore.
 
         Args:
-            params: As ``mx.gluon.Trainer`` takes them; a list must have the same order on every rank.
-            optimizer: A name, or an optimizer, not a DistributedOptimizer, of which the one inside is taken.
-            optimizer_params: Of an optimizer given by name.
-            compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch
-                tensors.
-            gradient_predivide_factor: Gradients are divided by it before they are summed, the sum multiplied after.
-            prefix: Begins the name by which ranks match the exchange; trainers of one program need none.
-            num_groups: Horovod's; means nothing here, as all gradients are one unit.
-            process_set: The ranks over which gradients are averaged; others keep their own.
+            params: As for ``mx.gluon.Trainer``; a list must have the same order on every rank.
+            optimizer: A name, or an optimizer; of a DistributedOptimizer, the inner optimizer is used.
+            optimizer_params: Parameters of an optimizer given by name.
+            compression: Compression.none, .fp16, .bf16, or an object with their two methods, which get torch tensors.
+            gradient_predivide_factor: Gradients are divided by it before the sum; the sum is multiplied by it.
+            prefix: Prefix of the name by which ranks match the exchange; trainers of one program need none.
+            num_groups: Accepted for Horovod's sake; has no effect, as all gradients are one unit.
+            process_set: The ranks over which gradients are averaged; other ranks keep their own.
 
         Raises:
             ValueError: `gradient_predivide_factor` is not above 0.
@@ -56,7 +55,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         predivide = positive(gradient_predivide_factor)
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
-                "DistributedTrainer averages gradients itself: it takes the optimizer inside the DistributedOptimizer.",
+                "DistributedTrainer averages gradients itself: it uses the optimizer inside the DistributedOptimizer.",
                 stacklevel=2,
             )
             optimizer = optimizer.inside
@@ -67,13 +66,13 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         self._process_set = process_set
 
     def _allreduce_grads(self) -> None:
-        """What gluon's trainer calls in ``step`` and ``allreduce_grads``."""
+        """Average the gradients; Gluon's trainer calls this in ``step`` and ``allreduce_grads``."""
         if not self._process_set.included():
             return
         gradients = [parameter.list_grad() for parameter in self._params if parameter.grad_req != "null"]
         for found in gradients:
             if len(found) > 1:
-                raise ValueError(f"parameters are on {len(found)} contexts; a rank trains on one: start more ranks.")
+                raise ValueError(f"parameters are on {len(found)} contexts; a rank can use only one: start more ranks.")
         first = [found[0] for found in gradients]
         divided = 1.0 / self._predivide
         if self._compression is Compression.none:

@@ -45,7 +45,7 @@ def explaining(tried: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def staged(temporary: str, path: str, commit: Callable[[], None]) -> Iterator[BinaryIO]:
-    """A new local file ``temporary``; at the end of the block it is closed, and ``commit`` brings it to its place.
+    """Open a new local file ``temporary``; at the end of the block, close it and let ``commit`` move it to its place.
 
     The file is gone afterwards, whatever happens to the block; it stays only where this process is killed, and then has
     no lock any more. Errors name ``path``. An error of the disk is raised as StoreError
@@ -90,7 +90,7 @@ class _CheckedFile(io.FileIO):
 
 
 def store_error(tried: str, path: str, cause: Exception) -> StoreError:
-    """The StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
+    """Return the StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
     text = " ".join(str(cause).split()) or "no details"
     if len(text) > _LONGEST:  # libhdfs lists every place where it looked for Java
         text = text[:_LONGEST] + " ..."

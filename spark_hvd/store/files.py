@@ -67,7 +67,7 @@ class Store:
         val_path: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Store:
-        """A store at ``prefix_path``. Nothing is created or contacted; see :meth:`check_writable`.
+        """Return a store at ``prefix_path``. Nothing is created or contacted; see :meth:`check_writable`.
 
         Args:
             prefix_path: A path, or a URL that fsspec knows: ``file://``, ``s3://`` (also as s3a, s3n), ``gs://``,
@@ -79,9 +79,9 @@ class Store:
             storage_options: Options of the fsspec file system.
 
         Raises:
-            TypeError: an argument is of a wrong type.
-            ValueError: a path is empty, has no bucket, or is on another file system than ``prefix_path``.
-            StoreError: the protocol is unknown, or its package is not installed.
+            TypeError: An argument is of a wrong type.
+            ValueError: A path is empty, has no bucket, or is on another file system than ``prefix_path``.
+            StoreError: The protocol is unknown, or its package is not installed.
         """
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise TypeError(f"storage_options={storage_options!r}: expected a mapping of option names to values")
@@ -101,12 +101,16 @@ class Store:
         """The ``fsspec.AbstractFileSystem``. One per process and options: fsspec caches it, and drops it after a fork.
 
         Raises:
-            StoreError: it cannot be made from ``storage_options``.
+            StoreError: It cannot be made from ``storage_options``.
         """
         with explaining("open", self.url):
             # other processes write to the store too: cached listings would hide that
             options = {"use_listings_cache": False} if protocol_of(self.url) in OBJECT_STORES else {}
             options |= self.storage_options
+            if (kind := fsspec.get_filesystem_class(protocol_of(self.url))).__module__ == "hdfs_native.fsspec":
+                from spark_hvd.store.hdfs import HdfsFiles
+
+                return HdfsFiles(**{**kind._get_kwargs_from_urls(self.url), **options})
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
     def inner_path(self, path: str) -> str:
@@ -136,7 +140,7 @@ class Store:
     # -- layout
 
     def join(self, *parts: str) -> str:
-        """The path of ``parts`` below :attr:`url`."""
+        """Return the path of ``parts`` below :attr:`url`."""
         return join(self.url, *parts)
 
     def run_path(self, run_id: str) -> str:
@@ -161,7 +165,7 @@ class Store:
         """Open a file as fsspec does. To write a file that others read, use :meth:`writing`.
 
         Raises:
-            StoreError: it cannot be opened. Later errors of the file are those of the file system.
+            StoreError: It cannot be opened. Later errors of the file are those of the file system.
         """
         with explaining(f"open ({mode})", path):
             if self.is_local and "r" not in mode:
@@ -169,19 +173,19 @@ class Store:
             return cast(IO[Any], self.filesystem.open(self.inner_path(path), mode))
 
     def read_bytes(self, path: str) -> bytes:
-        """The whole content of a file.
+        """Return the whole content of a file.
 
         Raises:
-            StoreError: it does not exist or cannot be read.
+            StoreError: It does not exist or cannot be read.
         """
         with explaining("read", path):
             return bytes(self.filesystem.cat_file(self.inner_path(path)))
 
     def exists(self, path: str) -> bool:
-        """Whether a file or directory exists.
+        """Return whether a file or directory exists.
 
         Raises:
-            StoreError: the store cannot be reached, or denies access.
+            StoreError: The store cannot be reached, or denies access.
         """
         return self._info(path) is not None
 
@@ -189,7 +193,7 @@ class Store:
         """Size of a file in bytes.
 
         Raises:
-            StoreError: it does not exist or is a directory.
+            StoreError: It does not exist or is a directory.
         """
         info = self._info(path)
         with explaining("take the size of", path):
@@ -207,7 +211,7 @@ class Store:
             unfinished: Also list files that are being written, and those whose writer was killed.
 
         Raises:
-            StoreError: it cannot be listed.
+            StoreError: It cannot be listed.
         """
         inner = self.inner_path(path).rstrip("/")
         with explaining("list", path):
@@ -221,10 +225,10 @@ class Store:
         return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
     def version(self, path: str) -> str | None:
-        """A text that changes whenever the file is written again; None if there is no file.
+        """Return a text that changes whenever the file is written again; None if there is no file.
 
         Raises:
-            StoreError: the store cannot be asked.
+            StoreError: The store cannot be asked.
         """
         if self._info(path) is None:
             return None
@@ -255,13 +259,13 @@ class Store:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """A binary file, on a local disk, that becomes ``path`` at the end of the block; directories are created.
+        """Open a binary file on a local disk that becomes ``path`` at the end of the block; directories are created.
 
         If the block raises, ``path`` is unchanged and nothing is left behind. For remote stores, the file is written to
         this host's temporary directory, which needs room for it, and uploaded at the end.
 
         Raises:
-            StoreError: it cannot be written or uploaded. Replaces any other exception that the block makes of that.
+            StoreError: It cannot be written or uploaded. Replaces any other exception that the block makes of that.
         """
         if self.is_local:
             directory, name = posixpath.split(path)
@@ -282,7 +286,7 @@ class Store:
         """Write a whole file, as :meth:`writing` does.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: It cannot be written.
         """
         with self.writing(path) as file:
             file.write(data)
@@ -291,8 +295,8 @@ class Store:
         """Delete a file, or a directory with its contents. No error if it does not exist.
 
         Raises:
-            ValueError: the path is not in this store.
-            StoreError: it cannot be deleted.
+            ValueError: The path is not in this store.
+            StoreError: It cannot be deleted.
         """
         roots = [root for root in (self.url, self.runs_path, self.train_path, self.val_path) if root]
         if ".." in path.split("/") or not any(path == root or path.startswith(f"{root}/") for root in roots):
@@ -304,7 +308,7 @@ class Store:
         """Write, read and delete a tiny file, so that a fit fails before it starts instead of after an epoch.
 
         Raises:
-            StoreError: one of these failed, or other bytes came back.
+            StoreError: One of these failed, or other bytes came back.
         """
         for root in dict.fromkeys((self.url, self.runs_path or self.url)):
             path, data = join(root, f"writable-{uuid.uuid4().hex}"), uuid.uuid4().bytes

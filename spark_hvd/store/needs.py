@@ -20,13 +20,13 @@ _KINDS |= {"hdfs": _HDFS}
 
 
 def to_install(url: str) -> str | None:
-    """The command that installs what the store of ``url`` needs, and what else it needs; None if unknown."""
+    """Return the command that installs what the store of ``url`` needs, and what else it needs; None if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     return kind and f"pip install {kind.package}, on every host of the cluster. {expected(url)}"
 
 
 def expected(url: str) -> str:
-    """What to set for the store of ``url``, and what a path looks like; empty if unknown."""
+    """Return what to set for the store of ``url``, and what a path looks like; empty if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     if kind is None:
         return ""

@@ -56,12 +56,12 @@ def check_protocol(url: str) -> None:
 
 
 def protocol_of(url: str) -> str:
-    """The protocol of a complete URL; "file" for a path."""
+    """Return the protocol of a complete URL; "file" for a path."""
     return url.partition("://")[0] if "://" in url else "file"
 
 
 def join(root: str, *parts: str) -> str:
-    """The path of ``parts`` below ``root``."""
+    """Return the path of ``parts`` below ``root``."""
     return "/".join([root if "://" in root else root.rstrip("/"), *parts])
 
 
@@ -73,7 +73,7 @@ def one_name(what: str, name: str) -> str:
 
 
 def local_below(root: str, name: str, source: str) -> str:
-    """Where ``name``, which a store has listed, lies below the local folder ``root``.
+    """Return the path of ``name``, which a store has listed, below the local folder ``root``.
 
     Keys of object stores are any text: joined as they are, those of a stranger lead out of the folder.
 
@@ -92,10 +92,10 @@ def local_below(root: str, name: str, source: str) -> str:
 
 
 def temporary_name(name: str) -> str:
-    """What ``name`` is called until it is complete. Spark and pyarrow skip files that start with a dot."""
+    """Return the name of an incomplete ``name``. Spark and pyarrow skip files that start with a dot."""
     return f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether :func:`temporary_name` made it."""
+    """Return whether :func:`temporary_name` made this name."""
     return re.fullmatch(r"\..+\.[0-9a-f]{32}\.tmp", name, re.DOTALL) is not None

@@ -35,7 +35,7 @@ class RowGroupWriter:
         """Write rows, now or later; all tables have one schema.
 
         Raises:
-            StoreError: they cannot be written.
+            StoreError: They cannot be written.
         """
         if table.num_rows:
             self._waiting.append(table)

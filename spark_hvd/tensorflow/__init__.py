@@ -1,4 +1,4 @@
-"""The face for TensorFlow: ``import spark_hvd.tensorflow as hvd``.
+"""The API for TensorFlow: ``import spark_hvd.tensorflow as hvd``.
 
 May import every other room of spark_hvd but jax and keras. Doors: itself, elastic, keras.
 """
@@ -31,11 +31,11 @@ from spark_hvd.world.errors import CollectiveError
 prepare_threads()
 
 HorovodInternalError = CollectiveError
-"""Horovod's name for it."""
+"""Horovod's name for CollectiveError."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SyncBatchNormalization":  # of the face above this one, which imports Keras
+    if name == "SyncBatchNormalization":  # it belongs to spark_hvd.keras, which imports Keras
         return importlib.import_module("spark_hvd.keras").SyncBatchNormalization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

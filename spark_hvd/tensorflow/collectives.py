@@ -1,4 +1,4 @@
-"""The collectives with Horovod's signatures for TensorFlow: eagerly and in a ``tf.function``."""
+"""The collectives with Horovod's signatures for TensorFlow: eager, and in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _JOINED_BYTES = 4 << 20
-"""Tensors of a graph that are small together are handed over as one."""
+"""A graph's tensors that are smaller than this in total are passed on as one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
@@ -59,25 +59,25 @@ def allreduce(
     """Reduce a tensor over all ranks into a new tensor.
 
     Args:
-        tensor: A tensor, a variable, or what TensorFlow makes a tensor of: the same shape and dtype on every rank. Of
-            ``tf.IndexedSlices``, which may have other rows on each rank, all ranks' rows are gathered.
+        tensor: A tensor, a variable, or anything that TensorFlow converts to a tensor: the same shape and dtype on
+            every rank. For ``tf.IndexedSlices``, whose rows may differ between ranks, all ranks' rows are gathered.
         average: Deprecated: use `op`.
-        device_dense: Horovod's; means nothing here.
-        device_sparse: Horovod's; means nothing here.
-        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors.
+        device_dense: Accepted for Horovod's sake; has no effect.
+        device_sparse: Accepted for Horovod's sake; has no effect.
+        compression: Compression.none, .fp16, .bf16, or an object with their two methods, which get torch tensors.
         op: Average (default), Sum, Min, Max, Product or Adasum.
         prescale_factor: Multiplies each rank's tensor before the reduction; integers are truncated toward zero.
         postscale_factor: Multiplies the result.
-        name: Ranks match calls by name, in any order. None: in a graph the name that this has there; else such calls
+        name: Ranks match calls by name, in any order. None: in a graph, the name of the operation; otherwise such calls
             match by their order.
         process_set: The ranks to reduce over.
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: The dtype has no such reduction.
-        ValueError: `op` and `average` are both given, or the process set is not this rank's.
-        NotImplementedError: Another op than Sum and Average of IndexedSlices.
-        MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
+        TypeError: The reduction does not support this dtype.
+        ValueError: `op` and `average` are both given, or this rank is not in the process set.
+        NotImplementedError: Another op than Sum or Average for IndexedSlices.
+        MismatchError: Ranks made different calls under this name. Raised on every rank; the world stays usable.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
@@ -130,7 +130,7 @@ def _reduced(tensors: Sequence[Any], call: Call) -> list[Any]:
 
 
 def _joinable(tensors: Sequence[Any], call: Call) -> bool:
-    """Whether tensors are better handed over as one: a py_function takes 20 us or more for each, and a copy less."""
+    """Return whether to pass tensors on as one: a py_function costs 20 us or more for each, and a copy less."""
     return (
         not tf.executing_eagerly()
         and len(tensors) > 1
@@ -142,7 +142,7 @@ def _joinable(tensors: Sequence[Any], call: Call) -> bool:
 
 
 def _allreduce_of(shapes: Sequence[Any]) -> type[Derivable]:
-    """The all-reduce of tensors that come as one; to the other ranks it is that of the several."""
+    """Return the all-reduce of several tensors that arrive as one; other ranks see the several."""
 
     def several(joined: torch.Tensor, reduced: Callable[[list[torch.Tensor]], Tensors]) -> Tensors:
         parts = torch.split(joined, [shape.num_elements() for shape in shapes])
@@ -162,7 +162,7 @@ def _allreduce_of(shapes: Sequence[Any]) -> type[Derivable]:
 
 
 def _gathered(slices: Sequence[Any], call: Call) -> list[Any]:
-    """The rows of all ranks, which stay apart where several have the same."""
+    """Gather the rows of all ranks, without merging equal ones."""
     reducing = call.reducing
     name = None if call.name is None else f"{call.name}.slices"
     found = grouped_allgather([part for each in slices for part in (each.values, each.indices)], name, call.process_set)
@@ -184,16 +184,16 @@ def allgather(
     *,
     grad_op: ReduceOp | None = None,
 ) -> Any:
-    """Concatenate all ranks' tensors along the first dimension, in rank order, which may differ in their rows.
+    """Concatenate all ranks' tensors along the first dimension, which may differ in size, in rank order.
 
     Args:
         tensor: A 0-dim tensor counts as one row.
         name: As for :func:`allreduce`.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become one: Sum, or Average as in Horovod.
+        grad_op: How gradients are reduced: Sum, or Average as in Horovod.
 
     Raises:
-        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
+        MismatchError: Dtypes, or dimensions after the first, differ. Raised on every rank; the world stays usable.
         NotInitializedError, ValueError, StalledError, CollectiveError: See :func:`allreduce`.
     """
     return grouped_allgather([tensor], name, process_set, grad_op=grad_op)[0]
@@ -222,17 +222,17 @@ def broadcast(
     *,
     grad_op: ReduceOp | None = None,
 ) -> Any:
-    """Return a new tensor with the elements of the root's; the same shape and dtype on every rank.
+    """Return a new tensor with the elements of the root's tensor; the same shape and dtype on every rank.
 
     Args:
         tensor: Only the root's elements count.
-        root_rank: A rank of the world, also with a process set.
+        root_rank: The root, as a rank of the world, even with a process set.
         name: As for :func:`allreduce`.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become the root's: Sum, or Average as in Horovod.
+        grad_op: How gradients are reduced to the root's: Sum, or Average as in Horovod.
 
     Raises:
-        ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
+        ValueError: `root_rank` or this rank is not in the process set.
         NotInitializedError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
     """
     call = Call(name_of("broadcast", name), process_set, gradients_by(grad_op), root_rank=root_rank)
@@ -243,16 +243,16 @@ def broadcast(
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send rows to every rank, and receive theirs.
+    """Send rows to every rank, and receive rows from every rank.
 
     Args:
         tensor: Its rows go to the ranks in rank order; dimensions after the first are the same on every rank.
-        splits: How many rows each rank gets; None: all as many.
+        splits: Number of rows for each rank; None for equal shares.
         name: As for :func:`allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        The rows received, in rank order. If `splits` is given, also how many came from each rank (int32).
+        The rows received, in rank order. If `splits` is given, also the number from each rank (int32).
 
     Raises:
         NotInitializedError, ValueError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
@@ -274,9 +274,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor over all ranks and return my share of its rows; the first ranks get one more if need be.
+    """Reduce a tensor over all ranks and return this rank's share of its rows; the first ranks may get one more row.
 
-    The arguments and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
+    The arguments and errors are those of :func:`allreduce`; a 0-dim tensor or Adasum raises a ValueError.
     """
     return grouped_reducescatter(
         [tensor], device_dense, compression, op, name, process_set, prescale_factor, postscale_factor
@@ -304,7 +304,7 @@ def grouped_reducescatter(
 
 
 def name_of(collective: str, name: str | None) -> str | None:
-    """What ranks match a call by. In a graph calls may run in any order, so each has the name of its operation."""
+    """Return the name by which ranks match a call. In a graph, where calls have no order, this is the operation's."""
     if name is not None or tf.executing_eagerly():
         return name
     return f"tensorflow.{tf.compat.v1.get_default_graph().unique_name(f'spark_hvd_{collective}')}"

@@ -1,4 +1,4 @@
-"""Compressors that take TensorFlow's tensors as well as torch's: programs call them themselves, as Horovod's."""
+"""Compressors for TensorFlow's tensors as well as torch's: programs call them directly, as they call Horovod's."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import torch
 from spark_hvd.collectives import compression
 
 
-class _OfBoth(compression.Compressor):
-    _torchs: ClassVar[type[compression.Compressor]]
+class _ForBothFrameworks(compression.Compressor):
+    _torch_compressor: ClassVar[type[compression.Compressor]]
     _dtype: ClassVar[Any]
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         if isinstance(tensor, torch.Tensor):
-            return cls._torchs.compress(tensor)
+            return cls._torch_compressor.compress(tensor)
         wide = tensor.dtype.is_floating and tensor.dtype.size > 2
         return tf.cast(tensor, cls._dtype) if wide else tensor, tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        return cls._torchs.decompress(tensor, ctx) if isinstance(tensor, torch.Tensor) else tf.cast(tensor, ctx)
+        return (
+            cls._torch_compressor.decompress(tensor, ctx) if isinstance(tensor, torch.Tensor) else tf.cast(tensor, ctx)
+        )
 
 
-class TensorFlowFP16Compressor(_OfBoth):
+class TensorFlowFP16Compressor(_ForBothFrameworks):
     """Sends floating-point numbers wider than 16 bits as IEEE half precision."""
 
-    _torchs, _dtype = compression.FP16Compressor, tf.float16
+    _torch_compressor, _dtype = compression.FP16Compressor, tf.float16
 
 
-class TensorFlowBF16Compressor(_OfBoth):
+class TensorFlowBF16Compressor(_ForBothFrameworks):
     """Sends floating-point numbers wider than 16 bits as bfloat16."""
 
-    _torchs, _dtype = compression.BF16Compressor, tf.bfloat16
+    _torch_compressor, _dtype = compression.BF16Compressor, tf.bfloat16
 
 
 class TensorFlowCompression:

@@ -1,4 +1,4 @@
-"""The face of elastic training with TensorFlow: ``hvd.elastic``."""
+"""The API of elastic training with TensorFlow: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _OwnedVariables(list[Any]):
 
 
 class _TensorFlowHandler(StateDictHandler):
-    """Handles variables, by their places."""
+    """Handles variables, identified by their positions."""
 
     copies = True
     reloads = False
@@ -36,16 +36,16 @@ class _TensorFlowHandler(StateDictHandler):
 
     def load(self, state: Any) -> None:
         for place, variable in enumerate(self.value):
-            variable.assign(to_tensorflow(state[str(place)].clone()))  # TensorFlow may keep the very memory
+            variable.assign(to_tensorflow(state[str(place)].clone()))  # TensorFlow may keep this memory
 
 
 get_handler_registry()[:0] = [(_OwnedVariables, _TensorFlowHandler)]
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate the function that trains, ``func(state, ...)``, so that it survives changes of the membership.
+    """Decorate the training function, ``func(state, ...)``, so that it survives changes of the membership.
 
-    See :func:`spark_hvd.torch.elastic.run`. What a collective raised inside a graph is raised as itself.
+    See :func:`spark_hvd.torch.elastic.run`. If a collective raises inside a graph, its own exception is raised.
     """
 
     @functools.wraps(func)
@@ -64,8 +64,8 @@ class TensorFlowState(TorchState):
     """The state of a training: variables and plain objects.
 
     Args:
-        variables: ``tf.Variable`` or Keras', in the same order on every rank.
-        session: Of TensorFlow 1, in whose graphs variables have no values outside of it: only None is taken.
+        variables: ``tf.Variable`` or Keras variables, in the same order on every rank.
+        session: For TensorFlow 1, where variables have values only in a session; must be None.
         **kwargs: See :class:`spark_hvd.elastic.state.ObjectState`.
 
     Raises:
@@ -76,17 +76,17 @@ class TensorFlowState(TorchState):
 
     def __init__(self, variables: Iterable[Any], session: Any = None, **kwargs: Any) -> None:
         if session is not None:
-            raise ValueError(f"session={session!r}: a state is of variables outside of sessions; leave session out")
+            raise ValueError(f"session={session!r}: a state needs variables outside sessions; leave session out")
         super().__init__(variables=_OwnedVariables(owned(variables)), **kwargs)
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """The state of a training of a Keras model in a loop of one's own.
+    """The state of a training of a Keras model in a custom loop.
 
     Args:
         model: A model that is built.
-        optimizer: Its optimizer, which is built here if need be; None: the one that the model was compiled with.
-        backend: Horovod's; means nothing here.
+        optimizer: Its optimizer, which is built here if necessary; None: the one that the model was compiled with.
+        backend: Accepted for Horovod's sake; has no effect.
         **kwargs: See :class:`spark_hvd.elastic.state.ObjectState`.
 
     Raises:

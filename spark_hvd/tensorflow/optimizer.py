@@ -1,4 +1,4 @@
-"""An optimizer of plain graphs whose gradients are those of all ranks; Keras' go to the face for Keras."""
+"""An optimizer for plain graphs whose gradients are reduced over all ranks; Keras optimizers go to spark_hvd.keras."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from spark_hvd.transport.communicator import ReduceOp
 
 
 class _ReducedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc] # TensorFlow has no types here
-    """What the class of an optimizer becomes."""
+    """The class that an optimizer gets."""
 
     _reduction: GradientReduction
 
     @unconverted
     def compute_gradients(self, *args: Any, **options: Any) -> list[tuple[Any, Any]]:
-        """The gradients as of ``tf.compat.v1.train.Optimizer.compute_gradients``, reduced over all ranks."""
+        """Compute gradients as ``tf.compat.v1.train.Optimizer.compute_gradients``, reduced over all ranks."""
         pairs = super().compute_gradients(*args, **options)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         return list(zip(self._reduction.apply(gradients, variables), variables, strict=True))
 
     @property
     def _optimizer(self) -> Any:
-        return self  # Horovod's wrapper has there what it wraps
+        return self  # Horovod's wrapper stores the wrapped optimizer here
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable to this rank."""
+        """Exclude a variable's gradient from reduction."""
         self._reduction.local.add(id(variable))
 
 
@@ -53,35 +53,35 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make the gradients of an optimizer those of all ranks.
+    """Make an optimizer reduce its gradients over all ranks.
 
     Args:
-        optimizer: Of ``tf.compat.v1.train``; it is changed, and returned. Or Keras': see
-            :func:`spark_hvd.keras.DistributedOptimizer`, which is then called.
-        name: Horovod's; means nothing here.
-        use_locking: Horovod's; means nothing here.
-        device_dense: Horovod's; means nothing here.
-        device_sparse: Horovod's; means nothing here.
-        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors.
+        optimizer: One of ``tf.compat.v1.train``, which is changed and returned, or one of Keras, for which
+            :func:`spark_hvd.keras.DistributedOptimizer` is called.
+        name: Accepted for Horovod's sake; has no effect.
+        use_locking: Accepted for Horovod's sake; has no effect.
+        device_dense: Accepted for Horovod's sake; has no effect.
+        device_sparse: Accepted for Horovod's sake; has no effect.
+        compression: Compression.none, .fp16, .bf16, or an object with their two methods, which get torch tensors.
         sparse_as_dense: Reduce IndexedSlices as dense tensors, instead of gathering the rows of all ranks.
-        backward_passes_per_step: With an optimizer of Keras: batches whose gradients are added up before a step.
+        backward_passes_per_step: For a Keras optimizer: batches whose gradients are summed before a step.
         op: Average, Sum or Adasum.
-        gradient_predivide_factor: With Average: divides before the sum; size / this divides after it.
+        gradient_predivide_factor: With Average, gradients are divided by it before the sum and by size / factor after.
         average_aggregated_gradients: With `backward_passes_per_step`: divide their sum by it.
-        num_groups: Horovod's; means nothing here, as all gradients are one group.
-        groups: Horovod's; means nothing here.
+        num_groups: Accepted for Horovod's sake; has no effect, as all gradients form one group.
+        groups: Accepted for Horovod's sake; has no effect.
         process_set: The ranks that take part.
         scale_local_gradients: With Average: divide the gradients of local variables by the number of ranks.
 
     Raises:
-        TypeError: `optimizer` is none.
+        TypeError: `optimizer` is not an optimizer.
         ValueError: `gradient_predivide_factor` is given with another op than Average, or an optimizer of
             ``tf.compat.v1.train`` with more than one backward pass.
     """
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if not hasattr(optimizer, "apply_gradients"):
-            raise TypeError(f"optimizer={optimizer!r}: expected one of Keras or of tf.compat.v1.train")
-        keras = importlib.import_module("spark_hvd.keras")  # the face above this one
+            raise TypeError(f"optimizer={optimizer!r}: expected an optimizer of Keras or of tf.compat.v1.train")
+        keras = importlib.import_module("spark_hvd.keras")  # imports point upward only at run time
         return keras.DistributedOptimizer(
             optimizer,
             compression=compression,
@@ -95,8 +95,8 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step != 1:
         raise ValueError(
-            f"backward_passes_per_step={backward_passes_per_step}: an optimizer of tf.compat.v1.train takes 1. Next: "
-            "an optimizer of Keras, or add gradients up yourself"
+            f"backward_passes_per_step={backward_passes_per_step}: an optimizer of tf.compat.v1.train supports only 1. "
+            "Use an optimizer of Keras, or add gradients up yourself"
         )
     reduction = GradientReduction(
         op, compression, process_set, gradient_predivide_factor, sparse_as_dense, scale_local_gradients

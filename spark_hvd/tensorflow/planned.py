@@ -1,4 +1,4 @@
-"""Gradients of TensorFlow's variables in the buckets of a gradient reducer: one operation, and no negotiation."""
+"""Reduces gradients of TensorFlow variables in a gradient reducer's buckets: one operation, without negotiation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholde
 def reduced(
     handed: HandedGradients, places: Sequence[int], gradients: Sequence[Any], *, for_the_step: bool
 ) -> list[Any]:
-    """The gradients of all ranks, as one operation of a graph or eagerly; None for what has none here.
+    """Return the gradients of all ranks, as one operation of a graph or eagerly; None for those missing on this rank.
 
-    ``gradients`` are this rank's, None where it has none; IndexedSlices are made dense. ``places`` tells which
-    parameters of ``handed`` they are of. Those ``for_the_step`` are used up before the next ones come, and need no
+    ``gradients`` are this rank's, None where it has none; IndexedSlices are made dense. ``places`` lists the parameters
+    of ``handed`` to which they belong. Gradients ``for_the_step`` are used before the next ones arrive, and need no
     memory of their own.
     """
     there = [place for place, gradient in enumerate(gradients) if gradient is not None]
@@ -27,7 +27,7 @@ def reduced(
     taken = [places[place] for place in there]
 
     def exchanged(*values: torch.Tensor) -> list[torch.Tensor]:
-        if handed.ready() is None:  # the graph goes from world to world
+        if handed.ready() is None:  # the graph moves between worlds
             return list(values)
         found = [each for each in handed.reduce(taken, values) if each is not None]
         results = found if for_the_step else [each.clone() for each in found]
@@ -43,13 +43,13 @@ def reduced(
 
 
 def variable_of(source: Any) -> Any:
-    """The variable of TensorFlow's that a source of a tape is, or that one of Keras stands for; None if it is none."""
+    """Return the TensorFlow variable behind a tape's source, which may be a Keras variable; None if there is none."""
     inner = source if isinstance(source, tf.Variable) else getattr(source, "value", None)
     return inner if isinstance(inner, tf.Variable) else None
 
 
 def fits(gradient: Any, variable: Any) -> bool:
-    """Whether a gradient can have its place in a bucket: as dense as its variable, whose shape is known."""
+    """Return whether a gradient fits into a bucket: it is dense, like its variable, whose shape is known."""
     return (
         isinstance(gradient, tf.Tensor)
         and variable is not None
@@ -63,9 +63,9 @@ _handed: dict[Hashable, HandedGradients] = {}
 
 
 def handed_of(variables: Sequence[Any], recipe: Recipe) -> HandedGradients:
-    """The gradients of these variables, reduced in this way; the same ones each time, for as long as they are there.
+    """Return the reduction of these variables' gradients by this recipe; the same object while the variables exist.
 
-    A tape is there for one step, and a function is traced more than once, on some ranks more often than on others.
+    A tape exists for one step, and a function is traced more than once, on some ranks more often than on others.
     """
     key = (
         tuple(map(id, variables)),
@@ -77,6 +77,6 @@ def handed_of(variables: Sequence[Any], recipe: Recipe) -> HandedGradients:
     if key not in _handed:
         params = [placeholder(each.shape, getattr(torch, each.dtype.name), torch.device("cpu")) for each in variables]
         _handed[key] = HandedGradients(recipe, params)
-        for each in variables:  # another variable may have the id of one that is gone
+        for each in variables:  # another variable may get the id of one that is gone
             weakref.finalize(each, _handed.pop, key, None)
     return _handed[key]

@@ -1,4 +1,4 @@
-"""Gradients of one step between ranks, for whatever has computed them: a tape, or an optimizer of plain graphs."""
+"""Reduces the gradients of one step over all ranks, whether a tape or an optimizer of plain graphs computed them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_hvd.transport.communicator import ReduceOp
 
 @dataclass(eq=False)
 class GradientReduction:
-    """How gradients become those of all ranks.
+    """How gradients are reduced over all ranks.
 
     Raises:
         ValueError: ``predivide_factor`` is given with another op than Average.
@@ -31,7 +31,7 @@ class GradientReduction:
     sparse_as_dense: bool
     scale_local: bool
     local: set[int] = field(default_factory=set)
-    """Variables, by id, whose gradients stay with their rank."""
+    """Ids of variables whose gradients stay with their rank."""
 
     def __post_init__(self) -> None:
         if self.predivide_factor != 1.0 and self.op is not ReduceOp.AVERAGE:
@@ -40,10 +40,10 @@ class GradientReduction:
             )
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients reduced over all ranks; None stays None. Ranks outside the process set keep their own.
+        """Reduce gradients over all ranks; None stays None. Ranks outside the process set keep their own.
 
-        Those of variables are reduced in buckets, as a step's; sparse ones and those of other tensors by name, and so
-        are all of them in a plain graph, whose operations have no order that ranks could share.
+        Gradients of variables are reduced in buckets, like a step's. Sparse ones and those of other tensors are reduced
+        by name, and so are all of them in a plain graph, whose operations have no order that ranks could share.
         """
         found = list(gradients)
         if self.process_set.included() is False:

@@ -1,4 +1,4 @@
-"""What a rank knows of its world, as operations of a graph: asked whenever that is run, as worlds change."""
+"""A rank's place in its world as operations of a graph, evaluated whenever the graph runs, because worlds change."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from spark_hvd.tensorflow.tensors import unconverted
 
 
 def size_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
-    """The number of ranks in a process set, which may be given by its number; an int32."""
+    """Return the number of ranks in a process set, which may be given by its number; int32."""
     return _asked(lambda: _set_of(process_set_id).size(), name)
 
 
 def rank_op(name: str | None = None) -> Any:
-    """This process' rank, an int32."""
+    """Return this process's rank; int32."""
     return _asked(who.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """The rank among those of this host, an int32."""
+    """Return this rank's position among the ranks of its host; int32."""
     return _asked(who.local_rank, name)
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """The number of ranks on this host, an int32."""
+    """Return the number of ranks on this host; int32."""
     return _asked(who.local_size, name)
 
 
 def process_set_included_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
-    """Whether this rank is in a process set, which may be given by its number: 1 or 0, an int32."""
+    """Return whether this rank is in a process set, which may be given by its number: 1 or 0, int32."""
     return _asked(lambda: int(bool(_set_of(process_set_id).included())), name)
 
 

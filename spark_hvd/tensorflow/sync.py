@@ -1,4 +1,4 @@
-"""The same start for all ranks: variables of one of them, and its objects."""
+"""Gives all ranks one rank's variables and objects at the start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.torch.gradients import Broadcast, Call
 
 
 def owned(variables: Iterable[Any]) -> list[Any]:
-    """TensorFlow's variables; Keras has its own around them."""
+    """Return TensorFlow's variables; Keras variables wrap them."""
     return [variable.value if hasattr(variable, "path") else variable for variable in variables]
 
 
@@ -26,18 +26,18 @@ def broadcast_variables(
     """Overwrite variables with those of one rank, all in one exchange.
 
     Args:
-        variables: ``tf.Variable`` or Keras', in the same order on every rank.
-        root_rank: Whose values everyone gets; a rank of the world.
+        variables: ``tf.Variable`` or Keras variables, in the same order on every rank.
+        root_rank: The rank of the world whose values all ranks get.
         process_set: The ranks that take part.
-        inplace: Horovod's; means nothing here.
+        inplace: Accepted for Horovod's sake; has no effect.
 
     Returns:
-        In a plain graph the operation that does it; else nothing.
+        In a plain graph, the operation that does it; otherwise None.
 
     Raises:
         NotInitializedError: Before init().
         ValueError: `root_rank` is not in the process set.
-        MismatchError: The dtype or shape of a variable differs between ranks. Raised on every rank; nothing changed.
+        MismatchError: A variable's dtype or shape differs between ranks. Raised on every rank; nothing has changed.
         CollectiveError: A peer or the network failed.
     """
     given = owned(variables)
@@ -55,9 +55,9 @@ def broadcast_(
     """Overwrite variables with those of one rank, and return them; see :func:`broadcast_variables`.
 
     Args:
-        variables: ``tf.Variable`` or Keras', in the same order on every rank.
-        root_rank: Whose values everyone gets; a rank of the world.
-        name: Horovod's; means nothing here.
+        variables: ``tf.Variable`` or Keras variables, in the same order on every rank.
+        root_rank: The rank of the world whose values all ranks get.
+        name: Accepted for Horovod's sake; has no effect.
         process_set: The ranks that take part.
     """
     given = list(variables)
@@ -69,10 +69,10 @@ def broadcast_(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """An operation that overwrites all variables of a plain graph with those of one rank; run it in a session.
+    """Return an operation that overwrites all variables of a plain graph with those of one rank; run it in a session.
 
     Raises:
-        RuntimeError: There are no global variables where code runs eagerly.
+        RuntimeError: Code runs eagerly, so there are no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -82,11 +82,11 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc] # it has no types
-    """Overwrites all variables of a plain graph with those of one rank, once its session is there.
+    """Overwrites all variables of a plain graph with those of one rank, once its session exists.
 
     Args:
-        root_rank: Whose values everyone gets.
-        device: Horovod's; means nothing here.
+        root_rank: The rank whose values all ranks get.
+        device: Accepted for Horovod's sake; has no effect.
     """
 
     __module__ = "spark_hvd.tensorflow"
@@ -98,25 +98,25 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._operation: Any = None
 
     def begin(self) -> None:
-        """Make the operation, in the graph that is there now."""
+        """Create the operation in the present graph."""
         graph = tf.compat.v1.get_default_graph()
         if self._operation is None or self._graph is not graph:
             self._graph, self._operation = graph, broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the operation."""
         session.run(self._operation)
 
 
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that gives every rank the object of one; see :func:`spark_hvd.tensorflow.broadcast_object`.
+    """Return a function that sends one rank's object to all; see :func:`spark_hvd.tensorflow.broadcast_object`.
 
     Args:
-        root_rank: Whose object.
-        session: Horovod's; means nothing here.
-        name: Ranks match calls by it.
+        root_rank: The rank whose object all ranks get.
+        session: Accepted for Horovod's sake; has no effect.
+        name: Ranks match calls by name.
         process_set: The ranks that take part.
     """
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)

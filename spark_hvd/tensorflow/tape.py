@@ -1,4 +1,4 @@
-"""A ``tf.GradientTape`` whose gradients are those of all ranks."""
+"""A ``tf.GradientTape`` whose gradients are reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from spark_hvd.transport.communicator import ReduceOp
 
 
 class _ReducedTape(tf.GradientTape):  # type: ignore[misc] # TensorFlow has no types here
-    """What the class of a tape becomes."""
+    """The class that a tape gets."""
 
     _reduction: GradientReduction
 
     @unconverted
     def gradient(self, target: Any, sources: Any, *rest: Any, **options: Any) -> Any:
-        """The gradients as of ``tf.GradientTape.gradient``, reduced over all ranks; None stays None."""
+        """Compute gradients as ``tf.GradientTape.gradient``, reduced over all ranks; None stays None."""
         gradients = super().gradient(target, sources, *rest, **options)
         flat = tf.nest.flatten(gradients, expand_composites=False)
         reduced = self._reduction.apply(flat, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, reduced, expand_composites=False)
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of a variable to this rank."""
+        """Exclude a variable's gradient from reduction."""
         self._reduction.local.add(id(source))
 
 
@@ -45,30 +45,30 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make the gradients of a tape those of all ranks; those of variables are reduced together.
+    """Make a tape reduce its gradients over all ranks; those of variables are reduced together.
 
     Args:
         gradtape: The tape. It is changed, and returned.
-        device_dense: Horovod's; means nothing here.
-        device_sparse: Horovod's; means nothing here.
-        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors:
+        device_dense: Accepted for Horovod's sake; has no effect.
+        device_sparse: Accepted for Horovod's sake; has no effect.
+        compression: Compression.none, .fp16, .bf16, or an object with their two methods, which get torch tensors:
             one-dimensional buckets of gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors, instead of gathering the rows of all ranks.
         op: Average, Sum or Adasum.
-        gradient_predivide_factor: With Average: divides before the sum; size / this divides after it.
-        num_groups: Horovod's; means nothing here, as all gradients are one group.
-        groups: Horovod's; means nothing here.
+        gradient_predivide_factor: With Average, gradients are divided by it before the sum and by size / factor after.
+        num_groups: Accepted for Horovod's sake; has no effect, as all gradients form one group.
+        groups: Accepted for Horovod's sake; has no effect.
         process_set: The ranks that take part.
         scale_local_gradients: With Average: divide the gradients of local sources by the number of ranks, so that they
             weigh as much as averages do.
 
     Returns:
-        The tape, which has ``register_local_source(variable)`` besides: such a gradient stays with its rank.
+        The tape, with a further method ``register_local_source(variable)``: such a gradient stays with its rank.
 
     Raises:
-        TypeError: `gradtape` is no tape.
+        TypeError: `gradtape` is not a tape.
         ValueError: `gradient_predivide_factor` is given with another op than Average.
-        PlanMismatchError: From ``gradient()``: ranks have gradients of other variables. Raised on every rank.
+        PlanMismatchError: From ``gradient()``: ranks have gradients for different variables. Raised on every rank.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape={gradtape!r}: expected a tf.GradientTape")
@@ -84,13 +84,13 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: Any, *args: Any, local_layers: Any = None, **options: Any
 ) -> Any:
-    """A :func:`DistributedGradientTape` that leaves the gradients of some layers to their rank.
+    """Make a :func:`DistributedGradientTape` that does not reduce the gradients of some layers.
 
     Args:
         gradtape: The tape. It is changed, and returned.
-        *args: Those of DistributedGradientTape.
+        *args: Arguments of DistributedGradientTape.
         local_layers: A Keras layer, or several.
-        **options: As *args*.
+        **options: Further arguments of DistributedGradientTape.
     """
     tape = DistributedGradientTape(gradtape, *args, **options)
     layers = local_layers if isinstance(local_layers, Iterable) else [] if local_layers is None else [local_layers]

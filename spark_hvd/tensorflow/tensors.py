@@ -1,6 +1,6 @@
-"""TensorFlow's tensors and torch's over one memory, and collectives of torch's as operations of TensorFlow.
+"""Shares memory between TensorFlow's tensors and torch's, and runs torch collectives as operations of TensorFlow.
 
-TensorFlow reads a tensor's memory in units of 64 bytes, and aborts the process where that does not begin at one.
+TensorFlow reads a tensor's memory in units of 64 bytes, and aborts the process if the memory is not aligned to them.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _NUMBERS = {
     tf.float16, tf.float32, tf.float64, tf.bfloat16, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16,
     tf.uint32, tf.uint64, tf.bool, tf.complex64, tf.complex128,
 }  # fmt: skip
-"""For others DLPack may end the process."""
+"""DLPack may abort the process for other dtypes."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 _raised: Exception | None = None
-"""What was raised last here: of what comes out of a graph TensorFlow makes an error of its own, with this text."""
+"""The last exception raised here. TensorFlow replaces an exception that leaves a graph with its own, with this text."""
 
 
 def cause_of(error: Exception) -> Exception | None:
-    """What a collective raised inside a graph, of which `error` came out; None if it is something else. Told once."""
+    """Return the exception of a collective inside a graph that caused `error`, once; None if it is something else."""
     global _raised
     if _raised is None or f"{type(_raised).__name__}: {_raised}" not in str(error):
         return None
-    cause, _raised = _raised, None  # it holds the tensors of its frames
+    cause, _raised = _raised, None  # it keeps the tensors of its frames alive
     return cause
 
 
 def unconverted(function: F) -> F:
-    """Keep AutoGraph from rewriting a function of ours, whose conditions are Python's, when a graph is traced."""
+    """Keep AutoGraph from rewriting one of our functions, whose conditions are Python's, when it traces a graph."""
     return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def to_torch(tensor: Any) -> torch.Tensor:
-    """The same memory as a torch tensor, only to be read: other operations may read it, too."""
+    """Return a torch tensor with the same memory, for reading only: other operations may read it, too."""
     return from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
 
 def to_tensorflow(tensor: torch.Tensor) -> Any:
-    """The same memory as a tensor of TensorFlow's; a copy where its memory is not as that needs it."""
+    """Return a TensorFlow tensor with the same memory, or a copy if TensorFlow cannot use that memory."""
     tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNMENT:
         tensor = tensor.clone()
@@ -58,10 +58,10 @@ def to_tensorflow(tensor: torch.Tensor) -> Any:
 def through(
     function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
-    """What a function of torch tensors returns, now or, in a graph, whenever that is run.
+    """Return the result of a function of torch tensors, computed now or, in a graph, whenever that runs.
 
     Raises:
-        TypeError: a tensor holds text, or what else is no number.
+        TypeError: A tensor holds text or other values that are not numbers.
     """
     for tensor in tensors:
         if tensor.dtype not in _NUMBERS:
@@ -79,8 +79,8 @@ def through(
         return run(*tensors)
     if tf.inside_function():
         return list(tf.py_function(run, list(tensors), list(dtypes)))
-    # A session runs what is ready in any order, in few threads, each of which would wait for another collective on
-    # another rank: none would be left for those. So each has a thread of its own, which only a data set can have.
+    # A session runs ready operations in any order, in few threads. Each thread would wait for another collective on
+    # another rank, and none would be left for those. So each operation has its own thread, by way of a data set.
     options = tf.data.Options()
     options.threading.private_threadpool_size = 1
     given = tf.data.Dataset.from_tensors(tuple(tensors))
@@ -99,16 +99,16 @@ def apply(
     splits: Any = None,
     rows: bool = False,
 ) -> list[Any]:
-    """What a collective makes of tensors. Gradients flow through it.
+    """Run a collective on tensors. Gradients flow through it.
 
     Args:
         kind: The collective.
-        tensors: Of TensorFlow.
-        call: How it is called.
-        kept: dtypes of what its derivative needs.
-        more: dtypes of results beyond one for each tensor.
-        splits: A tensor, where `call` has it only when it is run.
-        rows: Whether results have other first dimensions than the tensors.
+        tensors: TensorFlow's tensors.
+        call: The arguments of the collective.
+        kept: Dtypes of what its derivative needs.
+        more: Dtypes of results beyond one for each tensor.
+        splits: A tensor, if `call` gets its splits only at run time.
+        rows: Whether the first dimensions of results differ from those of the tensors.
     """
     count = len(tensors) + len(more)
 
@@ -127,8 +127,8 @@ def apply(
 
         def gradient(*grads: Any) -> list[Any]:
             now = call
-            # In a plain graph results may be derived one by one, at one time. Elsewhere there is an order, and ranks
-            # that compute eagerly meet those that do it in a function: their names must be the same.
+            # In a plain graph, results may be derived one by one, at the same time. Elsewhere there is an order, and
+            # eager ranks must match ranks in a function: their names must be the same.
             if call.name is not None and not tf.executing_eagerly() and not tf.inside_function():
                 unique = tf.compat.v1.get_default_graph().unique_name("spark_hvd_derived")
                 now = replace(call, name=f"{call.name}.{unique}")

@@ -1,4 +1,4 @@
-"""The threads in which TensorFlow computes in a rank."""
+"""The threads in which TensorFlow computes on a rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger("spark_hvd")
 
 
 def prepare_threads() -> None:
-    """Share the host's cores as OMP_NUM_THREADS says, if TensorFlow has not begun; warn if one thread is to run all."""
+    """Divide the host's cores as OMP_NUM_THREADS says, if TensorFlow has not started; warn if there is only one."""
     if (threads := read_threads()) is not None:
         share_cores(threads)
     running = tf.config.threading.get_inter_op_parallelism_threads() or os.environ.get("TF_NUM_INTEROP_THREADS")
     if str(running) == "1":
         _log.warning(
-            "TensorFlow has one thread to run operations in, which a collective holds while it waits: nothing else "
-            "runs meanwhile, and collectives of several threads can wait for each other for ever. Set two: "
+            "TensorFlow has one thread to run operations, which a collective holds while it waits: nothing else "
+            "runs meanwhile, and collectives of several threads can wait for each other for ever. Use two: "
             "tf.config.threading.set_inter_op_parallelism_threads(2), or TF_NUM_INTEROP_THREADS=2"
         )

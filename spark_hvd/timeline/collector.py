@@ -37,7 +37,7 @@ class Collector:
         self._batches.put((rank, offset_ns, events))
 
     def done(self, rank: int) -> None:
-        """A rank has sent its last events."""
+        """Note that a rank has sent its last events."""
         self._waiting.discard(rank)
         if not self._waiting:
             self._complete.set()

@@ -57,17 +57,20 @@ WAIT = "WAIT"
 
 
 def negotiate_phase(kind: str) -> str:
-    """The negotiation of a kind of collective: "allreduce" gives NEGOTIATE_ALLREDUCE."""
+    """Return the negotiation of a kind of collective: "allreduce" gives NEGOTIATE_ALLREDUCE."""
     return NEGOTIATE + kind.upper()
 
 
 def wire_phase(backend: str, kind: str) -> str:
-    """A collective on the wire: "gloo" and "allreduce" give GLOO_ALLREDUCE; a broadcast is Horovod's GLOO_BCAST."""
+    """Return a collective on the wire: "gloo" and "allreduce" give GLOO_ALLREDUCE.
+
+    A broadcast is Horovod's GLOO_BCAST.
+    """
     return f"{backend.upper()}_{'BCAST' if kind == 'broadcast' else kind.upper()}"
 
 
 def is_event(each: object) -> bool:
-    """Whether it is what :class:`TraceWriter` can write; other processes send them."""
+    """Return whether :class:`TraceWriter` can write this; other processes send it."""
     match each:
         case ["X", str(), str(), int(start), int(end), dict() | None]:
             return 0 <= start < _END_NS and 0 <= end < _END_NS

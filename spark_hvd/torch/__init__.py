@@ -1,4 +1,4 @@
-"""The face for PyTorch: ``import spark_hvd.torch as hvd``.
+"""The API for PyTorch: ``import spark_hvd.torch as hvd``.
 
 May import every other room of spark_hvd. Doors: itself, elastic.
 """
@@ -21,7 +21,7 @@ from spark_hvd.torch.embedding.whole import load_whole_state_dict, whole_state_d
 from spark_hvd.torch.handles import poll, synchronize
 from spark_hvd.torch.move import *  # noqa: F403
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
-from spark_hvd.torch.outer.compressors import Int8Compressor, TopKCompressor
+from spark_hvd.torch.outer.compressors import Int4Compressor, Int8Compressor, TopKCompressor
 from spark_hvd.torch.outer.local_sgd import DiLoCo, LocalSGD, OuterOptimizer
 from spark_hvd.torch.preparation import prepare
 from spark_hvd.torch.reduce import *  # noqa: F403
@@ -39,7 +39,7 @@ from spark_hvd.world.errors import (
 )
 
 HorovodInternalError = CollectiveError
-"""Horovod's name for it."""
+"""Horovod's name for CollectiveError."""
 
 __all__ = [
     "CollectiveError",
@@ -50,6 +50,7 @@ __all__ = [
     "DistributedOptimizer",
     "DuplicateNameError",
     "HorovodInternalError",
+    "Int4Compressor",
     "Int8Compressor",
     "LocalSGD",
     "LookUp",

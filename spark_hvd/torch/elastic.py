@@ -1,4 +1,4 @@
-"""The face of elastic training: ``hvd.elastic``, with the state of a PyTorch training."""
+"""The API of elastic training: ``hvd.elastic``, with the state of a PyTorch training."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from spark_hvd.world.errors import HostsUpdatedInterrupt
 class TorchState(ObjectState):
     """The state of a PyTorch training: models, optimizers, samplers, schedulers, and plain objects.
 
-    A commit copies what belongs to no optimizer at once. Parameters and state of its optimizers are copied in the
-    background, until the next `step`. The copies take host memory for two copies of all tensors.
+    A commit copies tensors that belong to no optimizer at once. Parameters and state of the state's optimizers are
+    copied in the background, until the next `step`. The copies need host memory for two copies of all tensors.
 
     Args:
         model: A torch.nn.Module.
         optimizer: A torch.optim.Optimizer, usually a DistributedOptimizer.
-        **kwargs: More of these, an ElasticSampler, or anything with `state_dict` and `load_state_dict`: these objects
-            stay, and their contents are restored. Anything else is a plain object, see
-            :class:`spark_hvd.elastic.state.ObjectState`. All become attributes. If you assign to one, a restore puts
-            the object of the commit back.
+        **kwargs: More of these, an ElasticSampler, or anything with `state_dict` and `load_state_dict`: a restore keeps
+            these objects and restores their contents. Anything else is a plain object, see
+            :class:`spark_hvd.elastic.state.ObjectState`. All become attributes. If you assign a new object to one, a
+            restore brings back the object of the commit.
     """
 
     _handlers: dict[str, StateHandler]
@@ -53,7 +53,7 @@ class TorchState(ObjectState):
         return super().__getstate__() | {"_handlers": dict(self._handlers), "_watched": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Have the optimizers of a copy wait for its commits: torch copies no hooks."""
+        """Register the hooks of a copy's optimizers, so that they wait for its commits: torch copies no hooks."""
         self.__dict__.update(state)
         self._watch()
 
@@ -75,7 +75,7 @@ class TorchState(ObjectState):
         self._watch()
 
     def _watch(self) -> None:
-        """Have the snapshots copied before any step of the optimizers that are here now."""
+        """Have snapshots copied before any step of the present optimizers."""
         optimizers = {name: item.value for name, item in self._handlers.items() if _is_optimizer(item)}
         for name in [name for name, watch in self._watched.items() if watch.optimizer is not optimizers.get(name)]:
             self._watched.pop(name).end()
@@ -83,7 +83,7 @@ class TorchState(ObjectState):
             self._watched[name] = _CopyHook(optimizers[name], self._snapshots)
 
     def reset(self) -> None:
-        """Deal out what is left of samplers' epochs among the ranks that are there now."""
+        """Distribute the rest of the samplers' epochs among the present ranks."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.renewed()
@@ -104,7 +104,7 @@ class TorchState(ObjectState):
             handler.save()
 
     def _foreign(self) -> list[StateHandler]:
-        """The handlers that keep their own copies, as Horovod's do."""
+        """Return the handlers that keep their own copies, as Horovod's do."""
         return [handler for handler in self._handlers.values() if not isinstance(handler, StateDictHandler)]
 
     def _ours(self, name: str) -> StateDictHandler | None:
@@ -183,7 +183,7 @@ class TorchState(ObjectState):
 
 
 class _CopyHook:
-    """A hook that waits for the copies of snapshots before a step; gone when they are."""
+    """A hook that waits for the copies of snapshots before a step; it removes itself when they are complete."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, snapshots: Snapshots) -> None:
         self.optimizer = optimizer
@@ -197,7 +197,7 @@ class _CopyHook:
 
 
 def built_optimizer(model: Any, optimizer: Any) -> Any:
-    """The optimizer of a Keras model, built: the one given, or the one that the model was compiled with; None without.
+    """Return a Keras model's optimizer, built: the given one, or the one from compile(); None if there is none.
 
     Raises:
         ValueError: The model has no variables yet.
@@ -205,7 +205,7 @@ def built_optimizer(model: Any, optimizer: Any) -> Any:
     if not model.built:
         raise ValueError(
             f"model={model.name!r} has no variables yet, so there is no state to keep: give it an Input, or call it on "
-            "a batch, before the state is made."
+            "a batch, before you create the state."
         )
     optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:

@@ -1,8 +1,9 @@
-"""Derivatives of the synchronous collectives, for the tape of any framework.
+"""Derivatives of the synchronous collectives, for the autograd of any framework.
 
-Each rank's loss is taken as a part of the sum of all ranks' losses: the gradient of a collective's input is the sum
-over ranks of what each rank's results contribute to its own loss. Horovod's dialect has other derivatives: allreduce
-reduces gradients as it reduced tensors, reducescatter gathers them, those of allgather and broadcast are averaged.
+Each rank's loss counts as one term of the sum of all ranks' losses. So the gradient of a collective's input is the sum,
+over all ranks, of the gradients that the rank's results receive from its own loss. Horovod's dialect has other
+derivatives: allreduce reduces gradients as it reduced tensors, reducescatter gathers them, and those of allgather and
+broadcast are averaged.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SUM = Reducing(ReduceOp.SUM)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a collective was called with, tensors aside."""
+    """The arguments of a collective, except its tensors."""
 
     name: str | None
     process_set: ProcessSet
@@ -44,24 +45,24 @@ class Call:
     splits: Sequence[int] | torch.Tensor | None = None
 
     def name_of(self, step: str) -> str | None:
-        """A name for a collective of the backward pass."""
+        """Return a name for a collective of the backward pass."""
         return None if self.name is None else f"{self.name}.{step}"
 
 
 class Derivable(Protocol):
-    """A collective and its derivative, between which a tape keeps tensors."""
+    """A collective and its derivative; a tape keeps tensors from one to the other."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
-        """The results, and, to ``keep``, what the derivative needs."""
+        """Return the results, and, with ``keep``, what the derivative needs."""
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
-        """Gradients of the tensors, of as many elements as these, from those of the results."""
+        """Return gradients of the tensors, with as many elements but of any shape, from those of the results."""
 
 
 class Allreduce:
-    """Tensors reduced into new ones."""
+    """Reduces tensors into new ones."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
@@ -74,11 +75,11 @@ class Allreduce:
         """See Derivable."""
         if reduced_alike(call):
             return _total(call, grads, call.reducing)
-        return _through_extremes(call, kept, _total(call, grads, SUM))
+        return _through_nonlinear(call, kept, _total(call, grads, SUM))
 
 
 class ReduceScatter:
-    """Tensors reduced, of which each rank keeps its share of the rows."""
+    """Reduces tensors, of which each rank keeps its share of rows."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
@@ -91,18 +92,18 @@ class ReduceScatter:
         """See Derivable."""
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
         if not reduced_alike(call):
-            return _through_extremes(call, kept, totals)
+            return _through_nonlinear(call, kept, totals)
         reducing, size = call.reducing, len(queue_of(call.process_set).ranks)
         factor = reducing.prescale * reducing.postscale / (size if reducing.op is ReduceOp.AVERAGE else 1)
         return [total * (factor * size if speaks_horovod() else factor) for total in totals]
 
 
 class Allgather:
-    """Tensors concatenated over the ranks; `call.reducing` says how their gradients are reduced."""
+    """Concatenates tensors over the ranks; `call.reducing` says how their gradients are reduced."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
-        """See Derivable. Kept are the rows of each tensor, by rank."""
+        """See Derivable. It keeps the number of rows of each tensor, by rank."""
         if not keep:
             return start_allgather(tensors, call.name, call.process_set, all_results, urgent=True).wait(), []
         counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], device="cpu")
@@ -114,7 +115,7 @@ class Allgather:
         """See Derivable."""
         results = []
         for number, (grad, rows) in enumerate(zip(grads, kept[0].tolist(), strict=True)):
-            # Every rank sends each rank what belongs to its rows, half of what an all-reduce would move.
+            # Every rank sends each rank the gradients of its rows, half of what an all-reduce would move.
             name = call.name_of(f"gradient.{number}")
             parts, counts = start_alltoall(grad, rows, name, call.process_set, urgent=True).wait()
             total = parts.view(len(rows), int(counts[0]), *grad.shape[1:]).sum(0)
@@ -123,7 +124,7 @@ class Allgather:
 
 
 class Broadcast:
-    """The root's tensor; `call.reducing` says how its gradients are reduced."""
+    """Sends the root's tensor; `call.reducing` says how its gradients are reduced."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
@@ -143,7 +144,7 @@ class Broadcast:
 
 
 class Alltoall:
-    """One tensor in; the rows received, and how many came from each rank."""
+    """Sends rows of one tensor; returns the rows received, and how many came from each rank."""
 
     @staticmethod
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
@@ -160,7 +161,7 @@ class Alltoall:
 
 
 def apply(kind: type[Derivable], tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
-    """What a collective makes of tensors; gradients flow through it where they are wanted."""
+    """Run a collective on tensors; gradients flow through it where they are required."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(_Applied.apply(kind, call, *tensors))  # type: ignore[no-untyped-call]
     return kind.forward(call, tensors, keep=False)[0]
@@ -171,7 +172,8 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, kind: type[Derivable], call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, kept = kind.forward(call, tensors, keep=True)
         ctx.kind, ctx.call, ctx.shapes = kind, call, [tensor.shape for tensor in tensors]
-        # Counts are kept as they are: results of a group may be derived one after another, each by its own backward.
+        # Counts are kept outside of save_for_backward, which the first backward frees: the results of a group may each
+        # get a backward of their own.
         ctx.counts = None if any(each.is_floating_point() or each.is_complex() for each in kept) else kept
         if ctx.counts is None:
             ctx.save_for_backward(*kept)
@@ -186,29 +188,30 @@ class _Applied(torch.autograd.Function):
 
 
 def gradients_by(op: ReduceOp | None) -> Reducing:
-    """How gradients of allgather and broadcast are reduced, by their argument `grad_op`; None: as the dialect has it.
+    """Return how the gradients of allgather and broadcast are reduced, given `grad_op`; None: the dialect decides.
 
     Raises:
-        ValueError: It is neither Sum nor Average.
+        ValueError: `op` is neither Sum nor Average.
     """
     if op is None:
         op = ReduceOp.AVERAGE if speaks_horovod() else ReduceOp.SUM
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ValueError(f"grad_op={op!r}: gradients are reduced with Sum or Average.")
+        raise ValueError(f"grad_op={op!r}: gradients can be reduced with Sum or Average.")
     return Reducing(op)
 
 
 def reduced_alike(call: Call) -> bool:
-    """Whether gradients are reduced as the tensors were, which needs no tensors kept; always in Horovod's dialect."""
+    """Return whether gradients are reduced like the tensors, so that no tensors are kept; true in Horovod's dialect."""
     return call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE) or speaks_horovod()
 
 
 def _total(call: Call, grads: Sequence[torch.Tensor], reducing: Reducing) -> Tensors:
+    """Reduce gradients over the ranks."""
     return compressed_allreduce(grads, call.name_of("gradient"), reducing, call.process_set, Compression.none)
 
 
-def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> Tensors:
-    """Derivatives of Min, Max and Product, for which every rank needs everyone's inputs."""
+def _through_nonlinear(call: Call, inputs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> Tensors:
+    """Return the gradients of Min, Max and Product, which are not linear: every rank needs all ranks' inputs."""
     reducing = call.reducing
     if reducing.op is ReduceOp.ADASUM:
         raise NotImplementedError("op=Adasum has no derivative; call it on detached tensors.")

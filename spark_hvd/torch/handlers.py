@@ -1,8 +1,9 @@
-"""How the parts of a TorchState are saved, restored and sent: a handler for each kind of thing."""
+"""How the parts of a TorchState are saved, restored and sent: one handler class for each kind of value."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,7 @@ from spark_hvd.transport.torch_private import with_versions
 
 
 class StateHandler:
-    """Saves, restores and synchronizes one value; the base of users' own handlers, as in Horovod.
+    """Saves, restores and synchronizes one value; the base class of users' handlers, as in Horovod.
 
     A direct subclass implements `save`, `restore` and `sync`.
 
@@ -35,11 +36,11 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy of the value, for :meth:`restore`."""
+        """Keep a copy of the value for :meth:`restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last copy; it may be called before there is one."""
+        """Go back to the last copy; may be called before there is one."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -47,7 +48,7 @@ class StateHandler:
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Handle another value from now on."""
+        """Replace the value."""
         self.value = value
 
 
@@ -60,46 +61,55 @@ class StateDictHandler(StateHandler):
 
     __module__ = "spark_hvd.torch.elastic"
 
-    copies = False
-    """Whether :meth:`load` only copies from the tensors it is given, from whatever device."""
+    @property
+    def copies(self) -> bool:
+        """Whether :meth:`load` only copies from its tensors, whatever their device."""
+        return False
 
     reloads = True
-    """Whether the value may be half used, as an iterator is: then each sync has it load its state on every rank."""
+    """Whether the value may be half used, as an iterator: then each sync makes it load its state on every rank."""
 
     def state(self) -> Any:
-        """The state to save and send: dicts, lists and tuples of tensors, which may be the value's own."""
+        """Return the state to save and send: dicts, lists and tuples of tensors, which may be the value's own."""
         return self.value.state_dict()
 
     def load(self, state: Any) -> None:
-        """Load a result of :meth:`state`, of this process or another; its tensors may be kept."""
+        """Load a result of :meth:`state`, from this process or another; may keep its tensors."""
         self.value.load_state_dict(state)
 
     def misfit(self, skeleton: Any) -> str | None:
-        """Why the value could not load what has this skeleton (tensors are :class:`TensorRef`); None if it could."""
+        """Return why the value cannot load a state with this skeleton (tensors are :class:`TensorRef`), or None."""
         return None
 
     def stable(self) -> Collection[Hashable]:
-        """Keys of the tensors that only a step of the value changes, an optimizer."""
+        """Return keys of tensors that only a step of the value, an optimizer, changes."""
         return ()
 
     def interrupted(self) -> None:
-        """The function that uses the value is about to be left, in order; :meth:`renewed` follows in the next world."""
+        """Prepare for leaving the function that uses the value; :meth:`renewed` follows in the next world."""
 
     def renewed(self) -> None:
-        """The value has been restored, or made equal on all ranks."""
+        """Act after the value has been restored or synchronized."""
 
 
 class ModelStateHandler(StateDictHandler):
-    """Handles a torch.nn.Module: its parameters, and its buffers if they are persistent."""
+    """Handles a torch.nn.Module: its parameters, and its persistent buffers."""
 
     __module__ = "spark_hvd.torch.elastic"
 
-    copies = True
     reloads = False
 
     def __init__(self, value: Any) -> None:
         require_no_tables(value, "a TorchState")
         super().__init__(value)
+
+    @property
+    def copies(self) -> bool:
+        # A module may keep what it is given of anything else: an extra state, or the sums of a metric.
+        places = chain(
+            self.value.named_parameters(remove_duplicate=False), self.value.named_buffers(remove_duplicate=False)
+        )
+        return bool(self.value.state_dict().keys() <= {name for name, _ in places})
 
     def state(self) -> Any:
         return dict(self.value.state_dict())
@@ -114,7 +124,7 @@ class ModelStateHandler(StateDictHandler):
 class OptimizerStateHandler(StateDictHandler):
     """Handles a torch.optim.Optimizer, including a DistributedOptimizer. Gradients are not part of the state.
 
-    A restore or a sync sets them to None, so that no gradient from before is added to the next.
+    A restore or a sync sets them to None, so that no earlier gradient is added to the next one.
     """
 
     __module__ = "spark_hvd.torch.elastic"
@@ -131,7 +141,7 @@ class OptimizerStateHandler(StateDictHandler):
     def misfit(self, skeleton: Any) -> str | None:
         ours = [len(group["params"]) for group in self.value.param_groups]
         theirs = [len(group["params"]) for group in skeleton["param_groups"]]
-        return None if ours == theirs else f"it has parameter groups of {ours} parameters here, of {theirs} there"
+        return None if ours == theirs else f"its parameter groups have {ours} parameters here, {theirs} there"
 
     def stable(self) -> Collection[Hashable]:
         params = [param for group in self.value.param_groups for param in group["params"]]
@@ -150,23 +160,23 @@ class SamplerStateHandler(StateDictHandler):
     __module__ = "spark_hvd.torch.elastic"
 
     def renewed(self) -> None:
-        """Deal out what is left among the ranks that are there now."""
+        """Distribute the rest of the epoch among the present ranks."""
         self.value.reset()
 
 
 @runtime_checkable
 class LoopStateful(Protocol):
-    """A loader that tells whether the loop over it has ended: a loader of a data set of the run."""
+    """A loader of one of the run's data sets: it can tell whether the loop over it has ended."""
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """Where it stands, for a loop that is entered again."""
+        """Return its position, for a loop that is entered again."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Have the next iteration go on from there."""
+        """Make the next iteration continue from there."""
 
 
 class LoaderStateHandler(StateDictHandler):
-    """Handles a loader of a data set of the run: its place in the epoch."""
+    """Handles a loader of one of the run's data sets: its position in the epoch."""
 
     __module__ = "spark_hvd.torch.elastic"
 
@@ -174,19 +184,19 @@ class LoaderStateHandler(StateDictHandler):
         return self.value.loop_state_dict()
 
     def interrupted(self) -> None:
-        """Stay where the loop is, which ends with the function."""
+        """Keep the position of the loop, which ends with the function."""
         self.load(self.state())
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with a state dict."""
+    """An object with a state dict."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it is made of."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Become what that was made of."""
+        """Load a result of :meth:`state_dict`."""
 
 
 Registry = list[tuple[type, type[StateHandler]]]
@@ -202,11 +212,11 @@ _registry: Registry = [
 
 _PROTOCOLS = (LoopStateful, Stateful)
 _PLAIN = {bool, int, float, str, bytes, type(None), tuple, list, dict}
-"""What a loop assigns at every step, and what has no `state_dict`: to look for one takes longer than the assignment."""
+"""Types without a `state_dict` that loops assign at every step: looking for one takes longer than the assignment."""
 
 
 def get_handler_registry() -> Registry:
-    """The list of (class, handler class) pairs; the first match is used. You may change the list."""
+    """Return the list of (class, handler class) pairs; the first match is used. You may change the list."""
     return _registry
 
 
@@ -217,7 +227,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_of(value: Any) -> StateHandler | None:
-    """A new handler for a value; None for a plain object."""
+    """Return a new handler for a value; None for a plain object."""
     if isinstance(value, type):
         return None
     plain = type(value) in _PLAIN
@@ -226,7 +236,7 @@ def handler_of(value: Any) -> StateHandler | None:
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first tensor by name whose dtype or shape differs between two states, and how; None if none does."""
+    """Describe the first tensor, by name, whose dtype or shape differs between two states; None if none does."""
     for name in sorted(mine.keys() | theirs.keys()):
         here, there = _described(mine.get(name)), _described(theirs.get(name))
         if here != there:

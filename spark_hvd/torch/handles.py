@@ -1,67 +1,58 @@
-"""Handles, as the ``_async`` functions return them and poll and synchronize take them: ints in Horovod's dialect."""
+"""The handles that the ``_async`` functions return and that poll and synchronize accept: ints in Horovod's dialect."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.context.standing import current, speaks_horovod, standing
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
 
 
 class NumberedHandle(int):
-    """A handle in Horovod's dialect: an int, for which an equal one serves as well, with the methods of ours."""
+    """A handle in Horovod's dialect: an int with the methods of our handles; any equal int works as well."""
 
     def poll(self) -> bool:
         """See NamedHandle.poll."""
         return poll(cast(NamedHandle[Any], self))
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See NamedHandle.wait; the second time it is None, as :func:`synchronize` is."""
+        """Wait as NamedHandle.wait does; the second call returns None, as :func:`synchronize` does."""
         return _wait(self, timeout)
 
     synchronize = wait
 
 
-def numbered(start: Callable[P, NamedHandle[T]]) -> Callable[P, NamedHandle[T]]:
-    """A function that starts a collective: its handle is an int where the dialect is Horovod's."""
-
-    @functools.wraps(start)
-    def started(*args: P.args, **kwargs: P.kwargs) -> NamedHandle[T]:
-        handle = start(*args, **kwargs)
-        if not speaks_horovod():
-            return handle
-        number = NumberedHandle(next(_numbers))
-        current().handles[number] = handle
-        return cast(NamedHandle[T], number)
-
-    return started
+def numbered(handle: NamedHandle[T]) -> NamedHandle[T]:
+    """Return what the caller of a collective gets: the handle, or an int in Horovod's dialect."""
+    if not speaks_horovod():
+        return handle
+    number = NumberedHandle(next(_numbers))
+    current().handles[number] = handle
+    return cast(NamedHandle[T], number)
 
 
 def poll(handle: NamedHandle[Any]) -> bool:
-    """Whether :func:`synchronize` would return or raise at once.
+    """Return whether :func:`synchronize` would return or raise at once.
 
     Raises:
         TypeError: `handle` is not a handle.
-        ValueError: In Horovod's dialect: an int that is no handle of this world, or has been waited for.
+        ValueError: In Horovod's dialect, the int is not a handle of this world, or has been waited for.
     """
     found = _found(handle)
     if found is None:
-        raise ValueError(f"handle {handle!r} is none of this world, or was waited for already")
+        raise ValueError(f"handle {handle!r} does not belong to this world, or was already waited for")
     return found.poll()
 
 
 def synchronize(handle: NamedHandle[T]) -> T:
     """Wait for an asynchronous collective and return its result; see NamedHandle.wait.
 
-    In Horovod's dialect a handle is an int and can be waited for once: the second time the result is None.
+    In Horovod's dialect a handle is an int and can be waited for once: a second call returns None.
 
     Raises:
         TypeError: `handle` is not a handle.
@@ -84,5 +75,5 @@ def _found(handle: Any) -> NamedHandle[Any] | None:
     if isinstance(handle, int) and speaks_horovod():
         return current().handles.get(handle)
     if not isinstance(handle, NamedHandle):
-        raise TypeError(f"expected a handle, as the _async functions return it; got {handle!r}.")
+        raise TypeError(f"expected a handle from an _async function; got {handle!r}.")
     return handle

@@ -1,4 +1,4 @@
-"""The collectives that move elements without computing, with Horovod's signatures, and barrier and join."""
+"""The collectives that move elements without computing, barrier and join, with Horovod's signatures."""
 
 from __future__ import annotations
 
@@ -69,13 +69,12 @@ def allgather(
     return apply(Allgather, [tensor], Call(name, process_set, gradients_by(grad_op)))[0]
 
 
-@numbered
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
     """Start an :func:`allgather`; the handle's wait() returns the new tensor. Not differentiable."""
     require_tensor(tensor)
-    return start_allgather([tensor], name, process_set, single_result)
+    return numbered(start_allgather([tensor], name, process_set, single_result))
 
 
 def grouped_allgather(
@@ -90,13 +89,12 @@ def grouped_allgather(
     return apply(Allgather, tensors, Call(name, process_set, gradients_by(grad_op))) if tensors else []
 
 
-@numbered
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[Tensors]:
     """Start a :func:`grouped_allgather`."""
     require_tensors(tensors)
-    return start_allgather(tensors, name, process_set, all_results) if tensors else NamedHandle.ended([])
+    return numbered(start_allgather(tensors, name, process_set, all_results) if tensors else NamedHandle.ended([]))
 
 
 def broadcast(
@@ -125,13 +123,12 @@ def broadcast(
     return apply(Broadcast, [tensor], Call(name, process_set, gradients_by(grad_op), root_rank=root_rank))[0]
 
 
-@numbered
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
     """Start a :func:`broadcast`; the handle's wait() returns the new tensor. Not differentiable."""
     require_tensor(tensor)
-    return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=False)
+    return numbered(start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=False))
 
 
 def broadcast_(
@@ -142,13 +139,12 @@ def broadcast_(
     return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
 
 
-@numbered
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
     """Start to overwrite a tensor with the root's; do not use it before the handle's wait()."""
     require_tensor(tensor)
-    return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True)
+    return numbered(start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True))
 
 
 def alltoall(
@@ -178,7 +174,6 @@ def alltoall(
     return rows if splits is None else (rows, counts)
 
 
-@numbered
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -187,7 +182,7 @@ def alltoall_async(
 ) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
     """Start an :func:`alltoall`; wait() always returns both the rows received and the number from each rank."""
     require_tensor(tensor)
-    return start_alltoall(tensor, splits, name, process_set)
+    return numbered(start_alltoall(tensor, splits, name, process_set))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -1,4 +1,4 @@
-"""``prepare``: what trains in one process trains on all ranks; the four things that are easy to forget, in one line."""
+"""``prepare`` makes a program for one process train on all ranks, by four steps that are easy to forget."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
         objects: Modules, optimizers and DataLoaders.
         root_rank: The rank whose weights and optimizer state all ranks get.
         seed: Seed of the order of samples if a loader shuffles; the same on all ranks.
-        options: For DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
+        options: Options of DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
 
     Returns:
         The objects in the same order, or the object itself if there is one. Models and optimizers are those passed; a
@@ -58,7 +58,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
                 f"argument {number} of hvd.prepare is a {type(each).__name__}: expected models, optimizers and "
                 "DataLoaders. Leave others out: schedulers of a prepared optimizer need no change"
             )
-    loaders = {id(each): _dealt_out(each, seed) for each in objects if isinstance(each, DataLoader)}
+    loaders = {id(each): _sharded(each, seed) for each in objects if isinstance(each, DataLoader)}
     models = [each for each in objects if isinstance(each, torch.nn.Module)]
     for model in models:
         if not _reduces_itself(model):
@@ -85,14 +85,14 @@ def _prepare_optimizer(
 
 
 def _reduces_itself(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is one of torch's wrappers that broadcast weights and average gradients."""
+    """Return whether the model, or a part of it, is a torch wrapper that broadcasts weights and averages gradients."""
     return any(
         base.__module__.startswith(_REDUCE_THEMSELVES) for module in model.modules() for base in type(module).__mro__
     )
 
 
 class _EpochSampler(DistributedSampler[int]):
-    """Goes on to the next epoch by itself; ``set_epoch`` still says which is next."""
+    """Moves on to the next epoch by itself; ``set_epoch`` can still choose the next one."""
 
     def __iter__(self) -> Iterator[int]:
         order = super().__iter__()
@@ -100,31 +100,31 @@ class _EpochSampler(DistributedSampler[int]):
         return order
 
 
-def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """A copy that gives this rank's share."""
+def _sharded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a copy that loads this rank's share."""
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
     if isinstance(sampler, DistributedSampler | ElasticSampler):
         return loader
     why = None
     if isinstance(loader.dataset, IterableDataset):
-        why = "an IterableDataset: let its __iter__ give each rank its share, by hvd.rank() and hvd.size()"
+        why = "an IterableDataset: its __iter__ must select each rank's share, by hvd.rank() and hvd.size()"
     elif batches is not None and type(batches) is not BatchSampler:
-        why = f"a batch_sampler of its own, {type(batches).__name__}: let that share batches out"
+        why = f"a batch_sampler of its own, {type(batches).__name__}: it must divide the batches"
     elif (
         type(sampler) not in (RandomSampler, SequentialSampler)
         or getattr(sampler, "replacement", False)
         or len(sampler) != len(loader.dataset)  # type: ignore[arg-type]
     ):
-        why = f"a sampler of its own, {type(sampler).__name__}: let that share samples out"
+        why = f"a sampler of its own, {type(sampler).__name__}: it must divide the samples"
     if why is not None:
         raise ValueError(
-            f"hvd.prepare cannot deal out the samples of a DataLoader with {why}. Then leave the loader out"
+            f"hvd.prepare cannot divide the samples of a DataLoader with {why}. Then do not pass the loader"
         )
     own = _EpochSampler(
         loader.dataset, num_replicas=size(), rank=rank(), shuffle=isinstance(sampler, RandomSampler), seed=seed
     )
-    # A copy keeps whatever arguments there are, those of a subclass too; the class refuses assignment, object does not.
+    # A copy keeps all arguments, even a subclass's. DataLoader refuses assignment, but object does not.
     shared = copy.copy(loader)
     shared._iterator = None
     object.__setattr__(shared, "sampler", own)

@@ -55,8 +55,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new tensor.
 
-    It is differentiable: gradients of Average and Sum are reduced in the same way, those of Min and Max go to the ranks
-    that hold the extreme, in equal parts, and that of Product is the product of the others. Adasum has none.
+    It is differentiable: gradients of Average and Sum are reduced in the same way; those of Min and Max go to the ranks
+    that hold the extreme, in equal parts; that of Product is the product of the others. Adasum has no derivative.
 
     Args:
         tensor: The same shape and dtype on every rank; any stride.
@@ -71,7 +71,7 @@ def allreduce(
 
     Raises:
         NotInitializedError: Before init().
-        TypeError: The reduction does not exist for this dtype.
+        TypeError: The reduction does not support this dtype.
         ValueError: `op` and `average` are both given, or this rank is not in the process set.
         MismatchError: Ranks made different calls under this name. Raised on every rank; the world stays usable.
         DuplicateNameError: A call of this rank under this name has not ended.
@@ -83,7 +83,6 @@ def allreduce(
     return apply(Allreduce, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
-@numbered
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -97,7 +96,7 @@ def allreduce_async(
 
     Asynchronous calls are not differentiable.
     """
-    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
+    return numbered(_start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False))
 
 
 def allreduce_(
@@ -115,7 +114,6 @@ def allreduce_(
     ).wait()
 
 
-@numbered
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -126,7 +124,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
     """Start to reduce a tensor in place; do not use it before the handle's wait(). See :func:`allreduce`."""
-    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+    return numbered(_start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True))
 
 
 def _start(
@@ -141,7 +139,7 @@ def _start(
     in_place: bool,
     urgent: bool = False,
 ) -> NamedHandle[torch.Tensor]:
-    if average is None:  # a call like the one before by this name is checked already
+    if average is None:  # a repeated call with this name was checked before
         given = ReduceOp.AVERAGE if op is None else op, prescale, postscale
         queue = queue_of(process_set)
         handle = queue.again("allreduce", name, tensor, given, single_result, in_place=in_place, urgent=urgent)
@@ -168,7 +166,6 @@ def grouped_allreduce(
     return apply(Allreduce, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
-@numbered
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -182,8 +179,8 @@ def grouped_allreduce_async(
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
-        return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=False)
+        return numbered(NamedHandle.ended([]))
+    return numbered(start_allreduce(tensors, name, reducing, process_set, all_results, in_place=False))
 
 
 def grouped_allreduce_(
@@ -200,7 +197,6 @@ def grouped_allreduce_(
     return handle.wait()
 
 
-@numbered
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -214,8 +210,8 @@ def grouped_allreduce_async_(
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
-        return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=True)
+        return numbered(NamedHandle.ended([]))
+    return numbered(start_allreduce(tensors, name, reducing, process_set, all_results, in_place=True))
 
 
 def reducescatter(
@@ -237,7 +233,6 @@ def reducescatter(
     return apply(ReduceScatter, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
-@numbered
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -249,7 +244,7 @@ def reducescatter_async(
     """Start a :func:`reducescatter`; the handle's wait() returns this rank's share."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_reducescatter([tensor], name, reducing, process_set, single_result)
+    return numbered(start_reducescatter([tensor], name, reducing, process_set, single_result))
 
 
 def grouped_reducescatter(
@@ -267,7 +262,6 @@ def grouped_reducescatter(
     return apply(ReduceScatter, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
-@numbered
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -279,14 +273,16 @@ def grouped_reducescatter_async(
     """Start a :func:`grouped_reducescatter`."""
     reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
+    return numbered(
+        start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
+    )
 
 
 def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
-    """The reduction that Horovod's two arguments ask for; a warning is for the caller so many frames up.
+    """Return the reduction that Horovod's two arguments select; ``stacklevel`` is that of a deprecation warning.
 
     Raises:
-        ValueError: both are given, or `op` is no reduction.
+        ValueError: both are given, or `op` is not a reduction.
     """
     if average is not None:
         if op is not None:
@@ -296,7 +292,7 @@ def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) ->
     if op is None:
         return ReduceOp.AVERAGE
     if not isinstance(op, ReduceOp):
-        raise ValueError(f"op={op!r} is no reduction; pass Average, Sum, Min, Max, Product or Adasum.")
+        raise ValueError(f"op={op!r} is not a reduction; pass Average, Sum, Min, Max, Product or Adasum.")
     return op
 
 
@@ -324,7 +320,7 @@ def sparse_allreduce_async(
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"expected a sparse COO tensor, got {kind}; dense tensors go by allreduce_async.")
+        raise TypeError(f"expected a sparse COO tensor, got {kind}; use allreduce_async for dense tensors.")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op={op!r}: sparse tensors can be reduced with Average or Sum.")
     mine = tensor.detach().coalesce()
@@ -337,8 +333,8 @@ def sparse_allreduce_async(
                 f"sparse_allreduce of tensors of different shapes: {sorted(map(tuple, shapes.tolist()))}."
             )
         if op is ReduceOp.AVERAGE:
-            values = values / shapes.shape[0]  # the ranks that contributed
-        # Coalescing adds up the elements that several ranks have.
+            values = values / shapes.shape[0]  # divides by the number of ranks that contributed
+        # Coalescing adds up elements that several ranks have.
         return torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False).coalesce()
 
     return start_allgather([mine.indices().t().contiguous(), mine.values(), shape], name, process_set, result)

@@ -1,4 +1,4 @@
-"""ElasticSampler: deals the samples of an epoch to however many ranks there are, in one order for all numbers."""
+"""ElasticSampler divides the samples of an epoch among any number of ranks, in an order that does not depend on it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of a dataset, each once per epoch over all ranks, even if the number of ranks changes.
 
     The order of an epoch is a permutation that depends only on (seed, epoch, length of the dataset). Its first
-    `processed_num` indices have been processed. The rest is dealt out: with n ranks, rank r gets the indices at places
-    r, r + n, r + 2n, ... of the rest. With batches of b, the ranks together process consecutive blocks of n * b; if
-    n * b stays the same, the blocks are the same for any number of ranks.
+    `processed_num` indices have been processed. The rest is divided: of n ranks, rank r gets the indices at positions
+    r, r + n, r + 2n, ... of the rest. With batches of b, the ranks together process consecutive blocks of n * b; if n
+    * b stays the same, the blocks are the same for any number of ranks.
 
-    :meth:`reset` deals out the rest again. `TorchState` calls it on a restore, a sync and a change of members, so the
-    sampler must be part of the state. Until then, every iteration gives the same indices.
+    :meth:`reset` divides the rest again. `TorchState` calls it on a restore, a sync and a change of members, so the
+    sampler must be part of the state. Until then, every iteration yields the same indices.
 
-    All ranks get the same number of indices. The end of an epoch may lack up to n - 1 indices for that: they are taken
-    from the beginning of the permutation, or, with `drop_last`, the incomplete last round is left out.
+    All ranks get the same number of indices. If the last round is incomplete, up to n - 1 indices from the beginning of
+    the permutation complete it, or, with `drop_last`, it is left out.
 
     Args:
         dataset: Anything with a length, the same on all ranks.
@@ -66,7 +66,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         elif 0 < len(self.dataset) <= self.processed_num:
             warnings.warn(
                 f"set_epoch({epoch}): all samples of this epoch are processed, so there is nothing to iterate over. "
-                f"Go on with set_epoch({epoch + 1}).",
+                f"Continue with set_epoch({epoch + 1}).",
                 stacklevel=2,
             )
         self.reset()
@@ -86,7 +86,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and how much of it is processed, for :meth:`load_state_dict`."""
+        """Return the epoch and its progress, for :meth:`load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal out the rest of the epoch among the current ranks.
+        """Divide the rest of the epoch among the current ranks.
 
         Raises:
             NotInitializedError: Before init().

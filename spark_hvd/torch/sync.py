@@ -1,4 +1,4 @@
-"""Starting alike: parameters and optimizer state of one rank for all, at the start or after loading a checkpoint."""
+"""Gives all ranks one rank's parameters and optimizer state, at the start or after loading a checkpoint."""
 
 from __future__ import annotations
 
@@ -91,33 +91,35 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if speaks_horovod() and not received["optimizer"]["state"]:
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # what its step on a fresh optimizer leaves there
+                parameter.grad = torch.zeros_like(parameter)  # as a step on a fresh optimizer leaves it
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a ``state_dict()`` without a change of dtypes.
+    """Load a ``state_dict()`` without changing dtypes.
 
     torch casts state tensors to their parameter's dtype, and so loses state that is kept in higher precision. Tensors
     of ``state`` may become the optimizer's own.
     """
     optimizer.load_state_dict(state)
+    if not {"state", "param_groups"} <= state.keys():
+        return  # an optimizer with a layout of its own
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for key, value in state["state"].get(number, {}).items():
-            optimizer.state[param][key] = _as_it_was(optimizer.state[param][key], value)
+            optimizer.state[param][key] = _restored(optimizer.state[param][key], value)
 
 
-def _as_it_was(loaded: Any, value: Any) -> Any:
-    """What torch has made of a value of the state, with what it changes on the way: dtypes, and all text."""
+def _restored(loaded: Any, value: Any) -> Any:
+    """Undo torch's changes to a loaded state value: to its dtype, and to text."""
     if isinstance(value, str):
-        return value  # torch takes it for a collection of others, and makes "<generator object ...>" of it
+        return value  # torch takes text for a collection, and makes "<generator object ...>" of it
     if isinstance(value, torch.Tensor):
         return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
     if isinstance(value, dict):
-        return {key: _as_it_was(loaded[key], part) for key, part in value.items()}
+        return {key: _restored(loaded[key], part) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_as_it_was(*pair) for pair in zip(loaded, value, strict=True))
+        return type(value)(_restored(*pair) for pair in zip(loaded, value, strict=True))
     return loaded
 
 
@@ -135,8 +137,8 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
-                f"params has {type(tensor).__name__} under {name!r}; expected {wanted}. Other objects go by "
-                "broadcast_object."
+                f"params has {type(tensor).__name__} under {name!r}; expected {wanted}. Use broadcast_object "
+                "for other objects."
             )
         require_dense(tensor)
     require_places(tensor for _, tensor in named if not is_local(tensor))
@@ -173,4 +175,4 @@ def _difference(wanted: Description, other: Description, root_rank: int, rank: i
     extra = [name for name, _, _ in other if name not in known]
     if extra:
         return f"{extra[0]!r} of rank {rank} is missing on rank {root_rank}"
-    return f"the parameters of rank {rank} come in another order than those of rank {root_rank}"
+    return f"the parameters of rank {rank} are in a different order from those of rank {root_rank}"

@@ -1,4 +1,4 @@
-"""Batch normalization whose statistics are those of all ranks' batches joined."""
+"""Batch normalization with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SyncBatchNorm(BatchNormBase):
 
     In training mode, every rank must call it, and run backward through it, equally often and in the same order. Forward
     and backward each cost one small all-reduce. Batches may differ in size, and may be empty on some ranks. In eval
-    mode, and in a world of one, nothing is sent and the module behaves as torch's BatchNorm. Modules of different ranks
-    are matched by the order in which each rank made its SyncBatchNorms, over all its models.
+    mode, and in a world of one, nothing is sent and the module behaves like torch's BatchNorm. Modules of different
+    ranks match by the order in which each rank made its SyncBatchNorms, over all its models.
 
     As with torch's SyncBatchNorm, the input's gradient is that of the sum of all ranks' losses. The gradients of weight
     and bias are this rank's share, which DistributedOptimizer reduces as usual. Double backward is not supported.
@@ -62,7 +62,7 @@ class SyncBatchNorm(BatchNormBase):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # Ranks build their models alike, so the n-th module here is the n-th on every rank.
+        # Ranks build the same models, so the n-th module here is the n-th on every rank.
         self._number = ordinal("sync_batch_norm")
 
     @classmethod
@@ -111,7 +111,7 @@ class SyncBatchNorm(BatchNormBase):
         self._check_input_dim(input)
         output: torch.Tensor
         output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, link)  # type: ignore[no-untyped-call]
-        # Reading the count means waiting for a GPU. A rank with two values knows that the joined batch is large enough.
+        # Reading the count means waiting for a GPU. With two values of its own, a rank knows that there are enough.
         at_least = int(count) if _values(input) < 2 else 2
         if at_least == 1:
             raise ValueError(
@@ -144,7 +144,7 @@ class SyncBatchNorm(BatchNormBase):
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What is sent between ranks: all of it by the two methods below."""
+    """The communication between ranks, by the two methods below."""
 
     name: str
     process_set: ProcessSet
@@ -154,10 +154,10 @@ class _Link:
         return len(queue_of(self.process_set).ranks)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Every rank's row, shape (ranks, len(row)).
+        """Return every rank's row, shape (ranks, len(row)).
 
-        By a sum in which each rank fills its own row: an allgather would exchange shapes first, for which the host must
-        wait. A rank that has called join() leaves zeros, a count of zero among them.
+        This is a sum in which each rank fills its own row: an allgather would exchange shapes first, for which the host
+        would wait. A rank that has called join() leaves zeros, including a count of zero.
         """
         table = row.new_zeros((self.size, len(row)))
         table[queue_of(self.process_set).ranks.index(basics.rank())] = row
@@ -171,7 +171,7 @@ class _Link:
 
 
 class _Normalize(torch.autograd.Function):
-    """Gives the output and, for the running statistics, the joined mean and variance (C,) and count (), float64."""
+    """Computes the output and, for the running statistics, the joined mean and variance (C,) and count (), float64."""
 
     @staticmethod
     def forward(
@@ -182,7 +182,7 @@ class _Normalize(torch.autograd.Function):
         deviations = None
         if _has_kernels(x):
             x = _dense(x)
-            here, invstd = torch.batch_norm_stats(x, 0.0)  # of no variance it is 0, by their convention
+            here, invstd = torch.batch_norm_stats(x, 0.0)  # by their convention, 0 if there is no variance
             squares = torch.where(invstd == 0, invstd, values / invstd.square())
         else:
             here = x.mean(_dims(x), dtype=wide) if values else x.new_zeros(channels, dtype=wide)
@@ -229,12 +229,12 @@ class _Normalize(torch.autograd.Function):
             deviations = x - _along(mean, x)
             sums = torch.stack([grad.sum(_dims(x), dtype=mean.dtype), (grad * deviations).sum(_dims(x))])
         grad_x = grad_weight = grad_bias = None
-        # Whether the input needs a gradient is a property of the model, so all ranks take the same way here.
+        # Whether the input needs a gradient depends on the model, so all ranks take the same branch.
         if ctx.needs_input_grad[0]:
             grad_mean, slope = (ctx.link.total(sums) / divisor).unbind()
             if deviations is None:
                 wide_weight = None if weight is None else weight.to(mean.dtype)
-                one = torch.ones(1, dtype=torch.int32, device=x.device)  # they are divided already
+                one = torch.ones(1, dtype=torch.int32, device=x.device)  # the sums are divided already
                 means = grad_mean.contiguous(), slope.contiguous()
                 grad_x = torch.batch_norm_backward_elemt(grad, x, mean, invstd, wide_weight, *means, one)
             else:
@@ -242,7 +242,7 @@ class _Normalize(torch.autograd.Function):
                 deviations.mul_(_along(-slope * invstd.square(), x)).add_(grad).sub_(_along(grad_mean, x))
                 grad_x = deviations.mul_(_along(scale, x)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = sums[1] * invstd  # autograd rounds it to the parameter's dtype, if that is narrower
+            grad_weight = sums[1] * invstd  # autograd rounds it to the parameter's dtype if that is narrower
         if ctx.needs_input_grad[2]:
             grad_bias = sums[0]
         return grad_x, grad_weight, grad_bias, None, None
@@ -253,30 +253,30 @@ def _is_local(module: torch.nn.Module | None) -> TypeGuard[BatchNormBase]:
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
-    """Whether torch's kernels for its own SyncBatchNorm serve: a pass each, where the formulas below take several.
+    """Return whether torch's kernels for its own SyncBatchNorm apply: one pass each, where the formulas take several.
 
-    They are for CUDA alone, and for at least one value. What is exchanged and how it is joined stays ours:
+    They need CUDA and at least one value. We exchange and join the statistics ourselves:
     batch_norm_gather_stats_with_counts divides by zero for ranks without values, unless the host looks for them.
     """
     return x.is_cuda and x.numel() > 0
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """In one of the memory formats of those kernels."""
+    """Return the tensor in one of the memory formats of those kernels."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x if x.is_contiguous(memory_format=formats.get(x.dim(), torch.contiguous_format)) else x.contiguous()
 
 
 def _values(x: torch.Tensor) -> int:
-    """How many values each channel has here."""
+    """Return how many values each channel has on this rank."""
     return math.prod(x.shape[:1] + x.shape[2:])
 
 
 def _dims(x: torch.Tensor) -> list[int]:
-    """All dimensions but the channels'."""
+    """Return all dimensions except the channels'."""
     return [0, *range(2, x.dim())]
 
 
 def _along(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A vector (C,) in the shape that is broadcast along the channels of x."""
+    """Reshape a vector (C,) so that it broadcasts along the channels of x."""
     return vector.view(-1, *[1] * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""What every transport offers: collectives over one fixed set of ranks, matched by the order of the calls."""
+"""The interface of every transport: collectives over one fixed set of ranks, matched by the order of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReduceOp(Enum):
-    """How elements of the ranks are reduced to one."""
+    """The reduction that combines the elements of all ranks into one."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -32,19 +32,19 @@ class Handle(Protocol[T_co]):
     def wait(self) -> T_co:
         """Block until the collective has ended, and return its result; a second call returns the same result.
 
-        For tensors on a GPU the current stream waits, not the host.
+        For tensors on a GPU, the current stream waits and not the host.
 
         Raises:
-            CollectiveError: A peer or the network failed, or the process group's timeout is over.
+            CollectiveError: A peer or the network failed, or the process group's timeout has expired.
         """
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once."""
+        """Return whether :meth:`wait` would return or raise at once."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, as soon as :meth:`wait` would return or raise at once; from whatever thread.
+        """Call `callback` once, as soon as :meth:`wait` would return or raise at once; from any thread.
 
-        The callback must be short and must not call the communicator. :meth:`done` may lag behind it a little.
+        The callback must be short and must not call the communicator. :meth:`done` may become true a little later.
         """
 
 
@@ -52,69 +52,69 @@ class Handle(Protocol[T_co]):
 class Communicator(Protocol):
     """Collectives over a set of ranks. Every rank calls the same methods in the same order.
 
-    Tensors may be of any dtype, shape (0-dim and empty included) and stride. Unless a method says otherwise, the
-    result is a new tensor, which carries no gradient.
+    Tensors may have any dtype, shape (including 0-dim and empty) and stride. Unless a method says otherwise, the result
+    is a new tensor without a gradient.
 
-    Reductions: a bool tensor's SUM and MAX are any, its MIN and PRODUCT are all. An integer AVERAGE truncates toward
-    zero. There is no AVERAGE of bool, and no MIN or MAX of complex numbers (TypeError). Elements that the wire cannot
-    carry (16-bit integers, 8-bit floats ...) are widened for the way and narrowed afterwards.
+    Reductions: for bool, SUM and MAX mean any, MIN and PRODUCT mean all. An integer AVERAGE truncates toward zero.
+    AVERAGE of bool, and MIN or MAX of complex numbers, raise TypeError. Elements that the transport cannot carry
+    (16-bit integers, 8-bit floats ...) are widened before sending and narrowed afterwards.
     """
 
     rank: int
-    """This process' rank among the members, from 0."""
+    """This process's rank among the members, from 0."""
     size: int
     """Number of ranks."""
     fact_device: torch.device
-    """Where small facts and pickles travel: the CPU, or a GPU if the transport serves no CPU tensors."""
+    """Device for small facts and pickles: the CPU, or a GPU if the transport does not support CPU tensors."""
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched before.
+        """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched until then.
 
-        Shapes and dtypes are not compared across ranks: that would cost a message.
+        Shapes and dtypes are not compared across ranks, because that would cost a message.
 
         Raises:
-            TypeError: `op` does not exist for this dtype.
+            TypeError: `op` does not support this dtype.
         """
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
-        """Concatenate all ranks' tensors along dimension 0, which may differ by rank; a 0-dim tensor counts as one row.
+        """Concatenate all ranks' tensors along dimension 0, whose size may differ; a 0-dim tensor counts as one row.
 
-        dtypes and shapes are not compared across ranks.
+        Dtypes and shapes are not compared across ranks.
 
         Args:
-            tensor: Mine.
-            rows: The rows of every rank's tensor.
+            tensor: This rank's tensor.
+            rows: The number of rows of every rank's tensor.
         """
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
-        """Overwrite `tensor` in place with the one of `root_rank`; the result is `tensor` itself.
+        """Overwrite `tensor` in place with `root_rank`'s; the result is `tensor` itself.
 
         Shapes and dtypes are not compared across ranks.
 
         Raises:
-            ValueError: `root_rank` is no rank.
+            ValueError: `root_rank` is not a rank.
         """
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
-        """Reduce over all ranks and keep my share of the rows; the first ``rows % size`` ranks get one more row.
+        """Reduce over all ranks and keep this rank's share of rows; the first ``rows % size`` ranks get one more row.
 
         Shapes and dtypes are not compared across ranks.
 
         Raises:
             ValueError: `tensor` is 0-dim.
-            TypeError: `op` does not exist for this dtype.
+            TypeError: `op` does not support this dtype.
         """
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
         """Send `splits[i]` rows to rank i; the result is the received rows in rank order.
 
-        dtypes, shapes and splits are not compared across ranks.
+        Dtypes, shapes and splits are not compared across ranks.
 
         Args:
             tensor: At least 1-dim.
-            splits: Rows for each rank, summing up to the rows of `tensor`.
-            received: How many rows each rank sends me.
+            splits: Rows for each rank; they add up to the rows of `tensor`.
+            received: Rows that each rank sends to this one.
         """
 
     def barrier(self) -> Handle[None]:
-        """End when every rank has called it."""
+        """Complete when every rank has called it."""

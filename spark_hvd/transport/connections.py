@@ -1,8 +1,8 @@
-"""Cuts the connections of a Gloo process group, which Gloo cannot do itself: what is under way on it fails at once.
+"""Aborts the connections of a Gloo process group, which Gloo cannot do: collectives in flight on it fail at once.
 
-Without that, a collective that waits for a rank which has stopped or left goes on waiting until the group's timeout,
-and so does whoever destroys the group. A connection is known by its two addresses: it is the group's if it has come up
-while the group was made, and one of them is that at which a member's Gloo listens for the others.
+Otherwise a collective that waits for a rank that has stopped or left waits until the group's timeout, and so does
+destroying the group. A connection is identified by its two addresses. It belongs to the group if it came up while the
+group was made, and if one of its addresses is one at which a member's Gloo listens for the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Address = tuple[str, int]
 
 
 def sockets() -> Sockets:
-    """The sockets of this process, by file descriptor."""
+    """Return the sockets of this process, by file descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -37,28 +37,28 @@ def sockets() -> Sockets:
 
 
 def since(before: Sockets) -> Sockets:
-    """Those sockets of this process that were not there before."""
+    """Return the sockets of this process that did not exist before."""
     return {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
 
 class Abortable(Protocol):
-    """What carries collectives, and can stop doing so."""
+    """Something that carries collectives and can be aborted."""
 
     def abort(self) -> None:
-        """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
+        """Fail everything in flight on this rank, and on the others where possible. From any thread."""
 
 
 class Forkable(Abortable, Protocol):
-    """What a child of the rank's process inherits, and must not keep."""
+    """Something that a forked child inherits and must give up."""
 
     def forked(self) -> None:
-        """This is a child of the rank's process, which must not outlive it for the others."""
+        """Give up everything in a child of the rank's process: other ranks must not see it outlive the rank."""
 
 
 class Connections(Abortable):
     """The connections of one process group.
 
-    ``of_group`` tells whether a connection is the group's, by its two addresses, mine first.
+    ``of_group`` returns whether a connection is the group's, given its two addresses, this side's first.
     """
 
     def __init__(self, candidates: Sockets, of_group: Callable[[Address, Address], bool] = lambda *_: True) -> None:
@@ -67,9 +67,10 @@ class Connections(Abortable):
 
     @classmethod
     def since(cls, before: Sockets, group: dist.ProcessGroup, listeners: Sequence[Address] = ()) -> Connections:
-        """Find those of a new group; collective over it. There are none if it has no Gloo.
+        """Find the connections of a new group; collective over it. There are none if it has no Gloo backend.
 
-        ``before`` is what :func:`sockets` gave before; ``listeners`` are where Gloo has listened for longer.
+        ``before`` is an earlier result of :func:`sockets`. ``listeners`` are addresses where Gloo already listened
+        then.
         """
         if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
@@ -80,7 +81,7 @@ class Connections(Abortable):
         return cls(fresh, lambda mine, other: mine in here or other in known)
 
     def abort(self) -> None:
-        """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
+        """End them in both directions; Gloo still closes their file descriptors. From any thread."""
         for ends, (fd, inode) in _ends(self._candidates).items():
             if self._of_group(*ends):
                 with contextlib.suppress(OSError), _opened(fd, inode) as end:
@@ -88,7 +89,7 @@ class Connections(Abortable):
 
 
 class Several(Abortable):
-    """What is aborted together. Parts are aborted in order."""
+    """Several things that are aborted together, in order."""
 
     def __init__(self, parts: Sequence[Abortable]) -> None:
         self._parts = parts
@@ -100,20 +101,20 @@ class Several(Abortable):
 
 
 def cut_to(addresses: Set[Address]) -> None:
-    """End this process' connections to some addresses, in both directions. From any thread."""
+    """End this process's connections to some addresses, in both directions. From any thread."""
     Connections(sockets(), lambda _, other: (other[0].removeprefix("::ffff:"), other[1]) in addresses).abort()
 
 
 def cut_among(candidates: Sockets) -> None:
-    """End those TCP connections that are among some sockets, in both directions. From any thread."""
+    """End the TCP connections among some sockets, in both directions. From any thread."""
     Connections(candidates).abort()
 
 
 def answer(candidates: Sockets, size: int) -> None:
-    """Connect to those of Gloo's listeners that are among some sockets, in place of peers that never will.
+    """Connect to Gloo's listeners among some sockets, in place of peers that never will.
 
-    Gloo does not look after a listener that is waited for: it would wait until the group's timeout. Here it gets the
-    connections that it waits for, which then end.
+    Gloo gives up on a connection that it expects only after the group's timeout. Here it gets the connections that it
+    expects, and they end at once.
 
     Args:
         candidates: The sockets.
@@ -130,7 +131,7 @@ def answer(candidates: Sockets, size: int) -> None:
 
 
 def listening(candidates: Sockets) -> list[Address]:
-    """Where those among sockets listen that do."""
+    """Return the addresses at which some of these sockets listen."""
     found = []
     for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:
@@ -145,16 +146,16 @@ def _listens(end: socket.socket) -> bool:
 
 
 def _opened(fd: int, inode: int) -> socket.socket:
-    """A second file descriptor of a socket; OSError if its owner has closed it, and the number is another's by now."""
+    """Return a duplicate of a socket. Raise OSError if its owner has closed it and the number was reused."""
     own = os.dup(fd)
     if os.stat(own).st_ino != inode:
         os.close(own)
-        raise OSError(f"file descriptor {fd} is another's")
+        raise OSError(f"file descriptor {fd} belongs to another socket")
     return socket.socket(fileno=own)
 
 
 def _ends(candidates: Sockets) -> dict[tuple[Address, Address], tuple[int, int]]:
-    """The TCP connections among sockets: by their addresses, mine first."""
+    """Return the TCP connections among some sockets by their addresses, this side's first."""
     found = {}
     for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:

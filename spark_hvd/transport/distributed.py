@@ -22,25 +22,25 @@ _OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 
-# torch 2.13 renamed two functions and warns of the old names.
+# torch 2.13 renamed two functions and warns about the old names.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MPI_BACKEND = "mpi4py"
-"""Our backend's name; torch has taken "mpi" for one that its wheels do not have."""
+"""Our backend's name; torch has reserved "mpi" for one that its wheels do not have."""
 
 PADDED_LIMIT = 1 << 20
-"""Bytes of the whole result up to which uneven rows are padded: one collective, at the price of sending padding."""
+"""Maximum bytes of a result for which uneven rows are padded: one collective, at the price of sending the padding."""
 
 
 class TorchCommunicator(Communicator):
-    """Collectives over a process group of torch.distributed, which others may use as well.
+    """Collectives over a process group of torch.distributed, which may have other users.
 
-    The group's backends are chosen by the device of each tensor.
+    The device of each tensor selects the group's backend.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Use a process group, the default one if None; it is not closed with the communicator."""
+        """Use a process group, or the default one if None; the communicator does not close it."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -68,7 +68,7 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allreduce", [work], finish)
 
     def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
-        # Neither Gloo nor NCCL multiplies complex numbers.
+        # Neither Gloo nor NCCL can multiply complex numbers.
         gathered = dense.new_empty((self.size, *dense.shape))
         work = self._start(
             "allreduce", lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self.group, async_op=True)
@@ -92,7 +92,7 @@ class TorchCommunicator(Communicator):
             )
             return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
-        if self._over_mpi:  # which moves uneven parts by itself
+        if self._over_mpi:  # MPI itself moves uneven parts
             parts = list(torch.split(as_bytes(out), [count * row_bytes for count in rows]))
             work = self._start("allgather", lambda: dist.all_gather(parts, as_bytes(dense), self.group, async_op=True))
             return self._pending(dense, "allgather", [work], lambda: out)
@@ -164,7 +164,7 @@ class TorchCommunicator(Communicator):
             if op is ReduceOp.AVERAGE:
                 divide(mine, self.size, tensor.dtype)
             result = restore(mine)
-            return result.clone() if over_gloo else result  # not to keep everyone's rows alive
+            return result.clone() if over_gloo else result  # a clone, so as not to keep all ranks' rows alive
 
         return self._pending(tensor, "reducescatter", [work], finish)
 
@@ -173,7 +173,7 @@ class TorchCommunicator(Communicator):
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
-        if row_bytes == 0:  # on every rank; rows may be none on some ranks only
+        if row_bytes == 0:  # true on every rank, whereas the number of rows may be 0 on some ranks only
             return FinishedHandle(out)
         work = self._start(
             "alltoall",
@@ -189,12 +189,12 @@ class TorchCommunicator(Communicator):
         return self._pending(tensor, "alltoall", [work], lambda: out)
 
     def barrier(self) -> Handle[None]:
-        # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
+        # Not dist.barrier: if there are GPUs, it would start NCCL for a program that never uses it.
         token = torch.zeros(1, device=self.fact_device)
         work = self._start("barrier", lambda: dist.all_reduce(token, group=self.group, async_op=True))
 
         def finish() -> None:
-            token.cpu()  # for NCCL wait() only orders the stream; a barrier holds up the host
+            token.cpu()  # with NCCL, wait() only orders the stream, but a barrier must block the host
 
         return self._pending(token, "barrier", [work], finish)
 

@@ -1,4 +1,4 @@
-"""Which elements travel in which form: what gloo and NCCL cannot carry or reduce is viewed or widened for the way."""
+"""The form in which elements are sent: what Gloo and NCCL cannot carry or reduce is viewed or widened."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WIDER = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-# A sum of small integers leaves their range though the average never does.
+# A sum of small integers can leave their range, though the average never does.
 _WIDER_FOR_AVERAGE = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
-_AS_THEY_ARE = {
+_UNCHANGED = {
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -47,31 +47,31 @@ Restore = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether the elements are whole numbers; bool is none."""
+    """Return whether the elements are whole numbers; bool does not count."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 @functools.cache
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise an UnsupportedDtypeError if this reduction does not exist for this dtype."""
-    if dtype not in _AS_THEY_ARE and dtype not in _WIDER:
+    """Raise an UnsupportedDtypeError if this reduction does not support this dtype."""
+    if dtype not in _UNCHANGED and dtype not in _WIDER:
         raise UnsupportedDtypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
     if op is ReduceOp.AVERAGE and dtype == torch.bool:
         raise UnsupportedDtypeError(
-            "op=Average does not exist for torch.bool; use Max (any), Min (all), or convert the tensor."
+            "op=Average does not support torch.bool; use Max (any), Min (all), or convert the tensor."
         )
     if op is ReduceOp.ADASUM and not dtype.is_floating_point:
-        raise UnsupportedDtypeError(f"op=Adasum does not exist for {dtype}: it needs floating-point gradients.")
+        raise UnsupportedDtypeError(f"op=Adasum does not support {dtype}: it needs floating-point gradients.")
     if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise UnsupportedDtypeError(f"op={op.name.title()} does not exist for {dtype}: complex numbers have no order.")
+        raise UnsupportedDtypeError(f"op={op.name.title()} does not support {dtype}: complex numbers have no order.")
 
 
 def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp, Restore]:
-    """Give a contiguous tensor the form in which a backend can reduce it.
+    """Convert a contiguous tensor to a form that a backend can reduce.
 
     Returns:
-        The tensor to reduce, which shares memory with the argument where it can; the reduction to run on it, which is
-        SUM for AVERAGE (see :func:`divide`); how to get elements of the original dtype back.
+        The tensor to reduce, which shares memory with the argument if possible; the reduction to run on it, which is
+        SUM for AVERAGE (see :func:`divide`); and a function that restores the original dtype.
     """
     dtype = tensor.dtype
     wire_op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
@@ -79,7 +79,7 @@ def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp,
         anyone = op in (ReduceOp.SUM, ReduceOp.MAX)
         return tensor.view(torch.uint8), ReduceOp.MAX if anyone else ReduceOp.MIN, lambda t: t.view(torch.bool)
     if dtype == torch.uint64:
-        # Two's complement: sums and products have the same bits; for the order, the sign bit is turned over.
+        # Two's complement: sums and products have the same bits; to keep the order, the sign bit is flipped.
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             flipped = tensor.view(torch.int64) ^ _SIGN_BIT
             return flipped, wire_op, lambda t: (t ^ _SIGN_BIT).view(torch.uint64)
@@ -93,10 +93,10 @@ def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp,
 
 
 def _ordered(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Integers in the order of floating-point numbers, where NaN wins: no backend's own comparison lets it through."""
+    """Map floats to integers in the same order, with NaN as the extreme: no backend's own comparison keeps NaN."""
     wide = tensor if tensor.itemsize >= 4 else tensor.float()
     numbers = _mirrored(wide.view(_INTEGER_OF[wide.dtype]))
-    limits = torch.iinfo(numbers.dtype)  # each is the integer of a NaN
+    limits = torch.iinfo(numbers.dtype)  # both limits are integers of a NaN
     return numbers.masked_fill_(wide.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
 
 
@@ -105,13 +105,13 @@ def _unordered(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _mirrored(numbers: torch.Tensor) -> torch.Tensor:
-    """Turn the order of negative numbers over: those of floats descend as integers. It is its own inverse."""
+    """Reverse the order of negative numbers, because floats descend where integers ascend. It is its own inverse."""
     limits = torch.iinfo(numbers.dtype)
     return numbers ^ ((numbers >> limits.bits - 1) & limits.max)
 
 
 def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
-    """The element that changes nothing when it is reduced with others."""
+    """Return the neutral element of a reduction."""
     if op is ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -126,11 +126,11 @@ def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
 
 
 def divide(tensor: torch.Tensor, size: int, dtype: torch.dtype | None = None) -> None:
-    """Make an average out of a sum, in place; integers are truncated toward zero, as in Horovod.
+    """Turn a sum into an average, in place; integers are truncated toward zero, as in Horovod.
 
-    ``dtype`` is that of what was summed, where the sum has another, as of :func:`to_wire`.
+    ``dtype`` is the dtype of the summands, if the sum has another one, as from :func:`to_wire`.
     """
-    if dtype == torch.uint64:  # int64 has its bits; the half of it is not negative
+    if dtype == torch.uint64:  # int64 has the same bits; half of it is not negative
         half = ((tensor >> 1) & torch.iinfo(torch.int64).max).div_(size, rounding_mode="trunc").mul_(2)
         tensor.sub_(half * size).div_(size, rounding_mode="trunc").add_(half)
     elif is_integer(tensor.dtype):
@@ -140,19 +140,19 @@ def divide(tensor: torch.Tensor, size: int, dtype: torch.dtype | None = None) ->
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as a flat uint8 tensor: every backend moves bytes."""
-    # view(uint8) refuses 0-dim tensors, and a stride other than 1 also where there is one element or none.
+    """View the memory of a contiguous tensor as a flat uint8 tensor: every backend can move bytes."""
+    # view(uint8) refuses 0-dim tensors, and strides other than 1 even where there are fewer than two elements.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def to_dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor without its gradient, and the same or a copy with plain contiguous memory."""
+    """Return the tensor without its gradient, and the same or a copy in plain contiguous memory."""
     mine = tensor.detach()
     dense = mine.resolve_conj().resolve_neg() if mine.is_complex() or mine.is_neg() else mine
     return mine, dense.contiguous()
 
 
 def copy_unless_shared(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another, unless that has the same memory."""
+    """Copy a tensor into another, unless they share memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)

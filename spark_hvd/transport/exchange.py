@@ -1,4 +1,4 @@
-"""Small facts that every rank tells every other, as JSON over a process group."""
+"""Exchanges small facts between all ranks, as JSON over a process group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spark_hvd.world.activity import activity
 _HEAD = 8
 """Bytes before a fact that give its length."""
 _ROOM = 248
-"""Bytes of a fact that travel at once; where one is longer, all go a second time."""
+"""Maximum bytes of a fact that are sent at once; if one is longer, all are sent a second time."""
 
 
 def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:
-    """Give every rank the facts of all ranks, in rank order; collective over `group`.
+    """Return the facts of all ranks in rank order; collective over `group`.
 
-    The fact is anything JSON can carry; ``device`` is one of the group's, ``about`` its name for whoever watches the
-    run.
+    A fact is anything that JSON can carry. ``device`` is one of the group's. ``about`` is the name under which whoever
+    watches the run sees this exchange.
     """
     with activity.waiting(about, tuple(dist.get_process_group_ranks(group))):
         return _exchange(fact, group, device)
@@ -37,7 +37,7 @@ def _exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list
         longest = max(_length(each) for each in rows)
         if longest <= room:
             return [json.loads(each[_HEAD : _HEAD + _length(each)]) for each in rows]
-        room = longest  # which every rank knows now
+        room = longest  # now known to every rank
 
 
 def _length(row: bytes) -> int:
@@ -45,10 +45,10 @@ def _length(row: bytes) -> int:
 
 
 def _rows(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The rows of all ranks; over Gloo by way of the first rank.
+    """Return the rows of all ranks; over Gloo they go through the first rank.
 
-    Gloo gathers in a ring, in which every rank wakes up for the row of every other: with n ranks n² messages one after
-    the other, which took most of the start of many ranks on one host. By way of one rank they are 2 n.
+    Gloo gathers in a ring, in which every rank wakes up for every other rank's row: n² messages one after another for n
+    ranks, which took most of the start-up of many ranks on one host. Through one rank there are 2 n messages.
     """
     if mine.device.type != "cpu" or "gloo" not in str(dist.get_backend_config(group)):
         return torch.stack(all_gather(mine, group))
@@ -61,10 +61,10 @@ def _rows(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Tensors of one shape and dtype of all ranks, in rank order; collective over `group`.
+    """Gather tensors of one shape and dtype from all ranks, in rank order; collective over `group`.
 
     Raises:
-        RuntimeError: As the backend raises it when a peer or the network failed.
+        RuntimeError: A peer or the network failed; the backend raises this.
     """
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(rows, mine, group=group, async_op=True)

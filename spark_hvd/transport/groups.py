@@ -1,4 +1,4 @@
-"""The process groups of process sets: made by their members alone, and destroyed with the set or the world."""
+"""The process groups of process sets: only members make them, and they are destroyed with the set or the world."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from spark_hvd.transport.registry import ConnectionRegistry
 
 GROUP_PREFIX = "spark_hvd."
-"""What the names of all process groups made here begin with."""
+"""Prefix of the names of all process groups made here."""
 
 
 _Made = tuple[dist.ProcessGroup, list[Address]]
-"""A new group, and where Gloo listens for it, if it has done so for longer."""
+"""A new group, and the addresses at which Gloo listened for it already."""
 
 
 class Groups:
     """The process groups of one world.
 
     A collective gives up on its peers after ``timeout`` seconds. With ``owns_default_group``, all other process groups
-    end with the world, too. ``registry`` is that of an elastic world, where all connections are to be known; None:
-    there is none.
+    also end with the world. ``registry`` is an elastic world's registry, which must know all connections; None: there
+    is none.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Groups:
         self._listeners: list[Address] = []
 
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
-        """A process group of a process set; each of its ranks must call this, in the same order.
+        """Make a process group for a process set; each of its ranks must call this, in the same order.
 
-        ``process_set_id`` is 0 for all ranks; ``ranks`` are numbers in the world, ascending. With ``gloo_threads``,
-        Gloo alone with so many threads; None: the world's backends.
+        ``process_set_id`` is 0 for the world; ``ranks`` are numbers in the world, ascending. With ``gloo_threads``, the
+        group has only Gloo with that many threads; None: the world's backends.
         """
         if self._registry is None:
             return self._make(process_set_id, ranks, gloo_threads)[0]
@@ -57,14 +57,14 @@ class Groups:
     def make_known(
         self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None
     ) -> tuple[dist.ProcessGroup, Connections]:
-        """As :meth:`make`, with the group's connections; that costs an exchange."""
+        """Do :meth:`make`, and return the group's connections too, which costs an exchange."""
         return self._known(lambda: self._make(process_set_id, ranks, gloo_threads))
 
     def make_slice(self, process_set_id: int, ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup, Connections]:
-        """A process group of some of a process set's ranks; each of these alone must call this.
+        """Make a process group for some of a process set's ranks; exactly these must call this.
 
-        The name is the same on all of them, and in use for no other group of the set. ``process_set_id`` is 0 for all
-        ranks; ``ranks`` are numbers in the world, ascending.
+        The name must be the same on all of them, and unused within the set. ``process_set_id`` is 0 for the world;
+        ``ranks`` are numbers in the world, ascending.
         """
         full = f"{GROUP_PREFIX}{process_set_id}.{name}"
         made = self._known(lambda: self._group(full, ranks))
@@ -90,7 +90,7 @@ class Groups:
         listeners: list[Address] = []
 
         def shared() -> list[Any]:
-            """Gloo's devices for all groups of the world: each has a thread that wakes up a hundred times a second."""
+            """Return Gloo's devices for all groups of the world: each has a thread that wakes 100 times a second."""
             if not self._devices:
                 before = sockets()
                 self._devices = gloo_devices()
@@ -98,36 +98,36 @@ class Groups:
             listeners.extend(self._listeners)
             return self._devices
 
-        # In elastic worlds what listens for a group is looked for among what has come with it, so each has its own.
+        # An elastic world searches a new group's own sockets for its listener, so each group has its own device.
         devices = shared if self._registry is None else gloo_devices
         timeout = timedelta(seconds=self.timeout)
         return process_group(name, ranks, self._kv, timeout, gloo_threads, devices), listeners
 
     def keep(self, process_set_id: int, pipes: Forkable) -> None:
-        """Keep pipes between a process set's ranks, which end with its groups."""
+        """Keep pipes between a process set's ranks until its groups end."""
         self._pipes.setdefault(process_set_id, []).append(pipes)
         if self._registry is not None:
             self._registry.add(pipes)
 
     def forked(self) -> None:
-        """This is a child of the rank's process."""
+        """Give up all pipes in a child of the rank's process."""
         for pipes in self._pipes.values():
             for each in pipes:
                 each.forked()
 
     def of(self, process_set_id: int) -> list[dist.ProcessGroup]:
-        """The groups of a process set, in the order in which they were made."""
+        """Return the groups of a process set, in the order in which they were made."""
         return list(self._made.get(process_set_id, []))
 
     def destroy(self, process_set_id: int) -> None:
-        """Destroy those of a process set; its number is never used again."""
+        """Destroy the groups of a process set; its number is never reused."""
         for pipes in self._pipes.pop(process_set_id, []):
             pipes.abort()
         for group in [*self._slices.pop(process_set_id, []), *self._made.pop(process_set_id, [])]:
             dist.destroy_process_group(group)
 
     def forget(self) -> None:
-        """Keep none alive: torch has destroyed all, with the default group."""
+        """Drop all references: torch has destroyed the groups with the default group."""
         for pipes in self._pipes.values():
             for each in pipes:
                 each.abort()

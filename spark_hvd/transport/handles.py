@@ -1,4 +1,4 @@
-"""The handles of collectives: one that has ended already, and one that waits for torch.distributed."""
+"""The handles of collectives: finished ones, and those that wait for torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "out of memory")
 
 
 class FinishedHandle(Handle[T]):
-    """A collective that has ended already."""
+    """A collective that has already ended."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -45,10 +45,10 @@ class PendingHandle(Handle[T]):
         finish: Callable[[], T],
         groups: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
-        """Take over works under way.
+        """Create a handle for works in flight.
 
-        ``finish`` makes the result, once, when all have ended. ``groups`` are those of works on the CPU, which may have
-        to be given up with their world.
+        ``finish`` makes the result, once, when all works have ended. ``groups`` are those of works on the CPU, which
+        may have to be abandoned with their world.
         """
         self._groups = groups
         self._name = name
@@ -91,13 +91,13 @@ class PendingHandle(Handle[T]):
 
 
 class JointHandle(Handle[list[Any]]):
-    """Several collectives under way as one."""
+    """Several collectives in flight, as one."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles
 
     def wait(self) -> list[Any]:
-        """See base class; the results in order."""
+        """Return the results in order; see base class."""
         return [handle.wait() for handle in self._handles]
 
     def done(self) -> bool:
@@ -108,7 +108,7 @@ class JointHandle(Handle[list[Any]]):
 
 
 def when_all_done(whens: Sequence[Callable[[Callable[[], None]], None]], callback: Callable[[], None]) -> None:
-    """Call back once, when all have called back, from the thread of the last; at once if there are none."""
+    """Call back once, from the thread of the last part, when all have called back; at once if there are none."""
     left, lock = len(whens), threading.Lock()
     if not left:
         callback()
@@ -126,15 +126,15 @@ def when_all_done(whens: Sequence[Callable[[Callable[[], None]], None]], callbac
 
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:
-    """What to raise from an error of torch.distributed: a CollectiveError, but a lack of memory stays what it is."""
+    """Return a CollectiveError for an error of torch.distributed; a lack of memory stays what it is."""
     if is_out_of_memory(error):
         return error
     return CollectiveError(f"{name} failed on rank {dist.get_rank() if dist.is_initialized() else '?'}: {error}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this rank lacks memory, on its host or its GPU: no peer's fault, and no use in trying again."""
+    """Return whether this rank lacks memory on its host or GPU, which is no peer's fault and which no retry helps."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # torch's allocator of host memory, and CUDA's error as NCCL passes it on, have no class of their own.
+    # torch's host allocator, and CUDA errors that NCCL passes on, have no exception class of their own.
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

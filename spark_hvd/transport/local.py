@@ -1,4 +1,4 @@
-"""The communicator of a world of one: nothing travels, and the results are those of the general rule for size 1."""
+"""The communicator of a world of one: it sends nothing, and its results follow the general rules for size 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_hvd.transport.shapes import require_dense, require_root, require_rows
 
 
 class LocalCommunicator(Communicator):
-    """A communicator of one rank: every collective has ended when it is called."""
+    """A communicator of one rank: every collective has ended as soon as it is called."""
 
     rank, size, fact_device = 0, 1, torch.device("cpu")
 

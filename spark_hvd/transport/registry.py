@@ -1,10 +1,12 @@
-"""All connections of one elastic world, so that another thread can end them at once, also while they are being made.
+"""All connections of one elastic world, so that another thread can end them at once, even while they are being made.
 
-A rank that has stopped keeps its sockets and says nothing. Whoever waits for it in a collective is freed by cutting the
-connections of the process groups. While a group is being made they are not known yet, and there is more to wait for:
-keys of the key-value store, and peers that were to connect to a listener of Gloo's. Then every connection is cut that
-has come since, those to the store too, and the listeners are answered in place of the peers. That may hit a connection
-of a user's thread, if it was made in the few milliseconds that making a group takes, in a generation that breaks then.
+A rank that has stopped keeps its sockets and says nothing. To free whoever waits for it in a collective, the
+connections of the process groups are cut. While a group is being made, its connections are not known yet, and there is
+more to wait
+for: keys of the key-value store, and peers that should connect to Gloo's listeners. In that phase, every connection
+that was made since its start is cut, including those to the store, and the listeners are answered in place of the
+peers. This may hit a connection of a user's thread, if it was made in the few milliseconds that making a group takes,
+in a generation that breaks then.
 """
 
 from __future__ import annotations
@@ -24,31 +26,31 @@ if TYPE_CHECKING:
     from spark_hvd.world.layout import Endpoint
 
 _AGAIN_SECONDS = 0.05
-"""Seconds between two cuts, while a group is being made: its sockets come one after the other."""
+"""Seconds between two cuts while a group is being made: its sockets come one after another."""
 
 
 class ConnectionRegistry:
-    """See the module's description."""
+    """The connections of one generation of an elastic world."""
 
     def __init__(self, generation: int, endpoint: Endpoint | None, size: int) -> None:
         self.generation = generation
         self.broken: str | None = None
-        """Why they were cut."""
+        """Why they were cut; None if they were not."""
         self._size = size
         self._store = set[tuple[str, int]]()
         if endpoint is not None:
             found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             self._store = {(str(each[4][0]), endpoint.port) for each in found}
-        self._lock = threading.Lock()  # a listener is told of a cut once, whether it came before or after
-        self._cutting = threading.Lock()  # held over a cut: what is made after establishing() is not to be hit
+        self._lock = threading.Lock()  # so that a listener hears of a cut once, whether it came before or after the cut
+        self._cutting = threading.Lock()  # held during a cut, which must not hit what is made after establishing()
         self._known: list[Abortable] = []
         self._listeners: list[Callable[[str], None]] = []
         self._before: Sockets | None = None
-        """While a group is being made: the sockets that there were."""
+        """The sockets that existed before, while a group is being made."""
 
     @contextlib.contextmanager
     def establishing(self) -> Iterator[None]:
-        """Within this context process groups are made, and what they wait for is cut too.
+        """Within this context, make process groups; an abort also cuts what they wait for.
 
         Raises:
             CollectiveError: The connections were aborted, or a peer or the network failed.
@@ -68,17 +70,17 @@ class ConnectionRegistry:
                 raise
             raise CollectiveError(f"the ranks could not meet: {error}") from error
         finally:
-            with self._cutting:  # or it would cut what comes next
+            with self._cutting:  # otherwise it would cut what comes next
                 self._before = None
         self._require_whole()
 
     def add(self, known: Abortable) -> None:
-        """These are the connections of a process group that has been made."""
+        """Add the connections of a process group that has been made."""
         with self._lock:
             self._known.append(known)
 
     def on_abort(self, listener: Callable[[str], None]) -> None:
-        """Tell this listener also that they were cut, and why; in the thread that cuts."""
+        """Tell this listener as well when the connections are cut, and why; in the thread that cuts."""
         with self._lock:
             self._listeners.append(listener)
             text = self.broken
@@ -86,7 +88,7 @@ class ConnectionRegistry:
             listener(text)
 
     def abort(self, text: str) -> None:
-        """End all connections; the first text is the one that is told. From any thread."""
+        """End all connections; the first text is the one that is reported. From any thread."""
         with self._lock:
             if self.broken is None:
                 self.broken = text
@@ -95,10 +97,10 @@ class ConnectionRegistry:
             listener(text)
         self._cut()
         if self._before is not None:
-            # In a thread of its own, which ends with what is being made: the caller has others to hear from.
-            threading.Thread(target=self._go_on_cutting, name="spark_hvd-abort", daemon=True).start()
+            # In its own thread, which ends with the making of the group: the caller must listen to others.
+            threading.Thread(target=self._keep_cutting, name="spark_hvd-abort", daemon=True).start()
 
-    def _go_on_cutting(self) -> None:
+    def _keep_cutting(self) -> None:
         while self._before is not None:
             time.sleep(_AGAIN_SECONDS)
             self._cut()
@@ -108,7 +110,7 @@ class ConnectionRegistry:
             known = list(self._known)
         for each in known:
             each.abort()
-        # Where no file descriptor is left, what is being made is looked at again in a moment.
+        # If no file descriptor is left, try again in a moment.
         with self._cutting, contextlib.suppress(OSError):
             if self._before is not None:
                 cut_to(self._store)

@@ -1,4 +1,4 @@
-"""How ranks that a launcher started find each other: through a key-value store that all of them reach."""
+"""How ranks that a launcher started find each other: through a key-value store that all of them can reach."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from spark_hvd.world.layout import Endpoint, World, WorldLayout
 
 @contextmanager
 def meeting(rank: int, size: int) -> Iterator[None]:
-    """Turn what torch raises when ranks do not find each other into a CollectiveError."""
+    """Turn torch's errors into a CollectiveError if ranks do not find each other."""
     try:
         yield
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} of {size} could not meet the other ranks: {error}. Check that all {size} ranks were started "
-            "and that their hosts reach each other; for gloo, GLOO_SOCKET_IFNAME names the network interface."
+            "and that their hosts can reach each other; for gloo, GLOO_SOCKET_IFNAME names the network interface."
         ) from error
 
 
 def all_gather_facts(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
     """Publish a fact and collect those of all ranks, in rank order.
 
-    The fact is anything JSON can carry; ``kv`` was not used for this before.
+    The fact is anything that JSON can carry; ``kv`` must not have been used for this before.
 
     Raises:
-        CollectiveError: A rank did not publish its own within the store's timeout.
+        CollectiveError: A rank did not publish its fact within the store's timeout.
     """
     with meeting(rank, size):
         kv.set(f"fact/{rank}", json.dumps(fact))
@@ -42,7 +42,7 @@ def all_gather_facts(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
 
 
 def launched_world(env: LaunchEnv) -> tuple[World, Store]:
-    """The world that torchrun's variables describe, and the store that torchrun or rank 0 serves.
+    """Return the world that torchrun's variables describe, and the store that torchrun or rank 0 serves.
 
     Raises:
         CollectiveError: The other ranks could not be reached.
@@ -58,7 +58,7 @@ def launched_world(env: LaunchEnv) -> tuple[World, Store]:
 
 
 def adopted_world(prefix: str) -> tuple[World, WorldLayout, Store]:
-    """The world of the default process group that the user initialised, and its store.
+    """Return the world of the default process group that the user initialised, and its store.
 
     ``prefix`` is for keys that have not been used before.
     """
@@ -76,10 +76,10 @@ def _layout(kv: Store, rank: int, size: int, host: str, node: str) -> WorldLayou
 
 
 def own_address(endpoint: Endpoint | None) -> str:
-    """The address of this host on the network over which it reaches an endpoint."""
+    """Return this host's address on the network through which it reaches an endpoint."""
     if endpoint is None:
         return socket.gethostbyname(socket.gethostname())
     family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the route
+        probe.connect(address)  # sends nothing: this only chooses the route
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""What may be sent, and how rows are shared out among ranks."""
+"""Which tensors can be sent, and how rows are divided among ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def split_fault(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """What is wrong with a call of alltoall; None: nothing."""
+    """Return what is wrong with a call of alltoall; None if nothing is."""
     if tensor.dim() == 0:
         return "its tensor is 0-dim and has no rows to split"
     if splits is None:
@@ -22,24 +22,24 @@ def split_fault(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -
 
 
 def even_rows(rows: int, size: int) -> list[int]:
-    """Share rows among ranks; the first ``rows % size`` ranks get one more."""
+    """Divide rows among ranks; the first ``rows % size`` ranks get one more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def require_root(root_rank: int, size: int) -> None:
     """Raise a ValueError unless `root_rank` is a rank."""
     if not 0 <= root_rank < size:
-        raise ValueError(f"root_rank={root_rank} is no rank of this world; expected 0 to {size - 1}.")
+        raise ValueError(f"root_rank={root_rank} is not a rank of this world; expected 0 to {size - 1}.")
 
 
 def require_rows(tensor: torch.Tensor, operation: str) -> None:
     """Raise a ValueError for a 0-dim tensor."""
     if tensor.dim() == 0:
-        raise ValueError(f"{operation} shares out rows, and a 0-dim tensor has none; pass tensor.reshape(1).")
+        raise ValueError(f"{operation} divides rows, and a 0-dim tensor has none; pass tensor.reshape(1).")
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Raise a TypeError for what has no plain memory to send: sparse, nested and quantized tensors, other devices."""
+    """Raise a TypeError for tensors without plain memory to send: sparse, nested, quantized, or on other devices."""
     if tensor.is_nested:
         raise TypeError(
             "a nested tensor cannot be sent; pass tensor.to_padded_tensor(0.0), or each of tensor.unbind()."
@@ -55,12 +55,12 @@ def require_dense(tensor: torch.Tensor) -> None:
 
 
 def require_places(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a ValueError for a tensor that cannot take a result, as several of its elements are one place in memory."""
+    """Raise a ValueError for a tensor that cannot hold a result because several elements share one place in memory."""
     for tensor in tensors:
         if not tensor.is_contiguous() and any(
             stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
         ):
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, as expand() makes it, has one "
-                "place in memory for several elements, and cannot take the result; pass tensor.contiguous()."
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, as expand() makes it, stores "
+                "several elements in one place and cannot hold the result; pass tensor.contiguous()."
             )

@@ -1,6 +1,6 @@
-"""The private torch names that we need, in one place to look at when torch moves.
+"""The private torch names that we need, in one place to check when torch changes.
 
-docs/versions.md lists them by version, tests/unit/test_private_names.py touches every one.
+docs/versions.md lists them by version, and tests/unit/test_private_names.py uses every one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-# Public in torch.distributed at run time, but torch's stubs export them here only.
+# Public in torch.distributed at run time, but torch's stubs export them only here.
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
@@ -32,27 +32,28 @@ BatchNormBase = batchnorm._BatchNorm
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that is under way has produced its last gradient.
+    """Run `callback` when the present backward pass has produced its last gradient.
 
-    To be called from a hook of that backward. An exception in `callback` is raised by `backward()`. This is how DDP and
-    FSDP2 end their backward, and there is no public way.
+    Call it from a hook of that backward. An exception in `callback` is raised by `backward()`. DDP and FSDP2 end their
+    backward in this way; there is no public way.
 
-    Reentrant checkpoints have backwards within the one that the user called, and a hook may first be called in there.
-    The end of such a one says nothing: who waits is passed on to the backward around it, by what that does next. Where
-    a checkpoint spans devices, autograd may end it on another device's thread, which knows of no backward around.
+    Reentrant checkpoints run backwards within the user's backward, and a hook may first be called in an inner one. The
+    end of an inner backward means nothing, so the callback moves on to the surrounding one, with that backward's next
+    operation. If a checkpoint spans devices, autograd may end it on another device's thread, where no surrounding
+    backward is known.
     """
     _EndOfBackward(callback).queue()
 
 
 class _EndOfBackward:
-    """No nested function: that would hold itself, and the reducer that it calls, until garbage is collected."""
+    """The callback as an object: a nested function would keep itself and its reducer alive until garbage collection."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
         self._waiting: list[Any] = []
 
     def queue(self, *_: Any) -> None:
-        """Have the backward that is under way call this at its end; for several hooks, of which one is enough."""
+        """Have the present backward call this at its end; one of several hooks is enough."""
         for handle in self._waiting:
             handle.remove()
         self._waiting.clear()
@@ -60,21 +61,21 @@ class _EndOfBackward:
         queue(self)
 
     def __call__(self) -> None:
-        around: Any = torch._C._current_autograd_node()
-        if around is not None:
-            functions = [node for node, _ in around.next_functions if node is not None]
+        outer: Any = torch._C._current_autograd_node()
+        if outer is not None:
+            functions = [node for node, _ in outer.next_functions if node is not None]
             self._waiting = [node.register_prehook(self.queue) for node in functions]
-        if not self._waiting:  # no backward is around this one, or a hook of a parameter has called it
+        if not self._waiting:  # no backward surrounds this one, or a parameter's hook has called it
             self._callback()
 
 
 def backward_under_way() -> int:
-    """The number of the backward pass that this thread runs; that of the innermost one if they are nested."""
+    """Return the number of the backward pass that this thread runs; of the innermost one if they are nested."""
     return torch._C._current_graph_task_id()
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target in one call, which spares Python a microsecond or two a tensor."""
+    """Copy each source into its target in one call, which saves Python a microsecond or two per tensor."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -84,42 +85,42 @@ def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def sums_of(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
-    """New tensors, each the sum of one of either list; see :func:`copy_all`."""
+    """Return new tensors, each the sum of one from either list; see :func:`copy_all`."""
     return list(torch._foreach_add(some, others))
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is on."""
+    """Return whether torch's profiler is on."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def users_of(storage: torch.UntypedStorage) -> int:
-    """How many tensors, Python's or torch's own, use some memory."""
+    """Return how many tensors, Python's or torch's own, use a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def changes(tensor: torch.Tensor) -> int:
-    """A number that grows whenever the tensor is written in place; not by a change through ``.data``."""
+    """Return a number that grows whenever the tensor is written in place, though not by a change through ``.data``."""
     return tensor._version
 
 
 def is_hooked(param: torch.Tensor) -> bool:
-    """Whether something is to run after each gradient of a parameter."""
+    """Return whether anything runs after each gradient of a parameter."""
     return bool(param._post_accumulate_grad_hooks)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory, and no others, while these live; also where there is no memory."""
+    """Return a key that tensors share exactly if they share memory, while they live; it also works without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a DTensor; None for other tensors."""
+    """Return this rank's part of a DTensor; None for other tensors."""
     return getattr(tensor, "_local_tensor", None)
 
 
 def with_local_part(tensor: Any, local: torch.Tensor) -> torch.Tensor:
-    """The DTensor with another local part, which may be on another device than its mesh, as for a checkpoint."""
+    """Return the DTensor with another local part, which may be on a device outside its mesh, as in a checkpoint."""
     names, meta = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, meta, tensor.shape, tensor.stride())
@@ -127,12 +128,12 @@ def with_local_part(tensor: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module | None]]:
-    """The parts of a module by name, one that has two names twice; ``named_children`` leaves out the second."""
+    """Return a module's children by name. One with two names appears twice, unlike in ``named_children``."""
     return list(module._modules.items())
 
 
 def with_versions(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A state_dict that `module` loads as its own: with the versions of the module's parts, if it knows them."""
+    """Return a state_dict that `module` loads as its own, with the versions of its parts if it knows them."""
     loaded = OrderedDict(state)
     if (versions := getattr(module.state_dict(), "_metadata", None)) is not None:
         loaded._metadata = versions  # type: ignore[attr-defined]
@@ -140,19 +141,19 @@ def with_versions(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str
 
 
 def default_group_store() -> Store:
-    """The store over which the default process group was initialised."""
+    """Return the store over which the default process group was initialised."""
     assert dist.is_initialized()
     return distributed_c10d._get_default_store()
 
 
 def cuda_backend(group: dist.ProcessGroup) -> Any:
-    """What carries a group's CUDA tensors: a ``ProcessGroupNCCL``, if the group has NCCL."""
+    """Return the backend for a group's CUDA tensors: a ``ProcessGroupNCCL``, if the group has NCCL."""
     return group._get_backend(torch.device("cuda"))
 
 
 @contextmanager
 def nccl_calls_together(backend: Any) -> Iterator[None]:
-    """Between NCCL's group calls, if that backend has them: torch's newer kinds of NCCL backends have none."""
+    """Run the context between NCCL's group calls, if the backend has them; torch's newer NCCL backends do not."""
     if not hasattr(backend, "_group_start"):
         yield
         return
@@ -164,17 +165,17 @@ def nccl_calls_together(backend: Any) -> Iterator[None]:
 
 
 def forget_names() -> None:
-    """Name process groups as if there had been none, after the default one could not be made.
+    """Restart the numbers of process groups, after the default one could not be made.
 
-    torch numbers them, and puts the number before the keys at which ranks look for each other. It counts those that
-    could not be made, and begins anew only when a default group is destroyed: ranks of which one has failed to make a
-    group and another has not would wait for each other at different keys for ever.
+    torch numbers groups, and prefixes the keys at which ranks meet with the number. It also counts groups that could
+    not be made, and restarts only when a default group is destroyed. So if one rank has failed to make a group and
+    another has not, they would wait for each other at different keys for ever.
     """
     distributed_c10d._world.group_count = 0
 
 
 def process_groups() -> list[Any]:
-    """All process groups of this process, with their stores."""
+    """Return all process groups of this process, with their stores."""
     return list(distributed_c10d._world.pg_map.items())
 
 
@@ -186,18 +187,18 @@ def process_group(
     gloo_threads: int | None = None,
     devices: Callable[[], list[Any]] | None = None,
 ) -> dist.ProcessGroup:
-    """A process group that some ranks of the world make without the others.
+    """Make a process group of some ranks of the world without the others.
 
-    ``dist.new_group(use_local_synchronization=True)`` is meant for that, but names the group after a count of groups
-    that ranks in different sets do not agree on, and then each waits at keys of its own.
+    ``dist.new_group(use_local_synchronization=True)`` is meant for this. But it names the group after a count of
+    groups, on which ranks in different sets disagree, so each would wait at keys of its own.
 
     Args:
-        name: The same on all of them, and in use for no other group.
-        ranks: In the world; each of them must call this.
-        store: A key-value store that they all reach.
-        timeout: Of its collectives.
-        gloo_threads: None for the backends of the default group; else Gloo alone, with this number of threads.
-        devices: Gives those of Gloo, if it is used; None for :func:`gloo_devices`.
+        name: The same on all of these ranks, and not in use for another group.
+        ranks: Numbers in the world; each of these ranks must call this.
+        store: A key-value store that they can all reach.
+        timeout: The timeout of its collectives.
+        gloo_threads: None for the backends of the default group; otherwise only Gloo, with this number of threads.
+        devices: Returns Gloo's devices, if Gloo is used; None for :func:`gloo_devices`.
     """
     backend, _ = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()]
     options = None
@@ -207,27 +208,27 @@ def process_group(
         options._timeout = timeout
         options._devices = (devices or gloo_devices)()
     group: dist.ProcessGroup
-    place, named_backend = list(ranks).index(dist.get_rank()), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        place,
+        list(ranks).index(dist.get_rank()),
         list(ranks),
-        named_backend,
+        distributed_c10d.Backend(backend),
         store,
         name,  # type: ignore[arg-type] # a NewType of str in new releases
         options,
         timeout=timeout,
     )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    # As new_group does it: for each rank of the world, its rank in the group.
+    distributed_c10d._world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
     return group
 
 
 _GLOO_THREADS = 2
-"""Torch's own choice."""
+"""torch's own choice."""
 
 
 def gloo_devices() -> list[Any]:
-    """New ones, as torch chooses them for a group without options: of the interfaces that GLOO_SOCKET_IFNAME names."""
+    """Make devices as torch does for a group without options: of the interfaces that GLOO_SOCKET_IFNAME names."""
     make = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names:
@@ -236,9 +237,9 @@ def gloo_devices() -> list[Any]:
 
 
 class _AllAtOnce(Store):
-    """The store of a Gloo group that is being made: the addresses of all its ranks come in one answer.
+    """The store for a Gloo group that is being made: it returns the addresses of all ranks in one answer.
 
-    Gloo asks for one after the other, twice: with n ranks n² questions, all of which one thread answers.
+    Gloo itself would ask for them one by one, twice: n² questions for n ranks, all of which one thread answers.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -264,10 +265,10 @@ class _AllAtOnce(Store):
 
 @functools.cache
 def _our_gloo() -> str:
-    """The name of a backend that is Gloo with the options that it is given: torch drops those of its own."""
+    """Register Gloo as a backend that obeys our options, and return its name; torch's own "gloo" ignores them."""
 
     def create(about: Any, options: Any) -> Any:
-        # Pairs that are connected later ask the store later.
+        # Pairs that connect lazily ask for addresses later, one at a time.
         lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
         store = about.store if lazy else _AllAtOnce(about.store, about.group_size)
         made = dist.ProcessGroupGloo(store, about.group_rank, about.group_size, options)
@@ -281,9 +282,9 @@ def _our_gloo() -> str:
 
 @contextmanager
 def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable[[Any], list[Any]]) -> Iterator[None]:
-    """Let ``torch.distributed.checkpoint`` exchange its plans and metadata by these functions, in this thread.
+    """Let ``torch.distributed.checkpoint`` exchange plans and metadata through these functions, in this thread.
 
-    Its own unpickle whatever comes. It has no way to be given others.
+    Its own functions unpickle whatever arrives, and there is no public way to replace them.
     """
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.utils import _DistWrapper
@@ -307,39 +308,40 @@ def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable
     thread = threading.get_ident()
     before = [user._DistWrapper for user in users]
 
-    def chosen(otherwise: Any) -> Callable[..., Any]:
-        return lambda *args, **options: (Wrapper if threading.get_ident() == thread else otherwise)(*args, **options)
+    def ours_in_this_thread(theirs: Any) -> Callable[..., Any]:
+        return lambda *args, **options: (Wrapper if threading.get_ident() == thread else theirs)(*args, **options)
 
-    for user, otherwise in zip(users, before, strict=True):
-        user._DistWrapper = chosen(otherwise)
+    for user, theirs in zip(users, before, strict=True):
+        user._DistWrapper = ours_in_this_thread(theirs)
     try:
         yield
     finally:
-        for user, otherwise in zip(users, before, strict=True):
-            user._DistWrapper = otherwise
+        for user, theirs in zip(users, before, strict=True):
+            user._DistWrapper = theirs
 
 
 def sharded_writer(store: FileStore, path: str) -> Any:
-    """What writes a rank's part of a sharded checkpoint into a directory of a store."""
+    """Return a writer of a rank's part of a sharded checkpoint, into a directory of a store."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     if store.is_local:
         return FileSystemWriter(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    writer: Any = FsspecWriter(path, sync_files=False)  # else it syncs all disks of the host, which hold no part
-    writer.fs.fs = store.filesystem  # older ones take no options of the file system
-    return writer
+    # Without sync_files=False it would sync the host's disks, on which nothing of the checkpoint lies.
+    return _in_store(FileSystemWriter(path, sync_files=False), store, path)
 
 
 def sharded_reader(store: FileStore, path: str) -> Any:
-    """What reads parts of a sharded checkpoint from a directory of a store."""
+    """Return a reader of the parts of a sharded checkpoint in a directory of a store."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if store.is_local:
-        return FileSystemReader(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    reader = FileSystemReader(path)
+    return reader if store.is_local else _in_store(reader, store, path)
 
-    reader: Any = FsspecReader(path)
-    reader.fs.fs = store.filesystem
-    return reader
+
+def _in_store(user: Any, store: FileStore, path: str) -> Any:
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+    user.fs = FileSystem()
+    user.fs.fs = store.filesystem  # FsspecWriter makes one of its own, and older ones take no options for it
+    user.path = path
+    return user

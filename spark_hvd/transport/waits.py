@@ -1,8 +1,8 @@
-"""Waiting for what torch.distributed has under way on the CPU, but not beyond the end of an elastic world.
+"""Waits for what torch.distributed runs on the CPU, but not beyond the end of an elastic world.
 
-Gloo loses a send whose connection ends in the moment in which it begins: nobody tells the one who waits for it (in
-UnboundBuffer::waitSend), and only the process group's timeout frees it. Of worlds that were cut in full traffic, one
-in ten to one in thirty ended so. The training thread therefore looks now and then whether its world still stands.
+Gloo loses a send whose connection ends just as it begins: nobody tells the waiting thread (in
+UnboundBuffer::waitSend), and only the process group's timeout frees it. Of worlds that were cut in full traffic, one in
+ten to one in thirty ended like this. So the training thread regularly checks whether its world still exists.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from spark_hvd.world.errors import CollectiveError
 
 _LOOK = timedelta(seconds=0.25)
 _GRACE = 0.5
-"""Seconds after the end of its world in which a work may still end by itself, with an error that says more."""
+"""Seconds after the end of its world during which a work may still end by itself, with a more precise error."""
 
 _broken: Callable[[], str | None] | None = None
 
 
 def stand_by(broken: Callable[[], str | None] | None) -> None:
-    """Set what tells why the world is over, or None while it stands; None where worlds do not end."""
+    """Set the function that returns why the world is over, or None while it exists; None if worlds do not end."""
     global _broken
     _broken = broken
 
 
 def why_broken() -> str | None:
-    """Why the world is over; None while it stands."""
+    """Return why the world is over; None while it exists."""
     return None if _broken is None else _broken()
 
 
 def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
-    """Wait until a work on tensors of the CPU has ended.
+    """Wait until a work on CPU tensors has ended.
 
-    The groups that it uses cannot be destroyed before it has ended.
+    The groups that it uses cannot be destroyed before that.
 
     Raises:
         CollectiveError: The world is over, and the work does not end.
-        RuntimeError: As the backend raises it when a peer has gone.
+        RuntimeError: A peer is gone; the backend raises this.
     """
     if _broken is None:
         work.wait()
@@ -59,7 +59,7 @@ def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
                 continue
             give_up_at = give_up_at or time.monotonic() + _GRACE
             if time.monotonic() >= give_up_at:
-                # To destroy a group waits for its works. A daemon: the process waits for none of this at its end.
+                # Destroying a group waits for its works. A daemon, so that the process does not wait at its end.
                 threading.Thread(target=_hold, args=[work, groups], name="spark_hvd-farewell", daemon=True).start()
                 raise CollectiveError(text) from None
         else:

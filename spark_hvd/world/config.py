@@ -1,4 +1,4 @@
-"""The values that tune named collectives, in one frozen object; rank 0's count for all ranks."""
+"""The settings of named collectives, in one frozen object; rank 0's apply to all ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Config:
         return self.dialect == "horovod"
 
     def kept_text(self, wanted: Config) -> str | None:
-        """What to say if values are wanted that a world which was joined already cannot take; else None."""
+        """Return a warning if ``wanted`` has values that a world which exists already cannot adopt; else None."""
         kept = {name: getattr(wanted, name) for name in _VARIABLES if getattr(self, name) != getattr(wanted, name)}
         if not kept:
             return None

@@ -1,4 +1,4 @@
-"""The one place of the core where environment variables are read: what a launcher and Horovod's users put there."""
+"""The one place where the core reads environment variables: those that launchers and users of Horovod set."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spark_hvd.world.layout import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """What a launcher that follows torchrun's conventions put into the environment."""
+    """Variables set by a launcher that follows torchrun's conventions."""
 
     rank: int
     size: int
     node: str
-    """Tells hosts apart: torchrun's GROUP_RANK, else the host's name."""
+    """Identifies the host: torchrun's GROUP_RANK, else the host's name."""
     host: str
     endpoint: Endpoint
     store_is_hosted: bool
@@ -33,7 +33,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv | None:
     """Read torchrun's variables; None if no launcher set them (no RANK and no WORLD_SIZE).
 
     Raises:
-        ValueError: A variable is missing or is no number in its range.
+        ValueError: A variable is missing, not a number, or out of range.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -52,7 +52,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv | None:
 
 @dataclass(frozen=True, slots=True)
 class MpiEnv:
-    """What an MPI process manager put into the environment."""
+    """Variables set by an MPI process manager."""
 
     rank: int
     size: int
@@ -64,7 +64,7 @@ def read_mpi_env(env: Mapping[str, str] = os.environ) -> MpiEnv | None:
     """Read the variables of MPICH's and Open MPI's mpiexec; None if neither started this process.
 
     Raises:
-        ValueError: A variable is missing or is no number in its range.
+        ValueError: A variable is missing, not a number, or out of range.
     """
     for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
         if rank in env and size in env:
@@ -74,18 +74,18 @@ def read_mpi_env(env: Mapping[str, str] = os.environ) -> MpiEnv | None:
 
 
 def read_mpi_cuda(env: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether SPARK_HVD_MPI_CUDA says that MPI takes CUDA tensors, or that it does not; None if it is not set."""
+    """Return whether SPARK_HVD_MPI_CUDA says that MPI takes CUDA tensors; None if it is not set."""
     text = env.get("SPARK_HVD_MPI_CUDA", "")
     return None if text == "" else _truth(text)
 
 
 def read_config(env: Mapping[str, str] = os.environ) -> Config:
-    """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
+    """Read Horovod's variables that mean something here, and ours; variables that are not set have our defaults.
 
-    HOROVOD_CYCLE_TIME has none: nothing happens in cycles. SPARK_HVD_SHARED_MEMORY and SPARK_HVD_DIALECT are ours.
+    HOROVOD_CYCLE_TIME has no meaning, as there are no cycles. SPARK_HVD_SHARED_MEMORY and SPARK_HVD_DIALECT are ours.
 
     Raises:
-        ValueError: A value is no number, out of its range, or none of the words it may be.
+        ValueError: A value is not a number, out of range, or not one of the allowed words.
     """
     values: dict[str, Any] = {}
     for variable, (name, kind) in _SETTINGS.items():
@@ -98,7 +98,7 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
         values["dialect"] = text
     if _truth(env.get("HOROVOD_STALL_CHECK_DISABLE", "")):
         values["stall_warning"] = values["stall_timeout"] = None
-    # 0 is Horovod's word for never, DYNAMIC for "when start_timeline() is called", which is always possible here.
+    # In Horovod, 0 means never, and DYNAMIC "when start_timeline() is called", which is always possible here.
     if values.get("stall_timeout") == 0:
         values["stall_timeout"] = None
     if values.get("timeline") == "DYNAMIC":
@@ -106,22 +106,22 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
     return Config(**values)
 
 
-HOROVODS = {"SPARK_HVD_DIALECT": "horovod"}
-"""What is in the environment of ranks whose world is of Horovod's dialect."""
+HOROVOD_DIALECT = {"SPARK_HVD_DIALECT": "horovod"}
+"""The environment of ranks whose world uses Horovod's dialect."""
 
 
 def carried_dialect(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable by which the ranks of a run have this process' dialect; empty where that is our own."""
+    """Return the variable that gives a run's ranks this process's dialect; empty for our own dialect."""
     if dialect := env.get("SPARK_HVD_DIALECT", ""):
         return {"SPARK_HVD_DIALECT": dialect}
-    return dict(HOROVODS) if "spark_hvd.horovod" in sys.modules else {}
+    return dict(HOROVOD_DIALECT) if "spark_hvd.horovod" in sys.modules else {}
 
 
 def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds from the first of Horovod's variables that is set, such as "START_TIMEOUT"; None if none is.
+    """Return the seconds in the first of Horovod's variables that is set, such as "START_TIMEOUT"; None if none is.
 
     Raises:
-        ValueError: It is no number.
+        ValueError: The value is not a number.
     """
     for variable in variables:
         if text := env.get(f"HOROVOD_{variable}", ""):
@@ -130,10 +130,10 @@ def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float
 
 
 def read_log_level(env: Mapping[str, str] = os.environ) -> int | None:
-    """Python's number for HOROVOD_LOG_LEVEL; None if it is not set.
+    """Return Python's number for HOROVOD_LOG_LEVEL; None if it is not set.
 
     Raises:
-        ValueError: It is none of Horovod's words.
+        ValueError: The value is not one of Horovod's words.
     """
     text = env.get("HOROVOD_LOG_LEVEL", "").lower()
     if not text:
@@ -144,17 +144,17 @@ def read_log_level(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 def share_cores(threads: int) -> None:
-    """Have TensorFlow compute with so many threads, like torch; for a process in which it has not begun to.
+    """Limit TensorFlow to this many threads, as torch is; call it before TensorFlow first computes.
 
-    It does not look at OMP_NUM_THREADS: beside other ranks, each would take all cores. What the user has set stays. Of
-    the threads that run operations there are two at least: a collective waits in one.
+    TensorFlow ignores OMP_NUM_THREADS, so each rank would take all cores. What the user has set stays. At least two
+    threads run operations, because a collective waits in one.
     """
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
 
 
 def read_threads(env: Mapping[str, str] = os.environ) -> int | None:
-    """The number in OMP_NUM_THREADS; None if there is none."""
+    """Return the number in OMP_NUM_THREADS; None if there is none."""
     text = env.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -186,7 +186,7 @@ def _setting(variable: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} in the environment is no number; unset it or give it one.") from None
+        raise ValueError(f"{variable}={text!r} in the environment is not a number; unset it or set a number.") from None
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

@@ -54,7 +54,7 @@ class HorovodDuplicateNameError(DuplicateNameError, CollectiveError):
 
 
 class UnsupportedDtypeError(TypeError, ValueError):
-    """A collective cannot compute with tensors of this dtype. Also a ValueError, like Horovod's."""
+    """A collective cannot compute with tensors of this dtype. Also a ValueError, like Horovod's error."""
 
 
 class StalledError(CollectiveError):

@@ -1,7 +1,7 @@
-"""The seam between ``hvd.elastic`` and whoever starts ranks: how a rank asks for its next generation.
+"""The interface between ``hvd.elastic`` and launchers: how a rank asks for its next generation.
 
-A generation is one world of ranks, from the moment they meet until one of them is lost or others are taken in. A rank
-that survives keeps its process and what it has in memory, and enters the next one.
+A generation is one world of ranks, from the moment they meet until one is lost or new ones join. A rank that survives
+keeps its process and its memory, and enters the next generation.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from typing import Protocol
 
 
 class ElasticLauncher(Protocol):
-    """One rank's way to its launcher. Called in the thread that trains."""
+    """A rank's connection to its launcher. The training thread calls it."""
 
     update_wanted: bool
-    """Whether the members are to change at the next commit: ranks wait to be taken in, or one has to leave."""
+    """Whether the members change at the next commit: new ranks wait to join, or a rank must leave."""
     world_failure: str | None
-    """Why the present generation cannot go on, as far as the launcher knows; None while it can."""
+    """Why the present generation cannot continue, as far as the launcher knows; None while it can."""
 
     def enter(self) -> None:
         """Wait until this rank is a member of a new generation, and join that generation's world.
 
-        To be called outside a world. A rank that is not wanted any more does not return from this: its process ends in
-        order.
+        Call it outside a world. If the rank is no longer wanted, this does not return: the process ends normally.
 
         Raises:
-            CollectiveError: The generation broke before all had joined; to be called again.
+            CollectiveError: The generation broke before all ranks had joined; call this again.
         """
 
     def broken(self, error: str) -> None:
-        """Tell that collectives of the present generation have failed here, and how."""
+        """Report that collectives of the present generation have failed here, and how."""
 
     def yielded(self) -> None:
-        """Tell that this rank has left the present generation in order, because an update was wanted."""
+        """Report that this rank has left the present generation normally, because an update was wanted."""
 
     def committed(self, commits: int) -> None:
-        """Tell how many commits the state of this rank has behind it."""
+        """Report how many commits this rank's state contains."""
 
     def finished(self) -> bool:
-        """Tell that the elastic function has returned here, and wait for the other ranks.
+        """Report that the elastic function has returned here, and wait for the other ranks.
 
         Returns:
-            True when it has returned on all ranks; False when the generation is over before that, so that this rank is
-            to restore its last commit and to enter the next one.
+            True once it has returned on all ranks; False if the generation ended before that, in which case this rank
+            must restore its last commit and enter the next generation.
         """
 
 
@@ -55,5 +54,5 @@ def install(launcher: ElasticLauncher | None) -> None:
 
 
 def installed() -> ElasticLauncher | None:
-    """The launcher of this rank; None where ranks are not elastic."""
+    """Return the launcher of this rank; None if ranks are not elastic."""
     return _installed

@@ -1,4 +1,4 @@
-"""Where every rank runs: a pure function of the list of hosts, so that each process works it out without a message."""
+"""Computes where every rank runs, from the list of hosts alone, so that processes agree without a message."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class WorldLayout:
 
     @classmethod
     def of_ranks(cls, hosts: Sequence[str], nodes: Sequence[Hashable] | None = None) -> WorldLayout:
-        """Lay out ranks whose numbers a launcher has fixed already: rank i stays rank i.
+        """Lay out ranks whose numbers a launcher has already fixed: rank i stays rank i.
 
-        ``nodes`` tell hosts apart if not their names do, as the numbers of the launcher's agents.
+        ``nodes`` identify the hosts where names do not, such as the numbers of the launcher's agents.
 
         Raises:
             ValueError: `hosts` is empty.
@@ -74,7 +74,7 @@ class WorldLayout:
         return cls(_place(hosts, hosts if nodes is None else nodes), tuple(range(len(hosts))))
 
     def of_process(self, process: int) -> RankInfo:
-        """The place of the launcher's process number `process`."""
+        """Return the place of the launcher's process number `process`."""
         return self.ranks[self.rank_of[process]]
 
     @property
@@ -84,10 +84,10 @@ class WorldLayout:
 
 
 def ranks_in(comm: Any, size: int) -> list[int]:
-    """The ranks in a list of them, ascending.
+    """Return the ranks of a list, ascending.
 
     Raises:
-        ValueError: It is no list of ranks of a world of this size.
+        ValueError: ``comm`` is not a list of ranks of a world of this size.
     """
     if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
         raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
@@ -102,7 +102,8 @@ def _require_ranks(hosts: Sequence[str]) -> None:
 def _place(hosts: Sequence[str], nodes: Sequence[Hashable]) -> tuple[RankInfo, ...]:
     local_sizes = Counter(nodes)
     met: Counter[Hashable] = Counter()
-    # Horovod's cross group holds, host by host, the ranks with one local rank; a host with fewer ranks is not in it.
+    # As in Horovod, a cross group holds one rank per host, all with the same local rank; hosts with fewer ranks lack
+    # it.
     cross: list[list[Hashable]] = [[] for _ in range(max(local_sizes.values()))]
     local_ranks = []
     for node in nodes:
@@ -142,10 +143,10 @@ class World:
     endpoint: Endpoint | None
     """Where ranks meet; None in a world of one, which needs no socket."""
     generation: int = 0
-    """Counts the times that the membership changed; keys of different generations never meet."""
+    """Counts changes of the membership; keys of different generations never collide."""
     secret: bytes | None = field(default=None, repr=False)
-    """The secret from which the keys of the ranks' channels are derived; None where the launcher made none."""
+    """The secret from which the keys of the ranks' channels are derived; None if the launcher made none."""
     ports: PortRange | None = None
     """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
     mpi: MPI.Intracomm | None = field(default=None, repr=False)
-    """The MPI communicator whose ranks are the world's, where that is not MPI_COMM_WORLD."""
+    """The MPI communicator whose ranks form the world, if that is not MPI_COMM_WORLD."""

@@ -11,10 +11,10 @@ from typing import Any
 def names_of(
     package: str, homes: Mapping[str, str], absent: Mapping[str, Callable[[], object]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package.
 
-    ``homes`` maps modules below ``spark_hvd`` to the names in them. ``absent`` maps packages that are not dependencies
-    to functions that raise a better error if the package is missing.
+    ``homes`` maps modules below ``spark_hvd`` to their names. ``absent`` maps optional packages to functions that raise
+    a better error if the package is missing.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""The colours of all drawings, for colour-blind readers too (Okabe and Ito, "Color Universal Design", 2008)."""
+"""Colours of all drawings, distinct for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008)."""
 
 BLACK, GREY, ORANGE, SKY, GREEN = "#000000", "#999999", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"

@@ -1,4 +1,4 @@
-"""Pickles of code that keeps the name of its file, so that a traceback made elsewhere shows the user's own lines."""
+"""Pickles code together with the name of its file, so that tracebacks made elsewhere show the user's own lines."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import cloudpickle
 _NAMELESS = "<dynamic-code>"
 
 
-def _with_its_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
     make, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if each == _NAMELESS else each for each in arguments)
 
 
-def _as_bytes(storage: Any) -> Any:
+def _reduce_storage(storage: Any) -> Any:
     torch = sys.modules["torch"]
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True).__reduce__()
 
 
-def _alone(tensor: Any) -> Any:
-    """A view without the rest of its storage; torch would take a whole bucket for each gradient in it."""
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a view without the rest of its storage; torch would pickle a whole bucket for each gradient in it."""
     torch = sys.modules["torch"]
     plain = (
         tensor.layout is torch.strided and tensor.device.type != "meta" and not (tensor.is_quantized or vars(tensor))
@@ -36,32 +36,32 @@ def _alone(tensor: Any) -> Any:
     return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _of_tasks(value: Any) -> Any:
-    """Spark's tasks can look up a broadcast, and report what they add to an accumulator. A rank can do neither."""
+def _refuse(value: Any) -> Any:
+    """Refuse a broadcast or an accumulator: a rank can use neither, unlike Spark's tasks."""
     raise pickle.PicklingError(f"only Spark's own tasks know a {type(value).__qualname__}")
 
 
 class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
-    """cloudpickle's, which from 3.1.3 on calls the file of all code "<dynamic-code>"."""
+    """cloudpickle's pickler, which since 3.1.3 would call every code object's file "<dynamic-code>"."""
 
-    dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if (torch := sys.modules.get("torch")) is not None:
-            # Storages of float8 and other young dtypes, whose own pickles torch cannot read.
-            self.dispatch_table.setdefault(torch.UntypedStorage, _as_bytes)
-            self.dispatch_table.setdefault(torch.Tensor, _alone)
+            # float8 and other new dtypes: torch cannot read its own pickles of such storages.
+            self.dispatch_table.setdefault(torch.UntypedStorage, _reduce_storage)
+            self.dispatch_table.setdefault(torch.Tensor, _reduce_tensor)
         for name in ("Broadcast", "Accumulator"):
             if (kind := getattr(sys.modules.get("pyspark"), name, None)) is not None:
-                self.dispatch_table.setdefault(kind, _of_tasks)
+                self.dispatch_table.setdefault(kind, _refuse)
         super().__init__(*args, **kwargs)
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle ``value``; functions and classes of ``__main__`` by value.
+    """Pickle ``value``; functions and classes of ``__main__`` are pickled by value.
 
     Raises:
-        Exception: whatever it cannot be pickled for.
+        Exception: Any error that pickling raises.
     """
     file = io.BytesIO()
     SourcePickler(file).dump(value)
@@ -69,10 +69,10 @@ def dumps(value: Any) -> bytes:
 
 
 def send_by_value() -> None:
-    """Have multiprocessing pickle by value what is of ``__main__`` and cannot be found there.
+    """Have multiprocessing pickle by value what belongs to ``__main__`` but cannot be found there.
 
-    The functions and classes of a notebook or script came to a rank by value, and its ``__main__`` is another module.
-    Without this a pool, or a loader whose workers are spawned, refuses them.
+    Functions and classes of a notebook or script reach a rank by value, where ``__main__`` is another module. Without
+    this, pools, and loaders whose workers are spawned, refuse them.
     """
     ForkingPickler.reducer_override = _reduced  # type: ignore[method-assign]
 
@@ -91,5 +91,5 @@ def _is_in_main(value: Any) -> bool:
 
 
 def _received(data: bytes) -> Any:
-    send_by_value()  # what comes back may be of such a class, too
+    send_by_value()  # what comes back may also be of such a class
     return pickle.loads(data)

@@ -1,4 +1,4 @@
-"""A range of ports to listen on, for networks whose firewalls open no others."""
+"""A range of ports to listen on, for networks whose firewalls open no other ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PortRange:
     """The ports ``low`` to ``high``, both included.
 
     Raises:
-        ValueError: The numbers are not a range of ports.
+        ValueError: The numbers do not form a range of ports.
     """
 
     low: int
@@ -33,7 +33,7 @@ class PortRange:
         """Read ``"30000-30100"``, or ``"30000"`` for a single port.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is neither.
         """
         match = re.fullmatch(r"\s*(\d+)\s*(?:[-:]\s*(\d+)\s*)?", text)
         if match is None:
@@ -44,17 +44,17 @@ class PortRange:
         return f"{self.low}-{self.high}"
 
     def __iter__(self) -> Iterator[int]:
-        """The ports from a random one on, each once, so that runs on one host seldom try the same."""
+        """Yield each port once, from a random one on, so that runs on one host seldom try the same port."""
         count = self.high - self.low + 1
         first = random.randrange(count)
         return (self.low + (first + step) % count for step in range(count))
 
 
 def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
-    """Call ``bind`` with one port after the other, and return its result for the first free one.
+    """Call ``bind`` with one port after another, and return its result for the first free one.
 
-    If ``ports`` is None, it gets port 0, for which the kernel chooses one. For a port in use, ``bind`` must raise an
-    error with the ``errno`` EADDRINUSE.
+    If ``ports`` is None, ``bind`` gets port 0, and the kernel chooses. If a port is in use, ``bind`` must raise an
+    error whose ``errno`` is EADDRINUSE.
 
     Raises:
         OSError: All ports are in use, or ``bind`` raised another error.
@@ -71,7 +71,7 @@ def bound(ports: PortRange | None, bind: Callable[[int], T]) -> T:
 
 
 def listen(host: str, ports: PortRange | None = None) -> socket.socket:
-    """A TCP socket that listens on an address.
+    """Return a TCP socket that listens on an address.
 
     Raises:
         OSError: The address does not belong to this host, or no port is free.

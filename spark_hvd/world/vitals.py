@@ -1,4 +1,4 @@
-"""What a rank tells whoever watches the run: how far it is, where its time goes, what it waits for."""
+"""What a rank reports to whoever watches the run: its progress, where its time goes, and what it waits for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Underway:
     Attributes:
         name: The same on all ranks: ``allreduce 'loss'``, ``bucket 2 of 5 of the gradients``.
         seconds: Since this rank entered it.
-        ranks: Which take part; None for all.
+        ranks: The ranks that take part; None for all.
     """
 
     name: str
@@ -24,45 +24,45 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """One rank at one moment. All counts and seconds but `clock` only grow within a process.
+    """The state of one rank at one moment. Within a process, all counts and seconds except `clock` only grow.
 
     Attributes:
-        rank: In the world of `generation`.
-        size: Of that world.
-        generation: Of the world; -1 before the first.
-        clock: Seconds on this process' own monotonic clock, for rates between two records.
-        process: A name that no other process of the run has: ranks come and go, and numbers are given again.
-        host: Where it runs, as the launcher knows the host.
-        pid: The number of its process there.
+        rank: Rank in the world of `generation`.
+        size: Size of that world.
+        generation: Generation of the world; -1 before the first.
+        clock: Seconds on this process's own monotonic clock, for rates between two records.
+        process: A name that is unique within the run: ranks come and go, and their numbers are reused.
+        host: The host, as the launcher knows it.
+        pid: Process id on that host.
         entered: Collectives entered so far.
-        last: The name of the last one; "" before the first.
-        last_seconds: Since then.
-        underway: The oldest of those that have not ended, oldest first; eight at most.
-        stage: Name of what is being gone through: "train", or what the user calls it; "" without `hvd.progress`.
-        epoch: Number of the epoch, from 0; None if it was not told.
-        epochs: How many there are to be; None if it was not told.
+        last: Name of the last one; "" before the first.
+        last_seconds: Seconds since then.
+        underway: The oldest collectives that have not ended, oldest first; eight at most.
+        stage: "train", or the user's name for the stage; "" without `hvd.progress`.
+        epoch: Number of the epoch, from 0; None if unknown.
+        epochs: Number of epochs; None if unknown.
         step: Steps done in this epoch (or loop).
-        steps: How many it has; None where that is not known.
+        steps: Steps in this epoch; None if unknown.
         total_steps: Steps done by this process, in all epochs.
-        steps_before: Those of them that it had done when the world of `generation` began.
+        steps_before: Steps that it had done when the world of `generation` began.
         kept_steps: Steps that are in its last commit or in a checkpoint that it wrote, 0 if it only loaded one; None
             before the first.
         lost_steps: Steps that it has undone, to continue from an earlier commit.
         samples: Samples seen by this process; 0 where they cannot be counted.
-        watched_seconds: Spent inside of `hvd.progress` loops.
-        data_seconds: Of these, spent waiting for the next batch.
-        comm_seconds: Spent waiting for communication.
-        fetching: Whether the rank is waiting for a batch now, and since when, in seconds; None if it is not.
+        watched_seconds: Seconds spent inside `hvd.progress` loops.
+        data_seconds: Of these, seconds spent waiting for the next batch.
+        comm_seconds: Seconds spent waiting for communication.
+        fetching: Seconds for which the rank has been waiting for a batch; None if it is not waiting.
         metrics: The last values given to `hvd.progress`, by name.
-        epochs_done: Of the epochs of the last seconds, each with "epoch", its number from 1: of an estimator's fit the
-            means, on rank 0; else the last values given to the epoch's `hvd.progress` loops, those of a stage that is
-            not "train" as "validation/loss".
-        cpu_seconds: Processor time of the process, all of its threads.
+        epochs_done: The epochs of the last seconds, each with "epoch", its number from 1. In an estimator's fit they
+            hold the means, on rank 0; otherwise the last values given to the epoch's `hvd.progress` loops, where those
+            of a stage other than "train" have names such as "validation/loss".
+        cpu_seconds: Processor time of the process, all threads.
         memory_bytes: Resident memory of the process.
-        gpu_memory_bytes: Reserved by torch on the rank's GPUs; None without one.
-        gpu_utilization: Of those GPUs, their mean, from 0 to 1; None where it cannot be told.
-        stall_warning: Seconds after which a collective that does not end is worth a word; None: never.
-        ended: Whether the rank's program has ended, or has left the world: there is no more to come of it.
+        gpu_memory_bytes: Memory reserved by torch on the rank's GPUs; None without a GPU.
+        gpu_utilization: Mean over those GPUs, from 0 to 1; None if unknown.
+        stall_warning: Seconds after which a collective that has not ended deserves a warning; None: never.
+        ended: Whether the rank's program has ended or has left the world, so that no more records follow.
     """
 
     rank: int
@@ -100,12 +100,12 @@ class Vitals:
     ended: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data that JSON can carry."""
+        """Return plain data that JSON can carry."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Vitals:
-        """The record that :meth:`to_message` made; fields that a newer sender has besides are left out."""
+        """Rebuild the record from :meth:`to_message`; unknown fields of a newer sender are dropped."""
         known = {each.name: message[each.name] for each in fields(cls) if each.name in message}
         known["underway"] = tuple(
             Underway(each["name"], each["seconds"], None if each["ranks"] is None else tuple(each["ranks"]))

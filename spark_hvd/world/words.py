@@ -1,21 +1,21 @@
-"""Ranks and counts in words, for messages; knows no torch, as launchers write them too."""
+"""Ranks and counts in words, for messages. Needs no torch: launchers write such messages too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 _SHOWN = 16
-"""Ranks or values spelled out in a message before it becomes unreadable."""
+"""How many ranks or values a message spells out."""
 
 
 def shortened(items: Iterable[str]) -> list[str]:
-    """The first of many, and how many more there are."""
+    """Return the first few items, and how many more there are."""
     listed = list(items)
     return listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"and {len(listed) - _SHOWN} more"]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0, 2-5``."""
+    """Return ranks in words: ``rank 3``, ``ranks 0, 2-5``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -29,13 +29,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """The number and the noun: 1 host, 2 hosts."""
+    """Return a number with its noun: 1 host, 2 hosts."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def nearest(wrong: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """A hint at the name that was meant, with a space before it; empty if none is as near as `cutoff`, from 0 to 1."""
-    from difflib import get_close_matches  # ranks load this module, and have no use for that one
+    """Return a hint at the name that was meant, after a space; empty if none is as near as `cutoff`, from 0 to 1."""
+    from difflib import get_close_matches  # ranks load this module but never need difflib
 
     folded = {name.casefold(): name for name in names}
     close = get_close_matches(wrong.strip().casefold(), folded, 1, cutoff)
@@ -43,7 +43,7 @@ def nearest(wrong: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def bounded(text: str, most: int) -> str:
-    """The text, without its middle where it has more than ``most`` characters."""
+    """Return the text, without its middle if it has more than ``most`` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -51,7 +51,7 @@ def bounded(text: str, most: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception; a user's `__str__` may fail."""
+    """Return the text of an exception; a user's `__str__` may fail."""
     try:
         return str(error)
     except Exception:

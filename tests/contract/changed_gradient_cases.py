@@ -276,7 +276,7 @@ def copies(rank: int, size: int) -> None:
                         other.step()
                     assert_same_bits(there)
                 again = make(again, copied)
-                with pytest.raises(ValueError, match=r"already one of hvd\."):
+                with pytest.raises(ValueError, match=r"already an hvd\."):
                     make(again, copied)
             for each, there in [(optimizer, model), *([(again, copied)] if step >= STEPS else [])]:
                 each.zero_grad()

@@ -53,7 +53,7 @@ def _fit(keras: Any, model: Any, optimizer: Any, x: Any, y: Any, batch: int, cal
 
 def _optimizers(keras: Any) -> dict[str, Any]:
     make = keras.optimizers
-    return {
+    every = {
         "momentum": lambda: make.SGD(0.05, momentum=0.9),
         "adam with decay": lambda: make.AdamW(0.01, weight_decay=0.01),
         "clipped": lambda: make.SGD(0.1, global_clipnorm=0.05),
@@ -61,6 +61,8 @@ def _optimizers(keras: Any) -> dict[str, Any]:
         "scaled": lambda: make.LossScaleOptimizer(make.Adam(0.01)),
         "averaged weights": lambda: make.SGD(0.1, use_ema=True, ema_momentum=0.5),
     }
+    few = keras.config.backend() != "torch" and not os.environ.get("SPARK_HVD_NIGHT")  # TensorFlow compiles each fit
+    return {name: every[name] for name in ("momentum", "accumulating", "scaled")} if few else every
 
 
 def _mine(rank: int, size: int, each: int) -> list[int]:
@@ -237,7 +239,7 @@ def wrong_ways_round(rank: int, size: int) -> None:
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     refused(ValueError, "wrap it once", lambda: hvd.DistributedOptimizer(wrapped))
     refused(TypeError, "expected an optimizer of Keras", lambda: hvd.DistributedOptimizer("sgd"))
-    refused(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Adasum))
+    refused(ValueError, "Average and Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Adasum))
     accumulating = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
     refused(
         ValueError,
@@ -272,6 +274,8 @@ def rates_and_momentum(rank: int, size: int) -> None:
     warm = [0.4 * (share + (1 - share) * done) for done in (0.25, 0.5, 0.75, 1.0)]
     np.testing.assert_allclose(rates, [*warm, 0.4, 0.4, 0.04, 0.04, 0.2, 0.2], rtol=1e-5)
     np.testing.assert_allclose(history.history["lr"], [warm[1], 0.4, 0.4, 0.04, 0.2], rtol=1e-5)
+    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks[:1])  # in a fit of 4 batches an epoch
+    np.testing.assert_allclose(history.history["lr"], [warm[1]], rtol=1e-5)
 
     # The same arithmetic as momentum * new / old in the one batch of the change.
     for make in (keras.optimizers.SGD, keras.optimizers.RMSprop):
@@ -312,7 +316,7 @@ def a_model_is_loaded_with_its_optimizer(rank: int, size: int) -> None:
         each.fit(x[mine], y[mine], batch_size=16, shuffle=False, verbose=0)
     for one, two in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
-    with pytest.raises(ValueError, match="where to save"):
+    with pytest.raises(ValueError, match="so it cannot save"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
 

@@ -229,5 +229,5 @@ def what_cannot_be_compiled(rank: int, size: int) -> None:
         assert each.jit_compile is False
     if keras.config.backend() == "tensorflow":
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=True)
-        with pytest.raises(ValueError, match=r"give compile\(\) jit_compile=False"):
+        with pytest.raises(ValueError, match=r"call compile\(\) with jit_compile=False"):
             model.train_on_batch(x, y)

@@ -107,7 +107,7 @@ def registered_variables_are_local(rank: int, size: int) -> None:
     assert same_on_all(model[4].weight)
     with pytest.raises(RuntimeError, match="after the first backward"):
         optimizer.register_local_var(model[0].weight)
-    with pytest.raises(ValueError, match="no parameter of the optimizer"):
+    with pytest.raises(ValueError, match="not a parameter of the optimizer"):
         optimizer.register_local_var(nn.Parameter(torch.zeros(1)))
 
 

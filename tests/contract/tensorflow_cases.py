@@ -332,7 +332,7 @@ def plain_graphs(rank: int, size: int) -> None:
         hvd.broadcast_global_variables(0)
     with pytest.raises(ValueError, match="backward_passes_per_step=2"):
         hvd.DistributedOptimizer(old.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
-    with pytest.raises(TypeError, match="expected one of Keras or of tf"):
+    with pytest.raises(TypeError, match="expected an optimizer of Keras or of tf"):
         hvd.DistributedOptimizer("sgd")
     variables = hvd.broadcast_([tf.Variable(float(rank)), tf.Variable([1.0 + rank])], 1)
     assert [each.numpy().tolist() for each in variables] == [1.0, [2.0]]

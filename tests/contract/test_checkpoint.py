@@ -335,6 +335,21 @@ with store.writing(store.join("step-000000000003.pt")) as file:
 """
 
 
+def test_a_run_that_went_back_is_told_of_what_is_newer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hvd.init()
+    try:
+        for step in (50, 100):
+            save(tmp_path, 1.0, step, keep=None)
+        assert not caplog.messages
+        save(tmp_path, 2.0, 60)
+        assert hvd.checkpoint.latest(tmp_path) == 100
+    finally:
+        hvd.shutdown()
+    (told,) = caplog.messages
+    assert "later steps than the 60 just saved, [100]" in told
+    assert "load() takes them for newer: delete them" in told
+
+
 def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     hvd.init()
     try:

@@ -141,7 +141,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
     [
         ("polars.lazyframe.frame", "LazyFrame", r"frame\.collect\(\)"),
         ("_duckdb", "DuckDBPyConnection", r"connection\.sql\(query\)"),
-        ("datasets.dataset_dict", "DatasetDict", "it as data= itself"),
+        ("datasets.dataset_dict", "DatasetDict", "it directly as data="),
         ("datasets.iterable_dataset", "IterableDataset", "the paths of its Parquet files"),
     ],
 )

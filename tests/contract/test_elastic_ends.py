@@ -101,7 +101,7 @@ def test_a_host_on_which_ranks_keep_failing_gets_no_more(caplog: pytest.LogCaptu
     plan = FaultPlan()
     for step in range(2, 2000):
         plan = plan.raises(1, step, generation=None)
-    excluded = "host 127.0.0.1 gets no new ranks for ever: 2 of its ranks have failed without a commit"
+    excluded = "host 127.0.0.1 gets no new ranks for the rest of the run: 2 of its ranks have failed without a commit"
     until = tmp_path / "excluded"
 
     def watch() -> None:
@@ -270,7 +270,7 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
             ValueError,
             "host_failure_limit=0: expected .* failures, at least 1",
         ),
-        ({"cooldown_range": (5, 1)}, ValueError, r"cooldown_range=\(5, 1\): expected the least and the greatest"),
+        ({"cooldown_range": (5, 1)}, ValueError, r"cooldown_range=\(5, 1\): expected the minimum and the maximum"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(

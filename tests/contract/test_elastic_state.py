@@ -165,6 +165,21 @@ def test_first_sync_is_the_lowest_ranks(two: Ranks) -> None:
     assert same(before, first)
 
 
+def test_memory_that_two_tensors_share_on_a_receiver(two: Ranks) -> None:
+    def fn() -> None:
+        memory = torch.full((6,), 9.0)
+        mine = {"first": memory[:3], "second": memory[2:5], "third": memory}
+        if hvd.rank() == 0:
+            mine = {"first": torch.arange(3.0), "second": torch.arange(3.0) + 10, "third": torch.arange(6.0) + 20}
+        state = hvd.elastic.ObjectState(**mine)
+        state.sync()
+        assert state.first.tolist() == [0, 1, 2]
+        assert state.second.tolist() == [10, 11, 12]
+        assert state.third.tolist() == [20, 21, 22, 23, 24, 25]
+
+    two.run(fn)
+
+
 def test_large_state_is_streamed(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn() -> Any:
         from spark_hvd.elastic import sync as state_sync
@@ -233,7 +248,7 @@ def bad_pickle() -> None:
             bad_shapes,
             "state.sync(): rank 1 cannot load the state of rank 0: model: 'bias' is torch.float32 of shape (3,) here",
         ),
-        (bad_groups, "optimizer: it has parameter groups of [1] parameters here, of [2] there"),
+        (bad_groups, "optimizer: its parameter groups have [1] parameters here, [2] there"),
         (bad_sparse, "ValueError: state.sync(): rank 0 has state that cannot be sent: 'table': a tensor of layout"),
         (bad_pickle, "ValueError: broadcast_object: the object of rank 0 cannot be pickled"),
     ],

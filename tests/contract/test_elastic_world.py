@@ -254,7 +254,7 @@ def test_ranks_with_other_optimizers() -> None:
         job.form(job.ranks)
         errors = [rank.await_("value")[1] for rank in job.ranks]
     assert errors[0] == errors[1]
-    assert "rank 0 made 1 DistributedOptimizers that are still there, rank 1 made 2" in errors[0]
+    assert "rank 0 made 1 DistributedOptimizers that still exist, but rank 1 made 2" in errors[0]
 
 
 def fails_by_itself() -> None:

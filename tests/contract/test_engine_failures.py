@@ -37,7 +37,7 @@ def failing_call(engine: Engine) -> None:
 
 DEFECTS: dict[str, tuple[Callable[[Engine], None], str]] = {
     "pipe": (broken_pipe, "OSError: [Errno 9] Bad file descriptor"),
-    "socket": (closed_socket, "RuntimeError: a socket was closed while the engine attends to it"),
+    "socket": (closed_socket, "RuntimeError: a socket was closed while the engine was serving it"),
     "call": (failing_call, "IndexError: pop from empty list"),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.data.frame import FrameSource
@@ -82,11 +82,11 @@ def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> lis
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle: bool) -> None:
     asked = Asked(columns=("row",), shuffle=shuffle, seed=3)
-    line = in_line(folder, 1, asked, 1, 500)
-    assert sorted(line) == list(range(500))
-    assert in_line(folder, 2, asked, 1, 500) == in_line(folder, 5, asked, 1, 500) == line
-    assert (in_line(folder, 1, asked, 2, 500) == line) is not shuffle
-    assert in_line(folder, 2, Asked(columns=("row",), shuffle=shuffle, seed=4), 1, 500) != line or not shuffle
+    line = in_line(folder, 1, asked, 1, 200)
+    assert sorted(line) == list(range(200))
+    assert in_line(folder, 2, asked, 1, 200) == in_line(folder, 5, asked, 1, 200) == line
+    assert (in_line(folder, 1, asked, 2, 200) == line) is not shuffle
+    assert in_line(folder, 2, Asked(columns=("row",), shuffle=shuffle, seed=4), 1, 200) != line or not shuffle
 
 
 def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> None:
@@ -110,7 +110,6 @@ def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> Non
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_row_comes_once_whatever_happens_to_the_ranks(
     folder: Path, rows: int, batch_size: int, worlds: list[tuple[int, int]], shuffle: bool, drop_last: bool
 ) -> None:

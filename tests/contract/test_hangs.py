@@ -63,7 +63,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if (text := record.getMessage()).count("'") > 1 and "goes on" not in text:
+            if (text := record.getMessage()).count("'") > 1 and "continues" not in text:
                 (tmp_path / text.split("'")[1]).touch()
 
     begun = time.monotonic()
@@ -116,7 +116,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
             _LOG.removeHandler(handler)
     verdicts = _verdicts(caplog)
     # Once for each, or again where it lasted twice as long as when it was told first.
-    first = {text.split("'")[1]: text.splitlines()[0] for text in reversed(verdicts) if "goes on" not in text}
+    first = {text.split("'")[1]: text.splitlines()[0] for text in reversed(verdicts) if "continues" not in text}
     assert [*first][::-1] == ["spinning", "sleeping", "data", "this"]
     headlines = [*first.values()][::-1]
     assert "rank 1 keeps ranks 0, 2 waiting in allreduce 'spinning'" in headlines[0]
@@ -128,7 +128,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
     assert "ranks 0, 2 wait in allreduce 'data' for rank 1" in headlines[2]
     assert "rank 1 is waiting for its next batch" in headlines[2]
     assert "different collectives, rank 0 in allreduce 'this', ranks 1, 2 in allreduce 'that'" in headlines[3]
-    ends = [text for text in verdicts if "goes on" in text]
+    ends = [text for text in verdicts if "continues" in text]
     # Of one that ends in the moment in which the next is told nothing more is said.
     assert 1 <= len(ends) <= 4
     assert verdicts[-1] in ends

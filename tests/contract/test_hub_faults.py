@@ -78,13 +78,13 @@ def fails(launch: Launcher, inject: Callable[[], None], match: str) -> None:
     out = io.StringIO()
 
     def later() -> None:
-        wait_until(lambda: out.getvalue().count("up") == 2, 60)
+        wait_until(lambda: out.getvalue().count("up") == 2, 200)
         inject()
 
     thread = threading.Thread(target=later)
     thread.start()
     with pytest.raises(HubError, match=match):
-        launch(fn, num_proc=2, reporting=Reporting(stdout=out), timeout=100)
+        launch(fn, num_proc=2, reporting=Reporting(stdout=out), timeout=240)
     thread.join()
 
 
@@ -93,7 +93,7 @@ def test_a_malformed_message_ends_the_run(launch: Launcher, hubs: list[HubServer
         with connected(hubs[-1]) as link:
             link.socket.send(b'{"type": "ended", "rank": 0, "ok": "yes"')
 
-    fails(launch, inject, "the driver was sent a malformed message .* install the same one")
+    fails(launch, inject, "the driver got a malformed message .* install the same one")
 
 
 def test_a_defect_of_the_hub_ends_the_run(

@@ -93,7 +93,7 @@ ENDS: dict[str, tuple[Callable[[], None], str]] = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended without a word"),
     "stopped": (
         lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "has ended without a word, or cannot be reached any more",
+        "has ended without a word, or can no longer be reached",
     ),
     "exits": (exit_as_python_does, "has left the world"),
     "leaves": (leave_and_live, "has left the world"),

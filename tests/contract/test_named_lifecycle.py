@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -10,6 +16,10 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.collectives.process_set import queue_of
+from spark_hvd.collectives.underway import rounds
+from tests.conftest import wait_until
+from tests.contract.small_calls import by_coordinator, learn, mine
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -108,3 +118,84 @@ def test_an_idle_engine_uses_no_cpu() -> None:
         for seconds in world.run(fn):
             ours = {name: used for name, used in seconds.items() if "gloo" not in name}  # torch's own threads
             assert sum(ours.values()) < 0.03, seconds
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_a_rank_that_goes_while_others_wait_in_memory(end: str) -> None:
+    def fn() -> str:
+        learn("gone")
+        if hvd.rank() == 1:
+            time.sleep(rounds.MEMORY_SECONDS / 2)
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.shutdown()
+            return ""
+        began = time.monotonic()
+        with pytest.raises(hvd.CollectiveError) as caught:
+            hvd.allreduce(torch.ones(1), name="gone")
+        assert time.monotonic() - began < 20
+        with pytest.raises(hvd.CollectiveError):
+            hvd.allreduce(torch.ones(1), name="gone")
+        hvd.shutdown()
+        return str(caught.value)
+
+    with ranks(3) as three:
+        outcomes = three.outcomes(fn)
+    assert [outcomes[rank][0] for rank in (0, 2)] == [True, True], outcomes
+    said = "has ended without a word" if end == "killed" else "has left the world"
+    assert all(said in outcomes[rank][1] and "rank 1" in outcomes[rank][1] for rank in (0, 2))
+
+
+def test_a_rank_that_never_calls_is_named_with_what_it_called_last(tmp_path: Path) -> None:
+    def fn() -> str:
+        for turn in range(2):
+            hvd.init(stall_warning=None, stall_timeout=60.0)
+            learn("wanted", "other")
+            hvd.barrier()
+            hvd.allreduce(torch.ones(1), name="other")
+            hvd.init(stall_warning=None, stall_timeout=1.0)
+            late = tmp_path / f"{turn}"
+            if hvd.rank() == 0:
+                handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits: it is late all the same
+                wait_until(handle.poll, 60)
+                late.touch()
+            wait_until(late.exists, 60)
+            with pytest.raises(hvd.StalledError) as caught:
+                handle.wait() if hvd.rank() == 0 else hvd.allreduce(torch.ones(1), name="wanted")
+        return str(caught.value)
+
+    with ranks(2) as world:
+        first, second = world.run(fn)
+    assert first == second
+    said = r"allreduce 'wanted' has waited \d\.\d s for rank 1 \(rank 1 last called 'other', \d\.\d s ago\); ready: "
+    assert re.match(said, first), first
+
+
+def test_a_host_that_refuses_shared_memory_is_told_of_once_and_goes_by_sockets() -> None:
+    def fn() -> tuple[list[str], bool]:
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("spark_hvd").addHandler(handler)
+        if hvd.rank() == 1:
+            os.memfd_create = refused
+        parts = [hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])]
+        for part in parts:
+            if part.included():
+                learn("small", process_set=part)
+                decided = by_coordinator(part)
+                result = hvd.allreduce(mine((2,)), name="small", op=hvd.Sum, process_set=part)
+                assert result[0].item() == sum(rank + 1 for rank in part.ranks or [])
+                assert by_coordinator(part) == decided + 1
+        learn("small")
+        return logged, any(queue_of(part).members.slots for part in parts if part.included())
+
+    with ranks(3) as three:
+        outcomes = three.run(fn)
+    assert [has for _, has in outcomes] == [False] * 3
+    assert [len(logged) for logged, _ in outcomes] == [0, 1, 0]
+    assert "share no memory, and exchange all data by sockets: not here" in outcomes[1][0][0]
+
+
+def refused(*_: Any) -> int:
+    raise PermissionError("not here")

@@ -60,7 +60,7 @@ FOREIGN = nn.Parameter(torch.ones(1))
     ("options", "words"),
     [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
-        ({"op": ReduceOp.MAX}, "Average, Sum or Adasum"),
+        ({"op": ReduceOp.MAX}, "Average, Sum and Adasum"),
         ({"op": ReduceOp.SUM, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0"),
         ({"named_parameters": [FOREIGN]}, "tuples"),
         ({"named_parameters": nn.Linear(3, 2)}, "pass model.named_parameters"),
@@ -68,7 +68,7 @@ FOREIGN = nn.Parameter(torch.ones(1))
         ({"named_parameters": [("a", FOREIGN)]}, "lacks 2"),
         ({"groups": -1}, "groups=-1"),
         ({"groups": [FOREIGN]}, "lists of parameters"),
-        ({"groups": [[FOREIGN]]}, r"groups\[0\].*no parameter"),
+        ({"groups": [[FOREIGN]]}, r"groups\[0\].*not a parameter"),
     ],
 )
 def test_arguments_that_do_not_fit(alone: None, options: dict[str, Any], words: str) -> None:

@@ -70,7 +70,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
             assert browser.ask(f"profile?{wrong}", "POST")[0] == 400
         assert browser.ask("profile?steps=2&rank=2", "POST")[0] == 404
         assert browser.told("profile?steps=2", "POST")["trace"]["text"] == "profiling 2 steps of ranks 0, 1 ..."
-        assert browser.told("profile?steps=2", "POST")["error"] == "ranks are being profiled already"
+        assert browser.told("profile?steps=2", "POST")["error"] == "ranks are already being profiled"
         while not run.get("trace") or not run["trace"]["ready"]:
             run = browser.told(f"run?me=x&after={run['number']}")
         check_trace(browser.ask("trace.json.gz")[1], began)
@@ -194,7 +194,7 @@ def test_a_page_that_fails_ends_itself_and_not_the_run(
 
     with caplog.at_level(logging.WARNING):
         assert watched(visit, capfd, tmp_path / "done") == [0, 1]
-    assert caplog.text.count("the page of the run has failed (KeyError('injected')); the run goes on") == 1
+    assert caplog.text.count("the page of the run has failed (KeyError('injected')); the run continues") == 1
 
 
 def test_an_address_that_is_taken_is_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

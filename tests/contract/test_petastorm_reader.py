@@ -146,7 +146,7 @@ def test_a_process_that_is_killed(store: Store) -> None:
     next(batches)
     os.kill(_children()[0], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(EstimatorError, match=r"a reader process ended with exit code -9 \(-9: killed, most often for"):
+    with pytest.raises(EstimatorError, match=r"a reader process ended with exit code -9 \(-9: killed, mostly for"):
         list(batches)
     assert time.monotonic() - started < 30
     reader.close()

@@ -114,7 +114,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: DataLoader(Stream()), r"IterableDataset: let its __iter__"),
+        (lambda: DataLoader(Stream()), r"IterableDataset: its __iter__"),
         (lambda: DataLoader(data(), sampler=WeightedRandomSampler([1.0] * 10, 10)), "its own, WeightedRandomSampler"),
         (lambda: DataLoader(data(), sampler=RandomSampler(data(), num_samples=3)), "its own, RandomSampler"),
         (

@@ -178,7 +178,7 @@ def test_the_shim_of_mpi_tells_strangers_nothing(open_folder: Path, stranger: li
     env = manager_env(os.environ, str(open_folder)) | {"PMI_RANK": "0", "PMI_SECRET": "x"}
     shim = subprocess.run(SHIM_PROGRAM, env=env, stderr=subprocess.PIPE, text=True, timeout=20)
     assert shim.returncode == 1
-    assert f"{open_folder}/0 is another user's process, or in another container" in shim.stderr
+    assert f"{open_folder}/0 is another user's, or in another container" in shim.stderr
     assert other.communicate(timeout=20)[0].strip() == b"b''"
 
 

@@ -105,6 +105,10 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
         assert batch["score"].mul_(weight).tolist() == found
     assert sorted(seen) == list(rows)
     assert seen != list(rows)
+    first, second, *_ = loader
+    loss = (first["score"] * weight).sum()
+    second["score"].zero_()  # a batch may be changed while another is needed
+    loss.backward()
 
 
 def test_timestamps_as_spark_writes_them(tmp_path: Path) -> None:
@@ -281,9 +285,9 @@ def test_data_loaders_whose_workers_end_with_their_epoch(shard: DatasetShard) ->
     wanted = [rows_of(one), rows_of(one)]
     workers = DataLoader(loader, batch_size=None, num_workers=2, worker_init_fn=_warnings_are_errors)
     assert rows_of(workers) == wanted[0]
-    with pytest.raises(RuntimeWarning, match=r"gives epoch 0 of data set 'train' once more.*Call set_epoch"):
+    with pytest.raises(RuntimeWarning, match=r"repeats epoch 0 of data set 'train'.*Call set_epoch"):
         rows_of(workers)
-    with pytest.raises(RuntimeError, match="expected num_workers=0, where one process counts"):
+    with pytest.raises(RuntimeError, match="expected num_workers=0, so that one process counts"):
         loader.state_dict()
     loader.set_epoch(1)
     assert loader.state_dict() == one.state_dict() | {"position": [1, []]}

@@ -135,7 +135,7 @@ def test_bags(world: Ranks) -> None:
         torch.testing.assert_close(table(ids), oracle(ids))
         offsets = torch.tensor([0, 4, 4, 10])
         torch.testing.assert_close(table(ids.flatten(), offsets), oracle(ids.flatten(), offsets))
-        with pytest.raises(ValueError, match="bags take"):
+        with pytest.raises(ValueError, match="bags need"):
             table(ids.flatten())
 
     world.run(fn, "sum")
@@ -198,7 +198,7 @@ def test_an_id_beyond_the_table(world: Ranks) -> None:
         return str(caught.value)
 
     other, own = world.run(fn, ROWS)[:2]
-    assert "the id 53 is beyond the table 'movies', whose 53 rows are 0 to 52" in own
+    assert "the id 53 is not in the table 'movies', whose 53 rows are 0 to 52" in own
     assert "rank 1" in other
     assert "the id -1" in world.run(fn, -1)[1]
 

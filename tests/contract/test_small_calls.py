@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import os
 import random
-import re
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -21,10 +16,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.process_set import queue_of
 from spark_hvd.collectives.underway import rounds
 from spark_hvd.collectives.underway.use import LARGEST
-from tests.conftest import wait_until
 from tests.contract.small_calls import DTYPES, LEARNT, by_coordinator, learn, mine, total, wait_in_memory
 from tests.ranks import Ranks, ranks
 
@@ -169,6 +162,41 @@ def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> N
     world.run(fn)
 
 
+def test_calls_of_one_moment_may_differ_in_all_that_they_are(world: Ranks) -> None:
+    """Tensors side by side in memory, or not: of other dtypes, in another order, or smaller than their room."""
+
+    def fn() -> None:
+        wait_in_memory(10.0)
+        learn("call 4", elements=20, op=hvd.Sum)
+        kinds = [
+            *[((3,), torch.float16), ((3, 3), torch.float32), ((5,), torch.float32), ((4, 2), torch.float32)],
+            *[((7,), torch.float32), ((), torch.float32), ((1,), torch.float16), ((9,), torch.float64)],
+        ]
+        scales = [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 2.0]
+
+        def together(numbers: Sequence[int], in_place: bool) -> None:
+            handles = {}
+            for number in numbers:
+                shape, dtype = kinds[number]
+                given = mine(shape[::-1], dtype).mul_(number + 1).movedim(-1, 0) if shape else mine(shape, dtype)
+                start = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+                how = dict(op=hvd.Sum, prescale_factor=scales[number])
+                handles[number] = start(given, name=f"call {number}", **how)
+            for number, handle in handles.items():
+                shape, dtype = kinds[number]
+                expected = total(scales[number]) * (number + 1 if shape else 1)
+                assert torch.equal(handle.wait(), torch.full(shape, expected, dtype=dtype)), number
+
+        for turn in range(LEARNT + 1):
+            together(range(len(kinds)), in_place=turn % 2 == 0)
+        decided = by_coordinator()
+        for numbers in (range(8), range(1, 6), [2, 1, 3], range(8), range(7, -1, -1), [4], range(8)):
+            together(numbers, in_place=len(numbers) % 2 == 0)
+        assert by_coordinator() == decided
+
+    world.run(fn)
+
+
 def test_a_rank_that_is_late_is_waited_for_by_the_coordinator(world: Ranks) -> None:
     def fn() -> None:
         wait_in_memory(0.1)
@@ -303,87 +331,6 @@ def test_ranks_that_have_no_more_data_join(world: Ranks) -> None:
             steps = [2 + 3 * ((other + last) % size) for other in range(size)]
             expected += [sum(step < count for count in steps) for step in range(steps[rank])]
         assert seen == expected
-
-
-@pytest.mark.parametrize("end", ["killed", "left"])
-def test_a_rank_that_goes_while_others_wait_in_memory(end: str) -> None:
-    def fn() -> str:
-        learn("gone")
-        if hvd.rank() == 1:
-            time.sleep(rounds.MEMORY_SECONDS / 2)
-            if end == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            hvd.shutdown()
-            return ""
-        began = time.monotonic()
-        with pytest.raises(hvd.CollectiveError) as caught:
-            hvd.allreduce(torch.ones(1), name="gone")
-        assert time.monotonic() - began < 20
-        with pytest.raises(hvd.CollectiveError):
-            hvd.allreduce(torch.ones(1), name="gone")
-        hvd.shutdown()
-        return str(caught.value)
-
-    with ranks(3) as three:
-        outcomes = three.outcomes(fn)
-    assert [outcomes[rank][0] for rank in (0, 2)] == [True, True], outcomes
-    said = "has ended without a word" if end == "killed" else "has left the world"
-    assert all(said in outcomes[rank][1] and "rank 1" in outcomes[rank][1] for rank in (0, 2))
-
-
-def test_a_rank_that_never_calls_is_named_with_what_it_called_last(tmp_path: Path) -> None:
-    def fn() -> str:
-        for turn in range(2):
-            hvd.init(stall_warning=None, stall_timeout=60.0)
-            learn("wanted", "other")
-            hvd.barrier()
-            hvd.allreduce(torch.ones(1), name="other")
-            hvd.init(stall_warning=None, stall_timeout=1.0)
-            late = tmp_path / f"{turn}"
-            if hvd.rank() == 0:
-                handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits: it is late all the same
-                wait_until(handle.poll, 60)
-                late.touch()
-            wait_until(late.exists, 60)
-            with pytest.raises(hvd.StalledError) as caught:
-                handle.wait() if hvd.rank() == 0 else hvd.allreduce(torch.ones(1), name="wanted")
-        return str(caught.value)
-
-    with ranks(2) as world:
-        first, second = world.run(fn)
-    assert first == second
-    said = r"allreduce 'wanted' has waited \d\.\d s for rank 1 \(rank 1 last called 'other', \d\.\d s ago\); ready: "
-    assert re.match(said, first), first
-
-
-def test_a_host_that_refuses_shared_memory_is_told_of_once_and_goes_by_sockets() -> None:
-    def fn() -> tuple[list[str], bool]:
-        logged: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("spark_hvd").addHandler(handler)
-        if hvd.rank() == 1:
-            os.memfd_create = refused
-        parts = [hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])]
-        for part in parts:
-            if part.included():
-                learn("small", process_set=part)
-                decided = by_coordinator(part)
-                result = hvd.allreduce(mine((2,)), name="small", op=hvd.Sum, process_set=part)
-                assert result[0].item() == sum(rank + 1 for rank in part.ranks or [])
-                assert by_coordinator(part) == decided + 1
-        learn("small")
-        return logged, any(queue_of(part).members.slots for part in parts if part.included())
-
-    with ranks(3) as three:
-        outcomes = three.run(fn)
-    assert [has for _, has in outcomes] == [False] * 3
-    assert [len(logged) for logged, _ in outcomes] == [0, 1, 0]
-    assert "share no memory, and exchange all data by sockets: not here" in outcomes[1][0][0]
-
-
-def refused(*_: Any) -> int:
-    raise PermissionError("not here")
 
 
 def test_ranks_sleep_when_there_is_nothing_to_do(world: Ranks) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -151,7 +152,7 @@ def test_others_writes_are_seen_at_once(store: Store) -> None:
     store.write_bytes(store.join("a"), b"1")
     assert store.list(store.url) == [store.join("a")]
     # past the store, as another process would
-    other = type(store.filesystem)(**store.storage_options, skip_instance_cache=True)
+    other = fsspec.core.url_to_fs(store.url, **store.storage_options, skip_instance_cache=True)[0]
     other.pipe_file(store.inner_path(store.join("b")), b"2")
     assert store.list(store.url) == [store.join("a"), store.join("b")]
     assert store.exists(store.join("b"))
@@ -259,6 +260,20 @@ def test_a_reader_sees_whole_files_only(store: Store) -> None:
     writer.join()
     assert len(seen) > 1
     assert store.read_bytes(path) == bytes([20]) * 300_000
+
+
+def test_a_forked_child_uses_the_store_anew(store: Store) -> None:
+    path = store.join("a")
+    store.write_bytes(path, b"1")
+
+    def child() -> None:
+        assert store.read_bytes(path) == b"1"
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
 
 
 def test_missing_files_say_so(store: Store) -> None:

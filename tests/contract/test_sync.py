@@ -173,7 +173,7 @@ def test_parameters_that_differ(two: Ranks) -> None:
             ({"w": torch.ones(2, dtype=torch.float64 if odd else torch.float32)}, "torch.float64 of shape"),
             ({"w": torch.ones(2), **({} if odd else {"b": torch.ones(1)})}, "'b' of rank 0 is missing on rank 1"),
             ({"w": torch.ones(2), **({"b": torch.ones(1)} if odd else {})}, "'b' of rank 1 is missing on rank 0"),
-            ([("a", torch.ones(1)), ("b", torch.ones(1))][:: -1 if odd else 1], "another order"),
+            ([("a", torch.ones(1)), ("b", torch.ones(1))][:: -1 if odd else 1], "a different order"),
         ]
         for params, text in cases:
             with pytest.raises(hvd.MismatchError, match=text):

@@ -57,7 +57,5 @@ def test_a_rank_cannot_record(fault: str, tmp_path: Path) -> None:
         (zero, no_word), (one, words) = world.run(fn)
     assert zero == one == [2.0, 2.0, 2.0]
     assert no_word == []
-    assert words == [
-        "The timeline lacks the latest events of this rank, and all that follow: RuntimeError: no events today"
-    ]
+    assert words == ["The timeline lacks this rank's latest events and all later ones: RuntimeError: no events today"]
     assert '"name":"ALLREDUCE","pid":0' in (tmp_path / "timeline.json").read_text()

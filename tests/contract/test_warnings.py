@@ -58,7 +58,7 @@ def test_unnamed_calls_of_two_threads() -> None:
     assert other == [[], [], []]
     assert alone == []
     assert len(once) == 1
-    assert once[0].startswith("allreduce was called without a name in thread 'mine', while one of another thread")
+    assert once[0].startswith("allreduce was called without a name in thread 'mine', while another thread's call is")
     assert twice == once
 
 

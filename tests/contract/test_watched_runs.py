@@ -128,4 +128,4 @@ def test_a_defect_in_what_observes_ends_no_run(
     result = run_local(loop, [20, 0.1], verbose=0)
     assert result == [0, 1]
     assert result.summary.ranks == 2
-    assert caplog.text.count("has failed (KeyError('injected')); the run goes on without it") == 3
+    assert caplog.text.count("has failed (KeyError('injected')); the run continues without it") == 3

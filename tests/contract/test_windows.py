@@ -193,5 +193,5 @@ def test_what_windows_cannot_be_over() -> None:
         run_local(print, data={"train": Windows("/data", **ASKED)})
     with pytest.raises(DataError, match="no column 'key'"):
         run_local(print, data={"train": Windows(pa.table({"time": [1]}), **ASKED)})
-    with pytest.raises(ValueError, match=r"come and go\. Use run"):
+    with pytest.raises(ValueError, match=r"join and leave\. Use run"):
         run_elastic_local(print, data={"train": Windows(table_of(LENGTHS), **ASKED)})

@@ -270,7 +270,7 @@ def two_threads_of_autograd_in_the_hooks() -> None:
 
 @mutant("")
 def hooks_without_a_lock() -> None:
-    with mock.patch.object(hooks, "one_after_another", side_effect=lambda hook, lock: hook):
+    with mock.patch.object(hooks, "serialized", side_effect=lambda hook, lock: hook):
         two_branches(10)
 
 
@@ -346,10 +346,11 @@ def the_sum_of_names_on_two_devices_in_one_breath() -> None:
 
 @case
 def steps_alone_and_outer_steps() -> None:
-    for overlap, compression in ((0, hvd.Compression.none), (1, hvd.Compression.none), (0, hvd.Compression.fp16)):
+    none, fp16, int4 = hvd.Compression.none, hvd.Compression.fp16, hvd.Int4Compressor(16)
+    for overlap, compression, fragments in ((0, none, 1), (1, none, 1), (0, fp16, 1), (1, int4, 2)):
         model = net().to(first_device())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = hvd.LocalSGD(model, optimizer, 2, overlap=overlap, compression=compression)
+        local = hvd.LocalSGD(model, optimizer, 2, overlap=overlap, compression=compression, fragments=fragments)
         for step in range(6):
             local.zero_grad()
             square(model, rows(hvd.rank(), step).to(first_device())).backward()  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.timeout(36_000 if NIGHT else 400)
 @settings(
-    max_examples=NIGHT or 100,
+    max_examples=NIGHT or 40,
     derandomize=not NIGHT,
     database=None,
     deadline=None,

@@ -149,7 +149,7 @@ def test_a_killed_executor_is_an_error_and_fn_never_runs_twice(cluster: SparkSes
     thread.join(30)
     assert not thread.is_alive()
     assert isinstance(errors[0], ExecutorLostError)
-    assert "fn is not run again" in str(errors[0])
+    assert "fn does not run again" in str(errors[0])
     wait_until(lambda: not ranks_alive())
     time.sleep(3)  # long enough for a retried stage to have started
     assert len(list(tmp_path.iterdir())) == 2

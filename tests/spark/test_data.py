@@ -253,7 +253,7 @@ def test_fewer_rows_than_ranks(spark: SparkSession) -> None:
     for text in run(fn, num_proc=2, data={"train": spark.range(1)}, spark=spark):
         assert text.startswith("data set 'train' has 1 row for 2 ranks: expected at least one for each")
     for text in run(fn, num_proc=2, data={"train": spark.range(0)}, spark=spark, verbose=0):
-        assert text.startswith("data set 'train' has no rows: expected at least one for each rank. Check filters")
+        assert text.startswith("data set 'train' has no rows: expected at least one for each rank. Next: check")
 
 
 def test_directories_of_partitions_are_columns(spark: SparkSession, tmp_path: Path) -> None:

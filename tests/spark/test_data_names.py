@@ -36,7 +36,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def test_values_that_are_no_data(value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         given({"train": value})
-    with pytest.raises(TypeError, match=r"expected data sets by name, as \{\"train\": df\}"):
+    with pytest.raises(TypeError, match=r"expected data sets by name, such as \{\"train\": df\}"):
         given([value])  # type: ignore[arg-type]
 
 

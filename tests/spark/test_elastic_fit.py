@@ -196,7 +196,7 @@ def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
 def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "run_id": "lost", "epochs": 3}
     backend = LocalBackend(2, max_num_proc=2, verbose=0)
-    with pytest.raises(StateLostError, match="fit again with run_id='lost' to go on from it"):
+    with pytest.raises(StateLostError, match="fit again with run_id='lost' to resume from it"):
         estimator(Counts(), **settings, backend=backend, callbacks=[AllDie()]).fit(df)
     fitted = estimator(Counts(), **settings, backend=backend).fit(df)
     each_row_once_an_epoch(fitted)

@@ -7,28 +7,44 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.walk.stranger import configure
+
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-def run_program(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
+    environment = {**os.environ, **paths, "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        configure(Path(folder), "spark.log.level")  # whose lines are looked for
+        environment["SPARK_CONF_DIR"] = folder
+        command = [sys.executable, *command]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
 
+def run_program(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    return run([str(EXAMPLES / name), *arguments], timeout)
+
+
+def strange_lines(stderr: str) -> list[str]:
+    """What a newcomer must not see at start: Spark's log."""
+    # These two lines come from the JVM, and from a library of Spark ML where the system has no BLAS, past every logger.
+    lines = [line for line in stderr.splitlines() if "jdk.incubator" not in line and "netlib-" not in line]
+    ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|ETT|samples|compute|data|communication|slowest|metrics|cost) ")
+    return [line for line in lines if not ours.match(line)]
+
+
 def run_example(name: str, *arguments: str, timeout: float = 280) -> str:
     done = run_program(name, *arguments, timeout=timeout)
-    # What a newcomer must not see at start: Spark's log. These two lines come from the JVM, and from a library of
-    # Spark ML where the system has no BLAS, past every logger.
-    lines = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-" not in line]
-    ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|ETT|samples|compute|data|communication|slowest|metrics|cost) ")
-    assert [line for line in lines if not ours.match(line)] == []
+    assert strange_lines(done.stderr) == []
     return done.stdout
 
 
@@ -67,9 +83,29 @@ def test_elastic_digits() -> None:
     assert float(accuracy[1]) > 0.9
 
 
+TOGETHER = """
+import runpy, sys
+for program in sys.argv[1:]:
+    sys.argv = program.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    print("the next", file=sys.stderr, flush=True)
+"""
+
+
+def estimators_auc(printed: str) -> dict[str, float]:
+    found = dict(re.findall(r"^(logistic|\d+ grad|network|Keras).*? (0\.\d{3}) ", printed, re.M))
+    return {name: float(auc) for name, auc in found.items()}
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_flights(tmp_path: Path) -> None:
-    printed = run_example("flights.py", "--rows", "40000", "--epochs", "4", "--out", str(tmp_path))
+    """Both programs of `make demo` in one process: most of their time would be the start of Spark and of torch."""
+    small = f"--rows 40000 --epochs 4 --out {tmp_path}"
+    programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 5"]
+    done = run(["-c", TOGETHER, *programs], timeout=580)
+    assert strange_lines(done.stderr.partition("the next\n")[0]) == []
+    printed, of_estimators = done.stdout.split("Starting Spark ...\n")[1:]
     auc = {
         name: float(value) for name, value in re.findall(r"^(majority|logistic|network).*? (0\.\d{3}) ", printed, re.M)
     }
@@ -78,19 +114,20 @@ def test_flights(tmp_path: Path) -> None:
     # The sample is too small for the network to win reliably, yet it must have learned the same.
     assert auc["network"] > 0.65
     assert "[1]" in printed
-    assert (tmp_path / "flights_loss.png").read_bytes().startswith(b"\x89PNG")
+    found = estimators_auc(of_estimators)
+    assert list(found) == ["logistic", "5 grad", "network"]
+    assert min(found.values()) > 0.6
+    for name in ("flights", "flights_estimator"):
+        assert (tmp_path / f"{name}_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [[], pytest.param(["--keras"], marks=pytest.mark.night)])
-def test_flights_estimator(more: list[str], tmp_path: Path) -> None:
+@pytest.mark.night
+def test_flights_in_keras(tmp_path: Path) -> None:
     # Keras imports TensorFlow where that is installed, which writes to stderr.
-    arguments = ["--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), *more]
-    printed = run_program("flights_estimator.py", *arguments).stdout
-    found = re.findall(r"^(logistic|5 grad|network|Keras).*? (0\.\d{3}) ", printed, re.M)
-    assert [name for name, _ in found] == ["logistic", "5 grad", "network", *(["Keras"] if more else [])]
-    assert min(float(auc) for _, auc in found) > 0.6
-    assert (tmp_path / "flights_estimator_loss.png").read_bytes().startswith(b"\x89PNG")
+    arguments = ["--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), "--keras"]
+    found = estimators_auc(run_program("flights_estimator.py", *arguments).stdout)
+    assert list(found) == ["Keras", "logistic", "5 grad", "network"]
+    assert min(found.values()) > 0.6
 
 
 @pytest.mark.night

@@ -111,7 +111,7 @@ def test_a_killed_feeder_loses_no_row(four: SparkSession, tmp_path: Path, caplog
     thread.join(300)
     ids = sorted(i for batches, _, _ in found for batch in batches for i in batch)
     assert ids == sorted([*range(ROWS)] * 2)
-    assert "the feeders of this run are started again (1 of 3)" in caplog.text  # on a local master, Spark does not
+    assert "restarting the feeders of this run (1 of 3)" in caplog.text  # on a local master, Spark does not
 
 
 class OurError(Exception):
@@ -165,7 +165,7 @@ def test_feeders_that_find_no_room(four: SparkSession) -> None:
         run(read, (1,), num_proc=2, data=data, feeders=3, spark=four)
     with pytest.raises(NotEnoughSlotsError, match=r"num_proc=None, feeders=4: 5 slots wanted, 4 there"):
         run(read, (1,), data=data, feeders=4, spark=four)
-    with pytest.raises(ValueError, match="feeders=2: none of the data sets of data= goes through a function"):
+    with pytest.raises(ValueError, match="feeders=2: no data set of data= goes through a function"):
         run(read, (1,), num_proc=2, data={"train": frame(four)}, feeders=2, spark=four)
     with pytest.raises(ValueError, match="feeders=-1: expected a whole number of Spark tasks, at least 0"):
         run(read, (1,), num_proc=2, data=data, feeders=-1, spark=four)

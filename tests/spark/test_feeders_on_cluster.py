@@ -53,4 +53,4 @@ def test_spark_replaces_a_killed_feeder(
     (tmp_path / "wait").unlink()
     thread.join(300)
     assert sorted(found[0][0]) == list(range(200))
-    assert "started again" not in caplog.text  # by us
+    assert "restarting" not in caplog.text  # by us

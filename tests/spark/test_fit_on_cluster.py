@@ -1,14 +1,16 @@
-"""Fits on executors that are processes of their own, one of which is lost."""
+"""Fits on executors that are processes of their own, one of which is lost; a worker that is killed as it loads."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
 
+import spark_hvd
 from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
 from spark_hvd.runner import ExecutorLostError
 from tests.spark.estimator_support import estimator, frame, reference, same
@@ -58,7 +60,7 @@ def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSe
 @pytest.mark.timeout(300)
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
     df = frame(cluster)
-    with pytest.raises(ValueError, match="store is missing: run_id='lost' goes on from checkpoints"):
+    with pytest.raises(ValueError, match="store is missing: run_id='lost' resumes from checkpoints"):
         estimator(run_id="lost").fit(df)
     made = estimator(
         store=Store.create(tmp_path / "store"),
@@ -66,7 +68,7 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
         epochs=4,
         callbacks=[KillsItsExecutor(str(tmp_path / "killed"))],
     )
-    with pytest.raises(ExecutorLostError, match=r"fit again with run_id='lost' to go on from it"):
+    with pytest.raises(ExecutorLostError, match=r"fit again with run_id='lost' to resume from it"):
         made.fit(df)
     fitted = made.fit(df)
     assert [row["epoch"] for row in fitted.getHistory()] == [1, 2, 3, 4]
@@ -102,3 +104,16 @@ def test_a_model_larger_than_what_spark_can_collect_comes_back(
     fitted = estimator(epochs=1).fit(frame(cluster))
     monkeypatch.undo()
     same(fitted.getModel(), estimator(epochs=1).fit(frame(cluster)).getModel().state_dict())
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_loads(cluster: SparkSession) -> None:
+    """Spark tries again, unlike on one machine, and the next attempt on the same executor knows why."""
+
+    def load() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    predicted = spark_hvd.predict(cluster.range(0, 10, 1, 1), load, columns="id", outputs="float")
+    wanted = r"ModelError: the Python worker that this task had in its attempt \d was killed on \S+ while it loaded"
+    with pytest.raises(Exception, match=rf"{wanted}.*spark\.executor\.memoryOverhead"):
+        predicted.collect()

@@ -196,7 +196,7 @@ def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
 def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path), "spark.dynamicAllocation.enabled": "true"}
     with (
-        session_on(LOCAL_CLUSTER, **settings) as session,
+        session_on("local-cluster[1,1,1024]", **settings) as session,
         pytest.raises(ClusterError, match=r"spark\.dynamicAllocation\.enabled=false"),
     ):
         run(seen, num_proc=1, spark=session, gpus_per_proc=1)
@@ -266,5 +266,5 @@ def test_gpus_of_a_standalone_cluster(standalone: str) -> None:
         assert sorted(pairs) == [("GPU-0a,GPU-0b", "1"), ("GPU-1a,GPU-1b", "1")]
         assert run(seen, num_proc=1, spark=session, gpus_per_proc=0) == [("", "1")]
         own = {"CUDA_VISIBLE_DEVICES": ""}  # goes before Spark's: ranks choose among what it leaves
-        with pytest.raises(RankFailedError, match="2 ranks on this host need 2 GPUs, and torch sees 0"):
+        with pytest.raises(RankFailedError, match="2 ranks on this host need 2 GPUs, but torch sees 0"):
             run(seen, num_proc=2, spark=session, gpus_per_proc=1, env=own, verbose=0)

@@ -348,7 +348,7 @@ def test_checkpoints_that_cannot_be_logged(
 
 def test_what_cannot_be_logged(df: DataFrame) -> None:
     model = TorchModel(model=nn.Linear(3, 1), feature_columns=["features"], label_columns=["value"])
-    with pytest.raises(ValueError, match="a DataFrame without rows: some of them tell the signature"):
+    with pytest.raises(ValueError, match="a DataFrame without rows: the signature needs some"):
         model.log_to_mlflow(df.limit(0))
     with pytest.raises(DataError, match="feature_columns names 'features', which the DataFrame does not have"):
         model.log_to_mlflow(df.drop("features"))

@@ -175,7 +175,7 @@ def renamed(spark: SparkSession, method: str) -> Any:
 
 @pytest.fixture
 def untold(spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    monkeypatch.setattr(spark_private, "_untold", set())
+    monkeypatch.setattr(spark_private, "_warned", set())
     context = renamed(spark, "statusStore")
     monkeypatch.setattr(spark_private, "java_context", lambda _: context)
     caplog.set_level(logging.WARNING, logger="spark_hvd")

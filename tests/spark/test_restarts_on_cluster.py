@@ -94,7 +94,7 @@ def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
     (alone,) = run(train, (str(tmp_path / "fewer"), 1), min_num_proc=1, **options)
     assert (alone["generation"], alone["size"]) == (1, 1)
     assert 2 <= alone["first"] <= 3
-    assert "going on with 1 of 2 ranks" in caplog.text
+    assert "continuing with 1 of 2 ranks" in caplog.text
     limit_executors(cluster, 2)
     wait_until(lambda: len(executors()) == 2 and slots(cluster) == 2, 60)
     run(hvd.rank, spark=cluster, **OPTIONS)

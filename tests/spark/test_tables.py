@@ -56,5 +56,5 @@ def test_spark_reads_a_table_that_ranks_cannot(
         frame = sets.read_by(able).frames["train"]
     assert sorted(row.x for row in frame.collect()) == list(range(10))  # type: ignore[union-attr]
     (said,) = (each.message for each in caplog.records if "is read by Spark" in each.message)
-    assert said.startswith("data['train'] is read by Spark, and its rows go to the ranks over it: cannot list the ")
+    assert said.startswith("data['train'] is read by Spark, which sends its rows to the ranks: cannot list the ")
     assert said.endswith("Unsupported table features required: [TypeWidening].")

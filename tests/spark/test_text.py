@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators import ModelError, TextClassificationModel, TextClassifier
 from spark_hvd.estimators.classifiers.tokens import as_tokenizer, trained_tokenizer
+from tests.conftest import workers_with
 from tests.spark.estimator_support import Watched
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow
 
 WORDS = {"fruit": ["apple", "pear", "plum"], "tree": ["oak", "elm", "ash"], "wind": ["gale", "storm", "breeze"]}
+
+
+@pytest.fixture(scope="module")
+def spark(spark: SparkSession) -> Iterator[SparkSession]:
+    with workers_with(spark, "transformers.models.bert.modeling_bert"):
+        yield spark
 
 
 @pytest.fixture(scope="module")

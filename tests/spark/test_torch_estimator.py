@@ -285,7 +285,7 @@ def test_own_minibatch_function(df: DataFrame) -> None:
         optimizer.param_groups[0]["lr"] *= 0.9
 
     same(fitted.getModel(), reference(lambda model, rows: 2 * mse(model, rows), after_step=decay))
-    with pytest.raises(ValueError, match=r"gradient_clip_norm=1\.0 and train_minibatch_fn are given"):
+    with pytest.raises(ValueError, match=r"gradient_clip_norm=1\.0 has no effect with train_minibatch_fn"):
         estimator(loss=None, train_minibatch_fn=twice_the_loss, gradient_clip_norm=1.0).fit(df)
 
 

@@ -118,7 +118,7 @@ class Squeezed(nn.Linear):
 
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
-    "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
+    "no loss": ({"loss": None}, ValueError, r"loss is missing: pass .* torch\.nn\.MSELoss"),
     "no optimizer": ({"optimizer": None}, ValueError, "optimizer is missing"),
     "two losses": ({"loss_constructors": [nn.MSELoss]}, ValueError, "both given"),
     "two numbers of ranks": ({"backend": LocalBackend(2)}, ValueError, "num_proc=2 and backend are both given"),
@@ -131,7 +131,7 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ModelError,
         r"model\(\*inputs\) failed .* before ranks were started.*features: float32 \[32, 3\]",
     ),
-    "input shape": ({"input_shapes": [[-1, 2, 2]]}, ModelError, r"does not fit into the shape \[-1, 2, 2\]"),
+    "input shape": ({"input_shapes": [[-1, 2, 2]]}, ModelError, r"does not fit into the requested shape \[-1, 2, 2\]"),
     "dtype": ({"input_dtypes": ["int64"]}, DataError, "column 'features' has 96 of 96 values that int64 cannot hold"),
     "two outputs": ({"model": Scores(2)}, ModelError, "2 outputs for 1 label_cols"),
     "output of another shape": ({"model": linear(2)}, ModelError, "target size|size of tensor"),
@@ -154,12 +154,12 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one row alone": (
         {"model": Squeezed(3, 1)},
         ModelError,
-        r"transform would fail, tried on a batch of 1 row.* has the shape \(\) for 1 row: .* as squeeze\(-1\)",
+        r"transform would fail, tried on a batch of 1 row.* has the shape \(\) for 1 row: .* as in squeeze\(-1\)",
     ),
     "frozen model": (
         {"model": linear().requires_grad_(False)},
         ModelError,
-        "does not depend on any parameter",
+        "does not depend on any trained parameter",
     ),
     "optimizer that fails at a step": (
         {"optimizer": lambda params: Noting(params, error=RuntimeError("no step"))},
@@ -211,7 +211,7 @@ def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: p
 
 def test_a_model_that_transforms_batches_transforms_single_rows() -> None:
     model = TorchModel(model=Squeezed(3, 2), feature_columns=["x"], label_columns=["y"])
-    with pytest.raises(ModelError, match=r"has the shape \(2,\) for 1 row: its first number must be that of the rows"):
+    with pytest.raises(ModelError, match=r"has the shape \(2,\) for 1 row: its first number must be the number of"):
         try_transform(model, [torch.zeros(2, 3)], needed=False)
 
 

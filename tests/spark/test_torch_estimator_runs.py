@@ -82,10 +82,12 @@ def test_a_run_goes_on_with_other_ranks_at_the_scaled_rate(df: DataFrame, store:
     assert rates == pytest.approx([0.05, 0.1])
 
 
-def test_resuming_with_another_model(df: DataFrame, store: Store) -> None:
+def test_resuming_with_another_model_or_optimizer(df: DataFrame, store: Store) -> None:
     estimator(store=store, epochs=1, run_id="other").fit(df)
     with pytest.raises(CheckpointError, match=r"run_id='other' has a checkpoint of another model.*'weight'.*\[1, 3\]"):
         estimator(linear(2), label_cols=["late"], loss=nn.CrossEntropyLoss(), store=store, run_id="other").fit(df)
+    with pytest.raises(CheckpointError, match="the state of another optimizer: SGD then, Adam now"):
+        estimator(store=store, epochs=2, run_id="other", optimizer=torch.optim.Adam).fit(df)
 
 
 def test_a_half_written_checkpoint_is_refused(df: DataFrame, store: Store) -> None:
@@ -283,7 +285,7 @@ def test_an_unwritable_store_fails_before_ranks_start(df: DataFrame, tmp_path: P
 
 
 def test_the_memory_store_is_refused(df: DataFrame) -> None:
-    with pytest.raises(Exception, match="ranks are other processes and see nothing of it"):
+    with pytest.raises(Exception, match="ranks are other processes and cannot see it"):
         estimator(store=Store.create("memory://data")).fit(df)
 
 

@@ -120,7 +120,7 @@ def test_the_users_group_cancels_the_run(spark: SparkSession, before: int) -> No
 
     other = threading.Thread(target=cancel)
     other.start()
-    with pytest.raises(RunError, match=r"was cancelled by somebody else than us: .*cancelled job group mine"):
+    with pytest.raises(RunError, match=r"was cancelled, but not by spark_hvd: .*cancelled job group mine"):
         run(sleep_long, num_proc=2, spark=spark, verbose=0)
     other.join()
 

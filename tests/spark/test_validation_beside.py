@@ -133,7 +133,7 @@ def test_a_training_does_not_wait_for_a_validation_that_is_slower(
     assert (tmp_path / "waiting").read_text() == Ticket(0, 5).name, "one, the newest"
     out = capfd.readouterr().out
     lines = [line for line in out.splitlines() if "val_held" in line]
-    assert ["validated beside" in line for line in lines] == [True, False], lines
+    assert ["validated in the background" in line for line in lines] == [True, False], lines
     assert "[0] 4 of 6 epochs were not validated" in out
 
 

@@ -28,8 +28,8 @@ def test_the_likelier_a_cause_the_sooner_it_is_told() -> None:
 
 def test_it_is_told_once_and_not_before_its_time() -> None:
     suspect = Suspect()
-    assert not suspect.told(100.0)
+    assert not suspect.is_due(100.0)
     suspect.accuse("mpiexec was killed", Blame.CAUSE, now=10.0)
-    assert not suspect.told(10.4)
-    assert suspect.told(10.5)
-    assert not suspect.told(11.0)
+    assert not suspect.is_due(10.4)
+    assert suspect.is_due(10.5)
+    assert not suspect.is_due(11.0)

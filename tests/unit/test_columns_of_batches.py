@@ -186,11 +186,11 @@ def test_what_is_made_of_columns_takes_the_place_of_none() -> None:
         {"a": [1.0], "features": [2.0], "x": [[1]], "x_lengths": [3], "x_offsets": [[4]]}
     )
     for convert in (numpy_batch, torch_batch):
-        with pytest.raises(DataError, match="features: 'features' is the name of a stack and of a column"):
+        with pytest.raises(DataError, match="features: 'features' is the name of a stack and of another column"):
             convert(batch, ["a"])
         assert convert(batch, {"features": ["a", "features"]})["features"].tolist() == [[1.0, 2.0]]
     for collate, other in ((padded(), "x_lengths"), (ragged(), "x_offsets")):
-        with pytest.raises(DataError, match=f"column 'x' of arrays comes with '{other}'"):
+        with pytest.raises(DataError, match=f"column 'x' of arrays adds '{other}'"):
             collate(batch)
 
 

@@ -60,7 +60,7 @@ def test_no_warnings_whatever_their_time() -> None:
     [("FUSION_THRESHOLD", "64MB"), ("CACHE_CAPACITY", "1.5"), ("STALL_CHECK_TIME_SECONDS", "soon")],
 )
 def test_no_number(variable: str, text: str) -> None:
-    with pytest.raises(ValueError, match=f"^HOROVOD_{variable}='{text}' in the environment is no number"):
+    with pytest.raises(ValueError, match=f"^HOROVOD_{variable}='{text}' in the environment is not a number"):
         read_config({f"HOROVOD_{variable}": text})
 
 

@@ -1,4 +1,4 @@
-"""What is said of ranks that are not heard of: nothing final too early, and nothing for good."""
+"""Warnings about ranks that do not report: nothing final too early, and nothing for good."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def test_slow_tasks_are_not_yet_heard_of_and_then_are(caplog: pytest.LogCaptureF
     for unheard in (21.0, 25.0):
         assert contact.without_us((), False, unheard)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("no rank has been heard of yet, 21 s after Spark has started their tasks")
+    assert caplog.messages[0].startswith("no rank has reported yet, 21 s after Spark started their tasks")
     assert not contact.without_us({0, 1}, False, 0.0)
     assert not contact.without_us({0, 1}, False, 0.0)
-    assert caplog.messages[1:] == ["ranks [0, 1] have been heard of by now, and are watched from here on"]
+    assert caplog.messages[1:] == ["ranks [0, 1] have reported now, and are watched from here on"]
 
 
 def test_silence_that_lasts_is_a_cut_off_network(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,7 +25,7 @@ def test_silence_that_lasts_is_a_cut_off_network(caplog: pytest.LogCaptureFixtur
     for unheard in (21.0, 61.0, 62.0):
         assert contact.without_us((), False, unheard)
     assert len(caplog.messages) == 2
-    assert caplog.messages[1].startswith("ranks [0, 1] cannot reach this program at 127.0.0.1:5; training goes on")
+    assert caplog.messages[1].startswith("ranks [0, 1] cannot reach this program at 127.0.0.1:5; training continues")
 
 
 def test_ranks_that_meet_elsewhere_are_named_at_once(caplog: pytest.LogCaptureFixture) -> None:

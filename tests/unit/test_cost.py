@@ -66,7 +66,7 @@ def test_a_number_of_ranks_that_cannot_be(ranks: float) -> None:
 def test_without_steps_there_is_no_prediction() -> None:
     cost = Cost(seconds=10.0, ranks=2, rank_seconds=20.0)
     assert cost.text() == "20.0 rank-seconds"
-    with pytest.raises(ValueError, match=r"nothing is known of this run's steps.*hvd\.progress"):
+    with pytest.raises(ValueError, match=r"this run reported no steps.*hvd\.progress"):
         cost.seconds_with(4)
 
 

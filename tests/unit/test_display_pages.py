@@ -113,6 +113,6 @@ def test_many_ranks_do_not_make_a_long_page() -> None:
 def test_as_long_as_nothing_is_heard_there_is_one_line() -> None:
     snapshot = RunView("train on 8 ranks", 8, 0.0).snapshot(7.0)
     assert [line.text for line in table(snapshot, 80, 16)] == [
-        "train on 8 ranks   7.0 s   nothing heard of the ranks yet"
+        "train on 8 ranks   7.0 s   no reports from the ranks yet"
     ]
     assert Page(page(snapshot)).tags == ["div", "b"]

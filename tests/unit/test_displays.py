@@ -160,7 +160,7 @@ def test_a_plain_line_that_would_tell_nothing_is_left_out() -> None:
         view.take(Vitals(rank, 2, 0, 31.0, process=str(rank)), 31.0)
         view.take(Vitals(rank, 2, 0, 32.0, process=str(rank)), 32.0)
     display.show(view, 32.0)
-    assert notes.getvalue() == "train on 2 ranks: 31 s, nothing heard of the ranks yet\n"
+    assert notes.getvalue() == "train on 2 ranks: 31 s, no reports from the ranks yet\n"
 
 
 # ---- JSON lines ------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_an_error_of_our_own_streams_is_said_once(
             display.lines(0, "out", "a")
             display.show(view, 40.0 + 30 * second)
         display.end(view.summary(41.0))
-    said = [entry.message for entry in caplog.records if "any more (nobody reads)" in entry.message]
+    said = [entry.message for entry in caplog.records if "can no longer be shown (nobody reads)" in entry.message]
     assert len(said) in (1, 2)
     assert len(said) == len(set(said))
 
@@ -262,5 +262,5 @@ def test_a_display_that_fails_leaves_the_output(
     display.end(view.summary(80.0))
     assert capsys.readouterr().out == "[0] still here\n"
     assert [entry.message for entry in caplog.records] == [
-        "the run cannot be shown any more (division by zero); it goes on"
+        "the run can no longer be shown (division by zero); it continues"
     ]

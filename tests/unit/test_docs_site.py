@@ -29,6 +29,15 @@ MXNET_OWN = TENSORFLOW_OWN | {"allreduce_", "broadcast_parameters", "grouped_all
 """The same of spark_hvd.mxnet."""
 JAX_OWN = {"broadcast", "init"}
 """The same of spark_hvd.jax."""
+OTHER_FRAMEWORKS: list[tuple[str, set[str]]] = [
+    ("spark_hvd.keras", {*hvd.__all__, "callbacks"} - KERAS_OWN),
+    ("spark_hvd.keras.callbacks", set()),
+    ("spark_hvd.keras.elastic", {"run", "State", "ObjectState", "HostsUpdatedInterrupt"}),
+    ("spark_hvd.tensorflow", {*hvd.__all__, "SyncBatchNormalization"} - TENSORFLOW_OWN),
+    ("spark_hvd.mxnet", {*hvd.__all__} - MXNET_OWN),
+    ("spark_hvd.jax", {*hvd.__all__} - JAX_OWN),
+    ("spark_hvd.tensorflow.elastic", {"State", "ObjectState", "HostsUpdatedInterrupt"}),
+]
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -176,19 +185,13 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd", {"__version__", "DataError", "HostsUpdatedInterrupt", *hvd.__all__}),
         ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
         ("spark_hvd.torch.elastic", set()),
-        ("spark_hvd.keras", {*hvd.__all__, "callbacks"} - KERAS_OWN),
-        ("spark_hvd.keras.callbacks", set()),
-        ("spark_hvd.keras.elastic", {"run", "State", "ObjectState", "HostsUpdatedInterrupt"}),
-        ("spark_hvd.tensorflow", {*hvd.__all__, "SyncBatchNormalization"} - TENSORFLOW_OWN),
-        ("spark_hvd.mxnet", {*hvd.__all__} - MXNET_OWN),
-        ("spark_hvd.jax", {*hvd.__all__} - JAX_OWN),
-        ("spark_hvd.tensorflow.elastic", {"State", "ObjectState", "HostsUpdatedInterrupt"}),
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
         ("spark_hvd.runner", {*spark_hvd.__all__}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_FRAMEWORKS),
     ],
-)  # fmt: skip
+)
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
     if module.startswith(("spark_hvd.jax", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
         pytest.importorskip(module.split(".")[1])

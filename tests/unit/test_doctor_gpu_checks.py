@@ -159,4 +159,4 @@ def test_several_ranks_of_a_task_share_its_gpus_out() -> None:
     assert "rank 0 on a: 0; rank 1 on a: 1" in of("GPU assignment", found(2, [["0", "1"]], BOTH, procs=2)).found
     lacking = of("GPU assignment", found(2, [["0"]], BOTH, procs=2, each=1))
     assert lacking.level is Level.ERROR
-    assert "2 ranks of a task need 2 GPUs, and Spark assigned 1" in lacking.found
+    assert "2 ranks of a task need 2 GPUs, but Spark assigned 1" in lacking.found

@@ -112,5 +112,5 @@ def test_a_store_that_one_host_cannot_use() -> None:
 def test_a_store_that_is_not_the_same_for_all() -> None:
     finding = of("store", check_store("/data", StoreTrial(), {"b": StoreTrial(shared=False)}))
     assert finding.level is Level.ERROR
-    assert "b does not see what the driver wrote" in finding.found
+    assert "b does not see the file that the driver wrote" in finding.found
     assert of("store", check_store("/data", StoreTrial(), {"b": StoreTrial(shared=True)})).level is Level.OK

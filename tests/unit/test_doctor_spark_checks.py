@@ -21,13 +21,14 @@ def test_two_pysparks_on_the_path() -> None:
     finding = of("PySpark", check_spark(application(pyspark=("4.3.0", "/x/pyspark"), installed=both)))
     assert finding.level is Level.ERROR
     assert finding.found == (
-        "PySpark 4.3.0 (/x/pyspark) is of 2 packages, which overwrite each other's files: pyspark 4.3.0, "
+        "PySpark 4.3.0 (/x/pyspark) comes from 2 packages, which overwrite each other's files: pyspark 4.3.0, "
         "databricks-connect 17.2.0"
     )
     assert finding.remedy.startswith("pip uninstall -y pyspark databricks-connect")
     finding = of("PySpark", check_spark(application(pyspark=("4.3.0", "/x/pyspark"), version="3.5.9")))
     assert finding.level is Level.ERROR
-    assert finding.found.startswith("two PySparks are on the path: PySpark 4.3.0 (/x/pyspark), and that of Spark 3.5.9")
+    paths = "two PySparks are on the path: PySpark 4.3.0 (/x/pyspark), and the one of Spark 3.5.9"
+    assert finding.found.startswith(paths)
     assert finding.remedy == "Unset SPARK_HOME, or pip install pyspark==3.5.9"
 
 
@@ -66,7 +67,7 @@ def test_overhead_where_it_is_enforced() -> None:
     settings = {"spark.executor.cores": "4", "spark.executor.memory": "8g"}
     finding = of("memory overhead", check_spark(application(settings=settings)))
     assert finding.level is Level.WARNING
-    assert finding.found.startswith("819 MiB beside the Java heap of an executor, for 4 ranks")
+    assert finding.found.startswith("819 MiB besides the Java heap of an executor, for 4 ranks")
     assert finding.remedy == "--conf spark.executor.memoryOverhead=8g"
     assert not [
         f for f in check_spark(application("spark://h:7077", settings=settings)) if f.check == "memory overhead"

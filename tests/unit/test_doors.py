@@ -6,6 +6,7 @@ import importlib
 import pickle
 import pkgutil
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ DOORS = (
 )
 PAGES = "".join(page.read_text() for page in sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md")))
 LISTED = sorted(set(re.findall(r"^::: ([\w.]+)$", PAGES, flags=re.MULTILINE)))
+HEAVY = tuple(f"spark_hvd.{name}" for name in ("jax", "keras", "mxnet", "tensorflow"))
+"""Doors that load another framework, which takes seconds."""
 SHARED = {
     "Compression",
     "Compressor",
@@ -45,7 +48,7 @@ SHARED = {
 
 
 def opened(door: str) -> Any:
-    if door.startswith(("spark_hvd.jax", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
+    if door.startswith(HEAVY):
         pytest.importorskip(door.split(".")[1])
     return importlib.import_module(door)
 
@@ -57,7 +60,12 @@ def listed(path: str) -> Any:
     return getattr(opened(door), name)
 
 
-@pytest.mark.parametrize("path", LISTED)
+def each(paths: Iterable[str]) -> list[Any]:
+    heavy = (*HEAVY, "spark_hvd.estimators.Lightning")
+    return [pytest.param(path, marks=pytest.mark.slow) if path.startswith(heavy) else path for path in paths]
+
+
+@pytest.mark.parametrize("path", each(LISTED))
 def test_a_class_is_called_by_a_path_of_its_door(path: str) -> None:
     found = listed(path)
     if not isinstance(found, type) or found.__name__ in SHARED:
@@ -67,7 +75,7 @@ def test_a_class_is_called_by_a_path_of_its_door(path: str) -> None:
     assert pickle.loads(pickle.dumps(found)) is found
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", each(DOORS))
 def test_no_module_stands_where_a_name_is_public(door: str) -> None:
     """Importing a submodule binds its name in the package, over what is there."""
     module = opened(door)

@@ -81,7 +81,7 @@ def test_an_agent_that_is_silent_is_lost_and_sent_away_when_it_comes_back() -> N
     hub = two()
     told = hub.wait(SILENT_AFTER + 1, 11)
     assert (11, "reset") in [(agent, message["type"]) for agent, message in told]
-    assert "rank 0 on host a: is not heard of any more" in " ".join(hub.state.notes)
+    assert "rank 0 on host a: has not been heard from" in " ".join(hub.state.notes)
     assert [(agent, message["type"], message["again"]) for agent, message in hub.say(10, "alive")] == [
         (10, "end", True)
     ]
@@ -187,7 +187,7 @@ def test_values_come_by_the_hub_where_a_task_has_left_by_notice_and_not_come_aga
         hub.say(agent, "yielded", worker=worker, generation=0)
         hub.say(agent, "entered", worker=worker)
     hub.say(10, "ended", worker=0, loss="lost", error="left", raised=False)
-    hub.say(10, "gone", why="the executor of this task will go")
+    hub.say(10, "gone", why="the executor of this task will leave")
     hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
     hub.say(11, "joined", worker=1, generation=1)
     assert [(agent, message.get("report")) for agent, message in returned(hub, 11)] == [(11, True)]

@@ -91,6 +91,32 @@ def test_tensors_in_objects() -> None:
     assert (state.by_default.default_factory, state.by_default["x"][0].item(), len(state.by_default)) == (list, True, 1)
 
 
+class Averaged(torch.nn.Module):
+    """Keeps the tensors that it is given, as torchmetrics' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.total = torch.zeros(2)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"]
+
+
+def test_what_a_module_keeps_after_a_restore_is_not_the_commit() -> None:
+    model = Averaged()
+    state = TorchState(model)
+    model.total += 1
+    state.save()
+    for _ in range(2):
+        state.restore()
+        assert model.total.tolist() == [1, 1]
+        model.total += 5
+
+
 def test_assignment_replaces_what_is_handled() -> None:
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)
     state = TorchState(first, scaler=None)

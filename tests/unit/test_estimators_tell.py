@@ -52,13 +52,13 @@ def test_precision_beside_a_minibatch_function() -> None:
     given = dict.fromkeys(("loss_constructors", "validation", "gradient_clip_norm", "gradient_clip_value"))
     settings = {**given, "loss": ["mse"], "train_minibatch_fn": print}
     TorchEstimator()._check({**settings, "precision": "bf16"})
-    with pytest.raises(ValueError, match="precision='fp16' and train_minibatch_fn are given"):
+    with pytest.raises(ValueError, match="precision='fp16' has no effect with train_minibatch_fn"):
         TorchEstimator()._check({**settings, "precision": "fp16"})
 
 
 def test_a_checkpoint_of_another_optimizer_is_told() -> None:
     keras_loop._check_known(["0/iteration"], {"0/iteration": 1, "1/learning_rate": 0.1}, "r")
-    with pytest.raises(CheckpointError, match=r"run_id='r' has no '1/scale' .* Delete the checkpoint, or give another"):
+    with pytest.raises(CheckpointError, match=r"run_id='r' has no '1/scale' .* Delete the checkpoint, or pass another"):
         keras_loop._check_known(["0/iteration", "1/scale"], {"0/iteration": 1}, "r")
 
 
@@ -79,5 +79,5 @@ def test_a_monitor_that_no_epoch_has_is_told(
     spec, history = SimpleNamespace(monitor=monitor), History([{"epoch": 1, "loss": 0.5}])
     job: Any = SimpleNamespace(spec=spec, history=history, awaits_validation=True)
     with caplog.at_level(logging.WARNING):
-        epoch.tell_unknown(job)
+        epoch.warn_unknown_monitor(job)
     assert ("monitor='val_acu': no epoch has it" in caplog.text) == told

@@ -81,7 +81,7 @@ def test_none_asked_for_none_assigned_and_too_few() -> None:
     assert devices_of(None, 1, 0, None, 0) == ()
     assert devices_of(None, 1, 0, "2,3", 1) is None
     with pytest.raises(
-        GpuError, match=r"gpus_per_proc=2: 2 ranks of a task need 4 GPUs, and Spark assigned 3 \(0, 1, 2"
+        GpuError, match=r"gpus_per_proc=2: 2 ranks of a task need 4 GPUs, but Spark assigned 3 \(0, 1, 2"
     ):
         devices_of(["0", "1", "2"], 2, 0, None, 2)
 
@@ -93,7 +93,7 @@ def test_the_current_device() -> None:
     assert [own_device(rank, 4, 2, GpuShare()) for rank in range(4)] == [0, 1, 0, 1]
     assert [own_device(rank, 2, 4, GpuShare(per_proc=2)) for rank in range(2)] == [0, 2]
     assert own_device(0, 2, 0, GpuShare()) is None
-    with pytest.raises(GpuError, match=r"gpus_per_proc=2: 2 ranks on this host need 4 GPUs, and torch sees 3\."):
+    with pytest.raises(GpuError, match=r"gpus_per_proc=2: 2 ranks on this host need 4 GPUs, but torch sees 3\."):
         own_device(1, 2, 3, GpuShare(per_proc=2))
 
 
@@ -118,7 +118,9 @@ def test_an_assigned_gpu_among_those_that_a_process_sees(
 
 @pytest.mark.parametrize(("address", "visible"), [("GPU-x", None), ("GPU-x", "0,1")])
 def test_an_assigned_gpu_that_a_process_does_not_see(address: str, visible: str | None) -> None:
-    with pytest.raises(GpuError, match=f"Spark assigned GPU {address}, and torch sees 2 GPUs here"):
+    with pytest.raises(
+        GpuError, match=f"Spark assigned GPU {address}, which is none of the 2 GPUs that torch sees here"
+    ):
         ordinal_of(address, visible, ["a", "b"])
 
 

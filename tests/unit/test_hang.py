@@ -7,7 +7,7 @@ from collections.abc import Generator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.runner.watch.hang.verdict import Kind
@@ -138,7 +138,7 @@ def test_when_it_goes_on_that_is_said_once_and_no_verdict_holds() -> None:
     world = World(2, one_differs(1, Work(100.0, 0.0), Collective("allreduce 'loss'")))
     world.go_on(600)
     assert world.kinds == [Kind.HANG, Kind.OVER]
-    assert "goes on: allreduce 'loss' has ended after 10" in world.told[1].text
+    assert "continues: allreduce 'loss' has ended after 10" in world.told[1].text
     assert world.watch.verdict is None
 
 
@@ -350,7 +350,6 @@ def test_a_new_generation_is_judged_afresh() -> None:
 NAMES = ["allreduce 'a'", "broadcast 'b'", "bucket 0 of 2 of the gradients"]
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_no_healthy_world_is_ever_called_hung(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 4))
@@ -369,7 +368,6 @@ def test_no_healthy_world_is_ever_called_hung(data: st.DataObject) -> None:
     assert Kind.HANG not in world.kinds
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_every_rank_that_stays_away_is_named(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))

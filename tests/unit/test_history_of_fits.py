@@ -89,7 +89,7 @@ def test_names_of_metrics() -> None:
 
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "val_loss", "val_acc"])
 def test_a_metric_that_would_hide_something_else_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the history would call '{name}'"):
+    with pytest.raises(ValueError, match=f"a function called '{name}'"):
         Metrics([[metric("acc"), metric(name)]], ["y"])
 
 

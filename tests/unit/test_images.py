@@ -109,7 +109,7 @@ def test_undecodable_stops() -> None:
     said = str(error.value)
     assert "5 of 7 images of the batch cannot be decoded" in said
     assert "row 1: 8 bytes that begin with b'no image' (UnidentifiedImageError)" in said
-    assert "; and more. Next: drop such rows from the DataFrame, or give undecodable='skip'" in said
+    assert "; and more. Next: drop such rows from the DataFrame, or pass undecodable='skip'" in said
 
 
 def test_undecodable_skipped_and_counted() -> None:

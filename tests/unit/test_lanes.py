@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.data.readers.sharding import (
@@ -54,7 +54,6 @@ def together(ranks: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 @given(rows=st.integers(12, 400), each=st.integers(1, 5), lanes=lane_counts, drop_last=st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_the_same_global_batches_on_any_number_of_ranks(rows: int, each: int, lanes: int, drop_last: bool) -> None:
     found, full = [], 12 * each
     for size in (1, 2, 3, 4, 6, 12):
@@ -79,7 +78,6 @@ def test_the_same_global_batches_on_any_number_of_ranks(rows: int, each: int, la
     drop_last=st.booleans(),
     worlds=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 6)), min_size=1, max_size=4),
 )
-@settings(max_examples=200, deadline=None)
 def test_every_row_comes_once_in_an_epoch_whose_ranks_change(
     rows: int, batch_size: int, lanes: int, drop_last: bool, worlds: list[tuple[int, int]]
 ) -> None:
@@ -104,7 +102,6 @@ def test_every_row_comes_once_in_an_epoch_whose_ranks_change(
     done=st.integers(1, 5),
     sizes=st.permutations([1, 2, 3, 4]),
 )
-@settings(max_examples=100, deadline=None)
 def test_global_batches_stay_the_same_where_ranks_change_within_an_epoch(
     rows: int, each: int, lanes: int, done: int, sizes: list[int]
 ) -> None:
@@ -144,7 +141,6 @@ def order(line: EpochLine, share: Any) -> Rows:
     shuffle=st.booleans(),
     chunk=st.sampled_from([0, 3, 16]),
 )
-@settings(max_examples=150, deadline=None)
 def test_ranks_read_every_row_once(
     groups: list[int], window: int, size: int, seed: int, epoch: int, shuffle: bool, chunk: int
 ) -> None:

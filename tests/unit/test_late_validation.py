@@ -12,7 +12,7 @@ import pytest
 
 from spark_hvd.estimators import EarlyStopping, History
 from spark_hvd.estimators.fit.beside import Beside, Order
-from spark_hvd.estimators.training.callbacks import _News
+from spark_hvd.estimators.training.callbacks import _NewEntries
 from spark_hvd.estimators.training.history import monitored
 from spark_hvd.estimators.training.late import LateValidation, MeetingPlace, Results, Ticket
 from spark_hvd.store import Store
@@ -118,7 +118,7 @@ def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
     assert not ranks._results().ended
     now = 1101.0
     assert ranks._results().ended
-    assert "waited for no longer" in capsys.readouterr().out
+    assert "Ranks no longer wait for it" in capsys.readouterr().out
 
 
 def test_the_driver_tries_again_what_a_store_did_not_take(
@@ -193,7 +193,7 @@ def test_what_comes_late_is_known_beforehand() -> None:
 
 
 def test_what_is_logged_of_a_history_comes_once_and_in_order() -> None:
-    news, history = _News(), History([{"epoch": 1, "loss": 3.0}])
+    news, history = _NewEntries(), History([{"epoch": 1, "loss": 3.0}])
     news.skip(history)
     history += [{"epoch": 2, "loss": 2.0}, {"epoch": 3, "loss": 1.0}]
     assert list(news.of(history)) == [(2, "loss", 2.0), (3, "loss", 1.0)]

@@ -11,7 +11,8 @@ import torch
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
-from spark_hvd.estimators.torch.learning_rate import load, make_scheduler
+from spark_hvd.estimators.torch.learning_rate import check_described, described, load, make_scheduler, options_of
+from spark_hvd.store.errors import CheckpointError
 
 Made = Callable[[torch.optim.Optimizer], Any]
 OWN = ("base_lrs", "min_lrs", "max_lrs", "eta_min")
@@ -60,7 +61,7 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     """It would leave the rates of the one that trains as they are."""
     other = of_torch.StepLR(optimizer(), 1)
     for given in (other, lambda _: other):
-        with pytest.raises(ValueError, match="lr_scheduler is a StepLR of another optimizer"):
+        with pytest.raises(ValueError, match="lr_scheduler is a StepLR for another optimizer"):
             make_scheduler(given, optimizer(), 1.0, 10)
 
 
@@ -85,3 +86,45 @@ def test_rates_of_a_function_are_those_of_a_run_that_begins_with_these_ranks(mad
     load(made, mine, scheduler, state, 2.0)
     assert fixed(mine, scheduler) == expected
     assert mine.param_groups[0]["lr"] == pytest.approx(2 * state["optimizer"]["param_groups"][0]["lr"])
+
+
+def of_run(optimizer: torch.optim.Optimizer, model: torch.nn.Module, scheduler: Any = None) -> dict[str, Any]:
+    return described(model, optimizer, scheduler, options_of(optimizer))
+
+
+def test_a_checkpoint_of_another_optimizer_or_scheduler() -> None:
+    """torch loads the state of Adam into AdamW, which is Adam from then on, and that of one layer into another."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    adam = torch.optim.Adam(model[0].parameters(), lr=0.1)
+    saved = of_run(adam, model)
+    assert check_described(saved, of_run(torch.optim.Adam(model[0].parameters(), lr=0.1), model), "r") == []
+    assert check_described(None, saved, "r") == []  # written before this was known
+    others = {
+        "optimizer: Adam then, AdamW now": of_run(torch.optim.AdamW(model[0].parameters()), model),
+        r"parameters .*0.weight.*then, .*1.weight.*now": of_run(torch.optim.Adam(model[1].parameters()), model),
+        "lr_scheduler: None then, StepLR now": of_run(adam, model, of_torch.StepLR(adam, 1)),
+    }
+    for text, other in others.items():
+        with pytest.raises(CheckpointError, match=f"run_id='r' goes on from the state of another {text}"):
+            check_described(saved, other, "r")
+
+
+def test_options_that_a_checkpoint_overrides_are_told() -> None:
+    model = torch.nn.Linear(2, 1)
+    before = of_run(torch.optim.Adam(model.parameters(), lr=0.1), model)
+    lr = torch.tensor(0.5, dtype=torch.float64)
+    now = of_run(torch.optim.Adam(model.parameters(), lr=lr, weight_decay=0.01), model)
+    first, second = check_described(before, now, "r")
+    assert "began with lr=0.1: lr=0.5 of the optimizer given now has no effect" in first
+    assert "weight_decay=0: weight_decay=0.01" in second
+
+
+def test_state_of_higher_precision_than_its_parameter_is_loaded_as_it_was() -> None:
+    """torch casts it to the parameter's dtype."""
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))], lr=0.1) for _ in "ab")
+    master = torch.tensor([1.001, 2.002])
+    first.state[first.param_groups[0]["params"][0]] = {"master": master, "kind": "fp32"}
+    load(None, second, None, {"optimizer": first.state_dict(), "scheduler": None}, 1.0)
+    loaded = second.state[second.param_groups[0]["params"][0]]
+    assert torch.equal(loaded["master"], master)
+    assert loaded["kind"] == "fp32"

@@ -92,7 +92,7 @@ def test_a_host_where_ranks_keep_failing_gets_no_more() -> None:
     model.run(20.0)
     assert model.size == 1
     assert model.of_rank(0).agent == 0
-    assert "host host1 gets no new ranks for ever" in " ".join(model.notes)
+    assert "host host1 gets no new ranks for the rest of the run" in " ".join(model.notes)
 
 
 def test_ranks_of_a_host_that_die_together_are_one_failure_of_it() -> None:
@@ -185,7 +185,7 @@ def test_a_value_lost_after_the_end_is_an_error() -> None:
         process.state = "finishing-by-hand"
         model.tell(Finished(process.number, 0))
     model.tell(Ended(model.of_rank(0).number))
-    model.tell(AgentLost(0, "is not heard of any more"))
+    model.tell(AgentLost(0, "has not been heard from"))
     assert model.membership.verdict is not None
     assert model.membership.verdict.end is End.FAILED
     assert "its value is lost" in model.membership.verdict.text

@@ -380,7 +380,7 @@ def test_without_a_best_checkpoint_none_is_registered(
     log_checkpoints(tracker, kept(tmp_path, monitor), None, history, lambda state: Logged(told))  # type: ignore[arg-type]
     assert [each[1:] for each in told] == [("checkpoint-1", None), ("checkpoint-2", None)]
     (said,) = warnings_of(caplog)
-    assert "no checkpoint is registered as 'net' in MLflow, as it is not known which is the best" in said
+    assert "no checkpoint is registered as 'net' in MLflow, because the best one is unknown" in said
 
 
 def test_checkpoints_that_cannot_be_logged_do_not_fail_the_run(

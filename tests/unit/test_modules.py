@@ -125,6 +125,7 @@ def test_torchscript() -> None:
     assert torch.equal(nested(torch.ones(1, 2)), script(torch.ones(1, 2)))
 
 
+@pytest.mark.slow
 def test_lightning_module() -> None:
     lightning = pytest.importorskip("lightning.pytorch")
 

@@ -100,7 +100,7 @@ def test_a_queue_says_how_much_it_had_to_drop() -> None:
         queue.put(0, "out", block)
     note, *kept = queue.take()
     lines = sum(text.count("\n") + 1 for _, _, text in kept)
-    assert note == (-1, "err", f"({40 * 1024 - lines} lines of the ranks came faster than they could be shown)")
+    assert note == (-1, "err", f"({40 * 1024 - lines} lines of the ranks arrived faster than they could be shown)")
     assert 0 < lines < 40 * 1024
     assert not list(queue.take())
 

@@ -55,6 +55,27 @@ def test_what_a_column_holds() -> None:
     # Floating point numbers are rounded, to the nearest that there is.
     assert column([2.5e9, -1e20, 1.4, math.nan], torch.float64, "int") == [2**31 - 1, -(2**31), 1, None]
     assert column([math.inf, 0.5], torch.float64, "float") == [math.inf, 0.5]
+    assert column([math.nan, 0.6, -math.inf], torch.float32, "boolean") == [None, True, False]
+
+
+@pytest.mark.parametrize("element", ["float", "double", "bigint", "boolean"])
+def test_complex_numbers_are_refused(element: str) -> None:
+    """Their imaginary part would be lost."""
+    with pytest.raises(ModelError, match="output 'p' of the model is complex64, and columns hold real numbers"):
+        column([1 + 2j], torch.complex64, element)
+    with pytest.raises(ValueError, match="is complex64"):
+        scores_of(torch.tensor([1 + 2j]), "regression", "logits")
+
+
+@pytest.mark.parametrize(("element", "first"), [("boolean", False), ("int", 0)])
+def test_a_pyfunc_has_no_value_for_nan_where_spark_has_null(element: str, first: Any) -> None:
+    output = {"name": "p", "element": element, "digits": None, "threshold": 0.5}
+    model = ScoredModel(nn.Identity(), {})
+    values = torch.tensor([[0.0, math.nan], [1.0, 1.0]])
+    assert model._column(values, output | {"depth": 1}) == [[first, None], [1, 1]]
+    flat = pd.Series(model._column(values.reshape(-1), output | {"depth": 0}))
+    assert flat.isna().tolist() == [False, True, False, False]
+    assert flat[0] == first
 
 
 class Own(nn.BCEWithLogitsLoss):
@@ -127,7 +148,7 @@ def test_outputs_by_name_in_another_order_are_refused() -> None:
 
     inputs = [torch.ones(2, 1)]
     assert len(run(model, inputs, ["b", "a"])) == len(run(model, inputs, ["x", "y"])) == 2
-    with pytest.raises(ModelError, match="a dict with 'b', 'a', and the labels are 'a', 'b'"):
+    with pytest.raises(ModelError, match="a dict with 'b', 'a', but the labels are 'a', 'b'"):
         run(model, inputs, ["a", "b"])
 
 
@@ -152,13 +173,13 @@ def test_lists_become_what_tensors_become() -> None:
         listed_column([2**63, 2**70], "double")
     with pytest.raises(ModelError, match=r"output 'p' of the model has the float64 1e\+300"):
         listed_column([1e300], "float")
-    with pytest.raises(ModelError, match="not all of its 1 values are that"):
+    with pytest.raises(ModelError, match="not all of its 1 values have this type"):
         listed_column([Decimal("12345678901234567.89")], "double")
 
 
 def test_rows_that_lack_an_output_are_told() -> None:
     plan = declared_outputs({"p": "float"})
-    with pytest.raises(ModelError, match="returns 'q' for a row, and outputs declares 'p'"):
+    with pytest.raises(ModelError, match="returns 'q' for a row, but outputs declares 'p'"):
         taken([{"p": 1.0}, {"q": 1.0}], plan, 2)
 
 

@@ -33,8 +33,8 @@ def test_a_call_travels_whole() -> None:
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "told"),
     [
-        (3, (), {}, r"fn=3 is no function: give the function itself"),
-        (print, 5, {}, r"args=5: expected a tuple of arguments; of one, args=\(5,\)"),
+        (3, (), {}, r"fn=3 is no function: pass the function itself"),
+        (print, 5, {}, r"args=5: expected a tuple of arguments; for a single one, args=\(5,\)"),
         (print, "abc", {}, r"args='abc': expected a tuple"),
         (print, (), [1], r"kwargs=\[1\]: expected a dict"),
         (lambda lr: lr, (1, 2), {}, r"<lambda>\(lr\) does not take args=\(1, 2\), kwargs=\{\}: too many positional"),

@@ -123,7 +123,7 @@ def test_all_batches_of_a_window_have_rows_of_one_shape() -> None:
     feed = TensorFeed((TensorSpec(Column("x", "object")),), {"x": lambda value: np.frombuffer(value, np.uint8)})
     rows = pa.StructArray.from_arrays([pa.array([b"a", b"b", b"cc"])], names=["x"])
     job = replace(job_of(lambda values: values[:, 0].long(), torch.tensor), feed=feed)
-    with pytest.raises(DataError, match=r"column 'x' in transform has shape \(2,\) in row 2, and \(1,\) in row 0"):
+    with pytest.raises(DataError, match=r"column 'x' in transform has shape \(2,\) in row 2, but \(1,\) in row 0"):
         list(predictions(job, iter([rows])))
 
 

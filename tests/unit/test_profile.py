@@ -135,7 +135,7 @@ def test_traces_that_are_too_large_together_are_left_out(monkeypatch: pytest.Mon
     for rank in range(2):
         trace.take(rank, message(1, 0, 1, "{}"))
     assert trace.ready
-    assert trace.status()["text"].startswith("rank 1: the traces of all ranks are too large together")
+    assert trace.status()["text"].startswith("rank 1: the traces of all ranks together are too large")
 
 
 def test_parts_that_are_missing_make_no_trace() -> None:
@@ -143,7 +143,7 @@ def test_parts_that_are_missing_make_no_trace() -> None:
     trace.take(0, message(1, 1, 2, "x"))
     assert trace.ended
     assert not trace.ready
-    assert trace.status()["text"] == "rank 0: its trace has not come whole: ask again"
+    assert trace.status()["text"] == "rank 0: its trace is incomplete: try again"
 
 
 def test_who_asks_while_a_profile_ends_does_not_get_it(

@@ -82,7 +82,7 @@ def test_slow_ranks_on_hosts_that_answer_are_waited_for(answering: tuple[str, in
     there = Placement({0: ("1", "127.0.0.1")}, {"1": answering})
     reach = Reach(1, lambda: there, _look_at=0.0)
     assert reach.missing(set()) is None
-    assert reach.absent(set()) == "Not heard of: rank 0 on 127.0.0.1. "
+    assert reach.absent(set()) == "Not heard from: rank 0 on 127.0.0.1. "
 
 
 def test_where_spark_does_not_tell_nothing_is_said() -> None:
@@ -101,7 +101,7 @@ def test_a_full_heap_is_told_with_what_goes_through_it() -> None:
     said = "An error occurred while calling o16.broadcast.\n: java.lang.OutOfMemoryError: Java heap space"
     error = heap_full(Exception(said))
     assert isinstance(error, ClusterError)
-    assert "java.lang.OutOfMemoryError: Java heap space. fn and its arguments go through it" in str(error)
+    assert "java.lang.OutOfMemoryError: Java heap space. fn and its arguments pass through it" in str(error)
     assert "spark.driver.memory" in str(error)
     assert heap_full(Exception("An error occurred while calling o16.broadcast.\n: java.io.IOException")) is None
     on_executor = translate(Exception(f"ExecutorLostFailure (executor 2 exited: {said}"), 3, Placement(TASKS, {}))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.data.readers.feed import Feed
@@ -51,7 +51,6 @@ worlds = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, 
 
 
 @given(rows=st.integers(8, 90), batch_size=st.integers(1, 9), sizes=worlds)
-@settings(max_examples=150)
 def test_every_row_comes_once_whatever_happens_to_the_ranks(
     rows: int, batch_size: int, sizes: list[tuple[int, int]]
 ) -> None:

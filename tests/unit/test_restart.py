@@ -85,7 +85,7 @@ def test_each_restart_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture
 
 def test_none_unless_asked_for() -> None:
     starts = Starts(ExecutorLostError("lost"))
-    with pytest.raises(ExecutorLostError, match=r"^lost\nfn is not run again unless max_restarts= says so"):
+    with pytest.raises(ExecutorLostError, match=r"^lost\nfn does not run again unless you give max_restarts="):
         with_restarts(starts, 0)
     assert len(starts.calls) == 1
 

@@ -70,7 +70,7 @@ def test_plot_of_the_loss() -> None:
     assert line.get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert len(axes.collections) == 1  # the band of the ranks
     assert axes.get_ylabel() == "loss"
-    assert axes.get_title(loc="left") == "loss: mean of 2 ranks, and the band they are in"
+    assert axes.get_title(loc="left") == "loss: mean and range of 2 ranks"
 
 
 def test_validation_has_a_line_of_its_own() -> None:

@@ -46,7 +46,7 @@ def test_ranks_that_start_again_leave_room_for_feeders(slots: int, ranks: int, m
 def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, ranks=4, feeders=4)
     config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
-    with pytest.raises(NotEnoughSlotsError, match=r"0 of 4 ranks find a slot beside feeders=4 .*Allow fewer ranks or"):
+    with pytest.raises(NotEnoughSlotsError, match=r"0 of 4 ranks find a slot besides feeders=4 .*Allow fewer ranks or"):
         restart.tasks_again(SESSION, config, RANKS, Room(4, 4, resources=FEEDERS), ExecutorLostError("lost"))
     assert restart.tasks_again(SESSION, config, RANKS, Room(4), ExecutorLostError("lost")) == 4
 

@@ -1,4 +1,4 @@
-"""Who is not heard of any more: decided by the hub without a socket or a clock."""
+"""The hub decides, without a socket or a clock, who is no longer heard from."""
 
 from __future__ import annotations
 

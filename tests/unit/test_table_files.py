@@ -166,11 +166,11 @@ def test_a_vacuumed_version_is_named(delta: Callable[..., Path]) -> None:
 def test_a_log_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deltalake")
     (tmp_path / "_delta_log").mkdir()
-    text = rf"the Delta table {tmp_path}.* Next: .*give the DataFrame that Spark reads"
+    text = rf"the Delta table {tmp_path}.* Next: .*pass the DataFrame that Spark reads"
     with pytest.raises(DataError, match=f"cannot list the files of {text}"):
         meta_of(tmp_path)
     monkeypatch.setitem(sys.modules, "deltalake", None)
-    with pytest.raises(DataError, match=rf"which files make up {text.replace('Next: ', r'Next: pip install .*delta')}"):
+    with pytest.raises(DataError, match=rf"lists the files of {text.replace('Next: ', r'Next: pip install .*delta')}"):
         meta_of(tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_an_iceberg_table_is_its_current_snapshot(iceberg: Any) -> None:
 
 def test_an_iceberg_table_in_a_folder(iceberg: Any) -> None:
     folder = Path(iceberg.location().removeprefix("file://"))
-    with pytest.raises(DataError, match=r"is an Iceberg table of a catalog, which alone knows .* Next: give the table"):
+    with pytest.raises(DataError, match=r"is an Iceberg table of a catalog, which alone knows .* Next: pass the table"):
         parquet_source(folder)
     hint = Path(iceberg.metadata_location).name.removesuffix(".metadata.json")
     (folder / "metadata" / "version-hint.text").write_text(hint)

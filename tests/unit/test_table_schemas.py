@@ -181,7 +181,7 @@ def test_types_that_delta_has_widened(tmp_path: Path) -> None:
         other = added(tmp_path, "other.parquet", pa.table({**new, name: values}))
         logged(tmp_path, [*log, other])
         with pytest.raises(
-            TableError, match=rf"^column '{name}' is .* in .*other\.parquet and .* in version 0 .* Next: give"
+            TableError, match=rf"^column '{name}' is .* in .*other\.parquet and .* in version 0 .* Next: pass"
         ):
             parquet_source(tmp_path)
 
@@ -194,7 +194,7 @@ def test_what_deltalake_does_not_read_is_named(tmp_path: Path) -> None:
         (["frobnicate"], "cannot list the files of the Delta table .*'frobnicate'"),
     ):
         logged(tmp_path, [*head([column("x", "long")], features), file])
-        with pytest.raises(TableError, match=rf"{said}.* Next: .* or give the DataFrame that Spark reads"):
+        with pytest.raises(TableError, match=rf"{said}.* Next: .* or pass the DataFrame that Spark reads"):
             parquet_source(tmp_path)
 
 
@@ -268,7 +268,7 @@ def test_a_column_that_cannot_be_null_is_in_all_files(tmp_path: Path) -> None:
     columns = [column("x", "long"), column("y", "long", nullable=False)]
     logged(tmp_path, [*head(columns), added(tmp_path, "a.parquet", pa.table({"x": [1, 2]}))])
     with pytest.raises(
-        TableError, match=r"a\.parquet has no column 'y', which version 0 of the Delta table .* Next: give"
+        TableError, match=r"a\.parquet has no column 'y', which version 0 of the Delta table .* Next: pass"
     ):
         parquet_source(tmp_path)
 
@@ -372,5 +372,5 @@ def test_files_of_iceberg_that_are_no_parquet(iceberg: Any, monkeypatch: pytest.
     file = SimpleNamespace(file_path="/x.orc", file_format="ORC", file_size_in_bytes=1)
     orc = SimpleNamespace(file=file, delete_files=set())
     monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda scan: [orc])
-    with pytest.raises(TableError, match=r"^snapshot \d+ of .* has /x\.orc, which is no Parquet\. Next: rewrite it"):
+    with pytest.raises(TableError, match=r"^snapshot \d+ of .* has /x\.orc, which is not Parquet\. Next: rewrite it"):
         parquet_source(iceberg)

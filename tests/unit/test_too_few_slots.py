@@ -30,7 +30,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, there: int, ask: Ask, **settings: s
     [
         ({"master": "local[4]"}, 'start the session with master("local[10]")'),
         ({"master": "yarn", "executor_cores": "4", "task_cpus": "2"}, "set spark.executor.instances=5 (fewer with"),
-        ({"master": "spark://h:7077", "task_cpus": "2"}, "set spark.cores.max=20 and have as many free cores"),
+        ({"master": "spark://h:7077", "task_cpus": "2"}, "set spark.cores.max=20, and have as many free cores"),
     ],
 )
 def test_the_setting_is_named(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], more: str) -> None:

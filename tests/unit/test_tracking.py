@@ -103,7 +103,7 @@ def test_one_that_fails_later_is_one_warning(caplog: pytest.LogCaptureFixture) -
         tracking.take(vitals())
         tracking.end(None, None)
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker=Broken: ValueError: cannot take it; the run goes on, its record may be incomplete"
+        "tracker=Broken: ValueError: cannot take it; the run continues, but its record may be incomplete"
     ]
     Tracking(None).take(vitals())
 

@@ -83,7 +83,7 @@ def test_a_metric_that_nobody_reports_is_told_of(caplog: pytest.LogCaptureFixtur
     tracker = TrialTracker(optuna.create_study().ask(), "vall_loss")
     tracker.take(vitals(0, epochs_done=rows(3.0)))
     tracker.end(None, None)
-    assert "nothing is reported as monitor='vall_loss': its epochs have loss, val_loss" in caplog.text
+    assert "nothing was reported as monitor='vall_loss': its epochs have loss, val_loss" in caplog.text
     with pytest.raises(ValueError, match="2 objectives"):
         TrialTracker(optuna.create_study(directions=["minimize", "maximize"]).ask(), "loss")
 
@@ -116,7 +116,7 @@ def test_errors_that_end_a_study() -> None:
     with pytest.raises(ValueError, match="lr"):
         optimize(study, objective, 5, catch=(KeyError,))
     assert states(study) == ["FAIL", "FAIL"]
-    with pytest.raises(TrialFailedError, match="every trial has failed, the last with KeyError: 'lr'") as failed:
+    with pytest.raises(TrialFailedError, match="every trial failed, the last with KeyError: 'lr'") as failed:
         optimize(optuna.create_study(), objective, 1)
     assert isinstance(failed.value.__cause__, KeyError)
     with pytest.raises(ValueError, match="parallel=0: expected"):

@@ -98,7 +98,7 @@ def without_reduction(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor
     ("loss", "text"),
     [
         (Halved(), "Halved is .* Expected the same"),
-        (Deaf(), r"Deaf gives the shape \(\) for 12 rows"),
+        (Deaf(), r"Deaf returns the shape \(\) for 12 rows"),
         (without_reduction, "without_reduction has no argument `reduction`"),
         (partial(without_reduction), "without_reduction has no argument `reduction`"),
     ],
@@ -140,7 +140,7 @@ def with_any_options(output: torch.Tensor, label: torch.Tensor, **options: Any) 
     ],
 )
 def test_what_a_loss_that_does_not_tell_does_with_its_rows(loss: Any, label: torch.Tensor, kind: str | None) -> None:
-    assert not LossReduction.of(loss).is_torchs
+    assert not LossReduction.of(loss).is_from_torch
     assert reduction_seen(loss, SCORES, label) == kind
     if kind is not None:
         one = slice(0, 1)

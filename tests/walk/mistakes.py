@@ -53,6 +53,11 @@ class Mistake:
     step: str
     fails: bool = True
 
+    @property
+    def shakes(self) -> bool:
+        """Whether it reaches ranks, or ends the session: a job afterwards shows whether the next one runs."""
+        return any(part in self.code for part in ("def fn", ".fit(", "spark.stop()"))
+
 
 def in_rank(body: str, call: str = "run(fn)") -> str:
     """A function for ranks, and the call that runs it."""
@@ -100,7 +105,7 @@ MISTAKES = {
         "fit(loss=torch.nn.MSELoss(reduction='none'))", "float32 [32, 1]", "the loss of a batch", "single number"
     ),
     "a frozen model": Mistake(
-        "fit(model=torch.nn.Linear(1, 1).requires_grad_(False))", "loss", "does not depend on any parameter", "no_grad"
+        "fit(model=torch.nn.Linear(1, 1).requires_grad_(False))", "loss", "on any trained parameter", "no_grad"
     ),
     "a model of another input": Mistake(
         "fit(model=torch.nn.Linear(3, 1))", "x: float32 [32, 1]", "model(*inputs)", "input_shapes="
@@ -267,7 +272,7 @@ fit(classes, torch.nn.Linear(1, 2), loss=torch.nn.CrossEntropyLoss(), label_shap
         training("model = torch.nn.parallel.DistributedDataParallel(model)"),
         "by DistributedDataParallel and by DistributedOptimizer",
         "py:8: UserWarning",
-        "leave one out",
+        "use only one",
         fails=False,
     ),
     "more steps on one rank": Mistake(

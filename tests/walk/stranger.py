@@ -16,6 +16,9 @@ SETTINGS = {
     "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
     "spark.python.daemon.module": "tests.warm_daemon",
     "spark.log.level": "OFF",
+    # Each query would be compiled, by Janino and by the JVM, for a few rows.
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.codegen.wholeStage": "false",
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -23,9 +26,15 @@ SETTINGS = {
 """What pages leave to a cluster's own configuration."""
 
 
+def configure(folder: Path, *but_for: str) -> None:
+    """Write the settings, but for some, to where Spark looks if SPARK_CONF_DIR names this folder."""
+    lines = [f"{name} {value}\n" for name, value in SETTINGS.items() if name not in but_for]
+    (folder / "spark-defaults.conf").write_text("".join(lines))
+
+
 def typed(folder: Path, *arguments: str, timeout: float) -> str:
     """What Python prints, called with `arguments` in `folder`; it must succeed."""
-    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
+    configure(folder)
     environment = {
         **not_activated(),
         "PYTHONPATH": str(ROOT),

@@ -28,4 +28,4 @@ def test_the_message_says_what_where_and_what_next(told: dict[str, dict[str, Any
     assert missing == [], said
     message = told[name]["message"] or said
     assert [word for word in NEVER if word in message] == [], message
-    assert told[name]["runs"] == [2, 2]
+    assert told[name].get("runs") == ([2, 2] if mistake.shakes else None)

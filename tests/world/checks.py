@@ -33,8 +33,10 @@ _BRIEF = {
 }
 """Seconds of what is survived without a failure."""
 _ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
-_GONE = r"not heard of|lost its executor|its task anew|did not answer|left it|could not meet|join the others|come back|"
-_GONE += r"cannot be reached|with the executor|ended without a word|will go|had not handed over"
+_GONE = r"not been heard from|lost its executor|restarted its task|did not answer|left it|could not meet|"
+_GONE += (
+    r"join the others|come back|cannot be reached|lost the executor|ended without a word|will leave|had not handed over"
+)
 _NEWCOMER = "elastic function number"
 _NAMED = {
     "kill": "SIGKILL",

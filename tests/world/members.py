@@ -214,7 +214,7 @@ class Members(Kept):
         notes = [each.text for each in self._told if isinstance(each, ev.Note) and each.text.startswith(text)]
         assert len(notes) == 1, f"{text}: {self._told}"
         if self.limits.cooldown is None:
-            assert "for ever" in notes[0]
+            assert "for the rest of the run" in notes[0]
             past.append((now, float("inf")))
         else:
             found = re.search(r"for (\d+) s:", notes[0])
@@ -351,7 +351,7 @@ class Members(Kept):
         excluded = [host for host, past in self._exclusions.items() if past[-1][1] == float("inf")]
         useless = [each for each in self.agents.values() if each.host in excluded and each.number not in staffed]
         if len(self.agents) >= limits.max_num_proc and len(self.agents) - len(useless) < limits.min_num_proc:
-            self._ends(ev.End.FAILED, "hosts get no new ones", self._last_lost)
+            self._ends(ev.End.FAILED, "hosts get no new ranks", self._last_lost)
         elif now - self._short_since >= limits.elastic_timeout:
             self._ends(ev.End.TOO_FEW, f"elastic_timeout={limits.elastic_timeout:g} s", self._last_lost)
 

@@ -1,4 +1,4 @@
-"""Who is a member: a state machine without clock or socket.
+"""Decides which ranks are members: a state machine without a clock or a socket.
 
 May import spark_hvd.world. Door: state.
 """

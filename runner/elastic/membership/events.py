@@ -1,4 +1,4 @@
-"""What elastic membership is told, and what it decides: plain data, so that a scenario is a list of lines."""
+"""The events and decisions of elastic membership, as plain data, so that a test's scenario is a list of lines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spark_hvd.world.layout import RankInfo
 class Loss(Enum):
     """Why a worker has ended without a value."""
 
-    FAILED = "failed"  # fn raised, or the process left or crashed: it may be the fault of program or host
-    LOST = "lost"  # nothing is heard of its agent any more, or Spark started the task anew: the executor has gone
-    HUNG = "hung"  # it did not come back from a generation that was over, or was stopped
+    FAILED = "failed"  # fn raised, or the process exited or crashed: the program or the host may be at fault
+    LOST = "lost"  # its agent fell silent, or Spark restarted the task: the executor is gone
+    HUNG = "hung"  # it did not return from a generation that was over, or a signal stopped it
 
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class AgentUp:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent is not heard of any more."""
+    """An agent is no longer heard from."""
 
     agent: int
     why: str
@@ -40,7 +40,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """An agent's executor will go soon, and has said so: no failure."""
+    """An agent's executor has announced that it will leave soon, which is no failure."""
 
     agent: int
     why: str
@@ -48,7 +48,7 @@ class AgentLeaving:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A worker asks for its next generation; it is in no world."""
+    """A worker has left its world, if it had one, and asks for its next generation."""
 
     worker: int
 
@@ -61,31 +61,31 @@ class _InGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Ready(_InGeneration):
-    """A worker knows its place in a generation. The first also tells where its key-value store listens."""
+    """A worker knows its place in a generation. Rank 0 also gives the address of its key-value store."""
 
     store: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Joined(_InGeneration):
-    """A worker has met all others of a generation."""
+    """A worker has connected to all others of a generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken(_InGeneration):
-    """A worker's collectives have failed, in this generation."""
+    """A worker's collectives have failed in this generation."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Yielded(_InGeneration):
-    """A worker has left a generation in order, since an update was wanted."""
+    """A worker has left a generation at a commit, because an update was wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A worker's state has this many commits behind it."""
+    """A worker's state includes this many commits."""
 
     worker: int
     commits: int
@@ -93,16 +93,16 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Finished(_InGeneration):
-    """The elastic function has returned on a worker, in this generation."""
+    """The elastic function has returned on a worker in this generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A worker's process has gone.
+    """A worker's process has ended.
 
     Attributes:
         worker: Its number.
-        loss: None if fn returned a value.
+        loss: Why there is no value; None if fn returned one.
         error: What happened, in a line.
         raised: Whether fn raised an exception.
     """
@@ -134,8 +134,7 @@ class _ToMember(_ToWorker):
 class StartWorker(_ToWorker):
     """Start a worker on an agent.
 
-    ``place`` is what it is told until it is in a generation. No other agent of its host has the ``slot``, the same for
-    all its workers.
+    ``place`` holds until the worker joins a generation. ``slot`` is the agent's, which no other agent of its host has.
     """
 
     place: RankInfo
@@ -151,7 +150,7 @@ class StopWorker(_ToWorker):
 
 @dataclass(frozen=True, slots=True)
 class Dismiss(_ToWorker):
-    """Let a worker that asks for a generation leave in order: it is not wanted any more."""
+    """Let a worker that asks for a generation exit normally, because it is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +162,21 @@ class Assign(_ToMember):
 
 @dataclass(frozen=True, slots=True)
 class Go(_ToMember):
-    """All members know their places: they are to meet in this store."""
+    """All members know their places, and should meet through this store."""
 
     store: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Reset(_ToMember):
-    """A generation is over: its communicators are to be aborted."""
+    """A generation is over; its members should abort their communicators."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Update(_ToMember):
-    """The members of a generation are to change at its next commit."""
+    """The members of a generation will change at its next commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +186,9 @@ class Finish(_ToMember):
 
 @dataclass(frozen=True, slots=True)
 class EndAgent:
-    """Nothing is left to do for an agent; a worker that it may have is to be ended.
+    """An agent is no longer needed, and should end its worker if it has one.
 
-    With ``again``, Spark is to start its task elsewhere.
+    With ``again``, Spark should start its task elsewhere.
     """
 
     agent: int
@@ -207,11 +206,11 @@ Decision = StartWorker | StopWorker | Dismiss | Assign | Go | Reset | Update | F
 
 
 def name_of(kind: type) -> str:
-    """What messages between driver and agents call an event or a decision: "start" for StartWorker."""
+    """Return the name of an event or a decision in messages, such as "start" for StartWorker."""
     return kind.__name__.replace("Agent", "").replace("Worker", "").lower()
 
 
-# ---- what it goes by, and how it ends ---------------------------------------------------------------------------
+# ---- rules, and how a run ends ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,15 +219,15 @@ class Limits:
 
     Attributes:
         num_proc: Ranks wanted for the first generation.
-        min_num_proc: Fewer never train.
-        max_num_proc: More never do.
-        start_timeout: Seconds to wait for `num_proc` agents before fewer will do.
-        elastic_timeout: Seconds to wait for enough workers, later, and for workers to reach each other.
-        reset_limit: Failures that are survived; None for any number.
-        rejoin_timeout: Seconds for a worker to come back from a generation that is over, and to join the next one.
-        host_failure_limit: Workers that may fail on a host, without a commit in between, until it is excluded.
-        cooldown: Least and greatest number of seconds of an exclusion; None for ever.
-        no_progress_limit: Generations that may fail in a row before anything was committed.
+        min_num_proc: Minimum number of ranks that train.
+        max_num_proc: Maximum number of ranks that train.
+        start_timeout: Seconds to wait for `num_proc` agents before `min_num_proc` are enough.
+        elastic_timeout: Seconds to wait later for enough workers, and for workers to reach each other.
+        reset_limit: Failures that a run survives; None means any number.
+        rejoin_timeout: Seconds for a worker to return from a generation that is over, and to join the next one.
+        host_failure_limit: Workers that may fail on a host, without a commit in between, before it is excluded.
+        cooldown: Minimum and maximum number of seconds of an exclusion; None means forever.
+        no_progress_limit: Generations in a row that fail without a commit until the run ends.
     """
 
     num_proc: int
@@ -248,10 +247,10 @@ class End(Enum):
 
     DONE = "done"
     STOPPED = "stopped"  # by the caller
-    TOO_FEW = "too few"  # less than min_num_proc, for too long
-    NOT_STARTED = "not started"  # the same, before anything had begun
+    TOO_FEW = "too few"  # fewer than min_num_proc for too long
+    NOT_STARTED = "not started"  # too few even to begin
     RESET_LIMIT = "reset limit"
-    STATE_LOST = "state lost"  # every worker that had the state has gone
+    STATE_LOST = "state lost"  # every worker that had the state is gone
     FAILED = "failed"  # workers failed, and starting others would not help
 
 
@@ -260,10 +259,10 @@ class Verdict:
     """The end of a run.
 
     Attributes:
-        end: How.
-        text: What to tell the user; empty if all went well.
-        culprit: The worker whose failure it was, if there is one.
-        ranks: The workers that have returned values, in rank order, if all went well.
+        end: How the run ended.
+        text: The message for the user; empty if the run succeeded.
+        culprit: The worker whose failure ended the run, if there is one.
+        ranks: If the run succeeded, the workers that returned values, in rank order.
     """
 
     end: End

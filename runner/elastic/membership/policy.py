@@ -1,4 +1,4 @@
-"""When an elastic run begins, and when it must end. No clock."""
+"""Decides, without a clock, when an elastic run begins and when it must end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spark_hvd.runner.elastic.membership.roster import Roster
 from spark_hvd.world.words import count
 
 SETTLE = 1.0
-"""Seconds to wait for tasks that Spark starts together, when there are enough already."""
+"""Seconds to wait for more tasks, which Spark starts together, once there are enough."""
 
 
 class Start(Enum):
-    """A run's decision, when it is asked, on whether to start."""
+    """Whether a run should start now."""
 
     WAIT = "wait"
     GO = "go"
@@ -26,34 +26,36 @@ class Start(Enum):
 
 @dataclass(slots=True)
 class StartPolicy:
-    """A run begins with all tasks it asks for or, once their time is up, with as many as it needs."""
+    """Begins a run with all tasks that it asked for or, after ``start_timeout``, with as many as it needs."""
 
     limits: Limits
     _since: float | None = None
     _enough_since: float | None = None
 
-    def decide(self, there: int, now: float) -> Start:
-        """Decide; to be called several times a second.
+    def decide(self, available: int, now: float) -> Start:
+        """Decide whether to start; call this several times a second.
 
-        ``there`` is the number of tasks that could have a worker; ``now`` is in seconds, on any clock.
+        ``available`` is the number of tasks that could have a worker; ``now`` is in seconds, on any clock.
         """
         limits = self.limits
         if self._since is None:
             self._since = now
-        if there < limits.num_proc:
+        if available < limits.num_proc:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        if there >= limits.max_num_proc or (self._enough_since is not None and now - self._enough_since >= SETTLE):
+        if available >= limits.max_num_proc or (self._enough_since is not None and now - self._enough_since >= SETTLE):
             return Start.GO
         if now - self._since < limits.start_timeout:
             return Start.WAIT
-        return Start.GO_WITH_FEWER if there >= limits.min_num_proc else Start.NEVER
+        return Start.GO_WITH_FEWER if available >= limits.min_num_proc else Start.NEVER
 
 
 @dataclass(slots=True)
 class FailurePolicy:
-    """Too few ranks, too many failures, no progress, no state: the verdict that ends the run, or None.
+    """Ends a run that has too few ranks, too many failures, no progress or no state.
+
+    Methods return the verdict that ends the run, or None.
 
     Attributes:
         resets: Generations that have failed.
@@ -63,28 +65,28 @@ class FailurePolicy:
     limits: Limits
     resets: int = 0
     commits: int = -1
-    _no_progress: int = 0
-    _short_since: float | None = None  # of workers
-    _apart_since: float | None = None  # workers enough, who do not reach each other
-    _culprit: int | None = None
+    _no_progress: int = 0  # generations in a row that failed without a commit
+    _short_since: float | None = None  # since when there are too few workers
+    _apart_since: float | None = None  # since when there are enough workers, but they do not reach each other
+    _culprit: int | None = None  # the worker lost last
     _error: str = "no rank has failed"
 
     def committed(self, commits: int) -> None:
-        """A worker has told of its commits."""
+        """Note the number of commits that a worker has reported."""
         if commits > max(self.commits, 0):
             self._no_progress = 0
         self.commits = max(self.commits, commits)
 
     def lost(self, worker: Worker, error: str) -> None:
-        """Note the loss of a worker, for the verdict's text."""
+        """Note the loss of a worker, which a verdict may name."""
         self._culprit, self._error = worker.number, error
 
     def enough(self) -> None:
-        """There are enough workers for a generation."""
+        """Note that there are enough workers for a generation."""
         self._short_since = None
 
-    def too_few(self, there: int, roster: Roster, now: float) -> Verdict | None:
-        """There are fewer workers than a generation needs."""
+    def too_few(self, available: int, roster: Roster, now: float) -> Verdict | None:
+        """Decide what follows if only ``available`` workers can take part, fewer than a generation needs."""
         limits = self.limits
         if self._short_since is None:
             self._short_since = now
@@ -92,15 +94,17 @@ class FailurePolicy:
         agents = len(roster.agents)
         if agents >= limits.max_num_proc and agents - len(unschedulable) < limits.min_num_proc:
             hosts = ", ".join(sorted({agent.host for agent in unschedulable}))
-            text = texts.ALL_EXCLUDED.format(ranks=count(there, "rank"), limits=limits, hosts=hosts, last=self._error)
+            text = texts.ALL_EXCLUDED.format(
+                ranks=count(available, "rank"), limits=limits, hosts=hosts, last=self._error
+            )
             return Verdict(End.FAILED, text, self._culprit)
         if now - self._short_since >= limits.elastic_timeout:
-            text = texts.TOO_FEW.format(ranks=count(there, "rank"), limits=limits, last=self._error)
+            text = texts.TOO_FEW.format(ranks=count(available, "rank"), limits=limits, last=self._error)
             return Verdict(End.TOO_FEW, text, self._culprit)
         return None
 
     def too_many_resets(self, last: GenerationRecord) -> Verdict | None:
-        """A generation has failed, and why is known."""
+        """Decide whether the failure of generation ``last`` was one too many."""
         limit = self.limits.reset_limit
         if limit is None or self.resets <= limit:
             return None
@@ -108,7 +112,7 @@ class FailurePolicy:
         return Verdict(End.RESET_LIMIT, text, last.culprit)
 
     def futile(self, last: GenerationRecord, roster: Roster, now: float) -> Verdict | None:
-        """The next generation is about to be formed; to be called once for each."""
+        """Decide whether another generation is pointless; call this once before each is formed."""
         return self._no_commit(last, roster) or self._not_met(last, now)
 
     def _no_commit(self, last: GenerationRecord, roster: Roster) -> Verdict | None:
@@ -130,7 +134,7 @@ class FailurePolicy:
         return None
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:
-        """These are to be the next generation."""
+        """Decide whether the members chosen for the next generation lack the state."""
         if self.commits <= 0 or any(worker.commits >= 0 for worker in chosen):
             return None
         text = texts.STATE_LOST.format(commits=self.commits, last=texts.brief(self._error))

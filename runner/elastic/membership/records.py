@@ -1,4 +1,4 @@
-"""What membership remembers of agents, workers and the present generation."""
+"""What membership remembers about agents, workers and the current generation."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from spark_hvd.runner.elastic.membership.events import Loss
 
 
 class Stage(Enum):
-    """How far a worker is.
+    """How far a worker has come.
 
-    ========= ================================== =========
-    from      by                                 to
-    ========= ================================== =========
-    PREPARING Entered                            WAITING
-    WAITING   a generation is formed with it     MEMBER
-    MEMBER    Finished                           FINISHED
-    MEMBER    Entered: its generation is over    WAITING
-    FINISHED  Entered: the others' has failed    WAITING
-    any alive Ended without a loss               RETURNED
-    any alive Ended with one, or its agent lost  GONE
-    WAITING   Dismiss: it is not wanted          GONE
-    ========= ================================== =========
+    ========= ====================================== =========
+    from      on                                     to
+    ========= ====================================== =========
+    PREPARING Entered                                WAITING
+    WAITING   a generation that includes it          MEMBER
+    MEMBER    Finished                               FINISHED
+    MEMBER    Entered: its generation is over        WAITING
+    FINISHED  Entered: its generation has failed     WAITING
+    any alive Ended without a loss                   RETURNED
+    any alive Ended with a loss, or AgentLost        GONE
+    WAITING   Dismiss: it is no longer needed        GONE
+    ========= ====================================== =========
 
     RETURNED and GONE are final.
     """
 
-    PREPARING = "preparing"  # fn has not come to its elastic function yet
-    WAITING = "waiting"  # asks for a generation
+    PREPARING = "preparing"  # fn has not called its elastic function yet
+    WAITING = "waiting"  # it asks for a generation
     MEMBER = "member"
-    FINISHED = "finished"  # its elastic function has returned; waits for the others'
+    FINISHED = "finished"  # its elastic function has returned; it waits for the other members
     RETURNED = "returned"  # fn has returned
     GONE = "gone"
 
@@ -40,16 +40,16 @@ class Worker:
     """One rank process.
 
     Attributes:
-        number: Unique in the run; later ones have higher numbers.
-        agent: Of its agent.
+        number: Its number, unique in the run; later workers have higher numbers.
+        agent: The number of its agent.
         host: Its host.
-        task: Its agent's Spark task.
-        stage: How far it is.
-        rank: In the last generation that it was a member of; None before the first.
-        commits: Behind its state; -1 while it has none.
+        task: The Spark task of its agent.
+        stage: How far it has come.
+        rank: Its rank in the last generation that it was a member of; None before the first.
+        commits: The number of commits that its state includes; -1 while it has no state.
         loss: How it was lost.
-        raised: Whether it was lost by an exception of fn.
-        functions: Elastic functions that have returned on it and on the others of its world.
+        raised: Whether it was lost because fn raised an exception.
+        functions: The number of elastic functions that have returned on all ranks of its world.
     """
 
     number: int
@@ -65,12 +65,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it may still take part."""
+        """Whether the worker may still take part."""
         return self.stage not in (Stage.RETURNED, Stage.GONE)
 
     @property
     def seniority(self) -> tuple[bool, int, int]:
-        """Sorts workers into ranks: those that have the state first, in their former order, then as they came."""
+        """Sort key that makes workers ranks: first those with the state, by their last rank, then the others."""
         return self.commits < 0, 1 << 30 if self.rank is None else self.rank, self.number
 
 
@@ -83,10 +83,10 @@ class AgentRecord:
         host: Its host.
         task: Index of the Spark task.
         slot: A number that no other living agent of its host has.
-        worker: The process that it has, or has yet to see the end of; None for none.
-        leaving: Why its executor goes soon; None if it stays.
-        failures: Workers of it that failed, since one took part in a commit.
-        not_before: The moment from which it may have another worker.
+        worker: Its worker, until the end of that process is reported; None for none.
+        leaving: Why its executor will leave soon; None if it stays.
+        failures: The number of its workers that failed since one took part in a commit.
+        not_before: The time from which it may have another worker.
     """
 
     number: int
@@ -104,19 +104,19 @@ class GenerationRecord:
     """One world.
 
     Attributes:
-        number: Counts generations from 0.
-        members: Numbers of the workers, in rank order.
+        number: Its number, counted from 0.
+        members: The numbers of its workers, in rank order.
         commits: The highest number of commits before it.
-        deadline: By when it has to have met, or, once it is over, all have to be back; None while it trains.
-        store: Where its key-value store listens.
+        deadline: When all members must have connected or, once it is over, have returned; None while it trains.
+        store: The address of its key-value store.
         ready: Members that know their place.
-        joined: Members that have met all others.
-        over: Why it is over; None while it is not.
-        failed: Whether it ended by a failure.
-        blamed: Hosts where members have failed.
-        culprit: The member whose loss that was, which then is what `over` says; None if none was lost.
-        updating: Whether members were told that they change at the next commit.
-        finished: Whether the elastic function has returned on all.
+        joined: Members that have connected to all others.
+        over: Why it is over; None until it is.
+        failed: Whether a failure ended it.
+        blamed: Hosts on which members have failed.
+        culprit: The member whose loss ended it, as `over` says; None if no member was lost.
+        updating: Whether its members were told that they will change at the next commit.
+        finished: Whether the elastic function has returned on all members.
     """
 
     number: int
@@ -135,10 +135,10 @@ class GenerationRecord:
 
     @property
     def met(self) -> bool:
-        """Whether all have met, though it may be over."""
+        """Whether all members have connected, even if the generation is over."""
         return len(self.joined) == len(self.members)
 
     @property
     def trains(self) -> bool:
-        """Whether all have met, and it is not over."""
+        """Whether all members have connected and the generation is not over."""
         return self.over is None and not self.finished and self.met

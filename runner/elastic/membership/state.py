@@ -1,12 +1,12 @@
 """Elastic membership as a pure state machine: events and clock ticks in, decisions out.
 
-    agents come  ->  workers are started, prepare, and ask for a generation  ->  a generation meets, and trains
-    a member is lost, or its collectives fail   ->  the generation is over: all others are told, and ask for the next
-    ranks wait, or a member has to leave        ->  the members are told, and ask for the next at their next commit
-    the function has returned on all members    ->  they leave; once fn has returned as well, the run is done
+    agents arrive  ->  workers start, prepare, and ask for a generation  ->  a generation connects and trains
+    a member is lost, or its collectives fail   ->  the generation is over: the others are told, and ask for the next
+    workers wait, or a member has to leave      ->  the members are told, and ask for the next one at their next commit
+    the elastic function has returned on all    ->  the members leave it; once fn has returned, too, the run is done
 
-No generation is formed before every member of the last one has asked for it or has gone, so no two worlds ever overlap,
-and who does not come back in time is ended. Survivors keep their order, and come before new workers.
+A generation is formed only after every member of the last one has asked for it or is gone, so two worlds never overlap.
+A member that does not return in time is stopped. Survivors keep their order and precede new workers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Membership:
     """See the module's description.
 
     Attributes:
-        roster: Who is there.
-        generation: The present one, or the last; None before the first.
-        policy: Says when it is not worth going on.
-        verdict: How the run has ended; None while it goes on.
+        roster: The agents and workers.
+        generation: The current generation, or the last one; None before the first.
+        policy: Decides when the run must end.
+        verdict: How the run has ended; None until it has.
     """
 
     def __init__(self, limits: ev.Limits, chance: random.Random | None = None) -> None:
@@ -45,7 +45,7 @@ class Membership:
         self._begun = self._some_behind = False
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
-        """Take one event. Those of workers and generations that are history change nothing."""
+        """Handle one event. Events of workers and generations that are over change nothing."""
         handlers: dict[type, Callable[[Any, float], None]] = {
             ev.AgentUp: self._agent_up,
             ev.AgentLost: self._agent_lost,
@@ -60,12 +60,12 @@ class Membership:
             ev.Ended: self._ended,
         }
         handlers[type(event)](event, now)
-        if isinstance(event, ev.Committed):  # there are many, and nothing follows from one
+        if isinstance(event, ev.Committed):  # frequent, and no decision follows from it
             return []
         return self.tick(now)
 
     def tick(self, now: float) -> list[ev.Decision]:
-        """Take note of the time; to be called several times a second."""
+        """Decide what follows from the time; call this several times a second."""
         if self.verdict is None:
             self._watch_deadline(now)
             self._staff(now)
@@ -81,7 +81,7 @@ class Membership:
 
     @property
     def waits_for_the_silent(self) -> bool:
-        """Whether a generation is over but for members that have not said a word: they may be gone."""
+        """Whether a generation is over, but some of its members have not answered and may be gone."""
         generation = self.generation
         return (
             self.verdict is None
@@ -97,7 +97,7 @@ class Membership:
             self._out.append(ev.EndAgent(event.agent))
             return
         for agent in [agent for agent in self.roster.agents.values() if agent.task == event.task]:
-            self._drop_agent(agent, "Spark has started its task anew", now)
+            self._drop_agent(agent, "Spark has restarted its task", now)
         self.roster.add_agent(event.agent, event.host, event.task)
 
     def _agent_lost(self, event: ev.AgentLost, now: float) -> None:
@@ -120,13 +120,13 @@ class Membership:
             return
         agent.leaving = event.why
         self._note(
-            f"the executor of {self.roster.name_of_agent(agent)} will go ({event.why}): it leaves at the next commit"
+            f"the executor of {self.roster.name_of_agent(agent)} will leave ({event.why}): it leaves at the next commit"
         )
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
     def _staff(self, now: float) -> None:
-        """Start workers where there are none, and let the agents go whose executors are to."""
+        """Start workers on idle agents, and end the agents whose executors will leave."""
         for agent in [each for each in self.roster.agents.values() if each.leaving is not None and each.worker is None]:
             del self.roster.agents[agent.number]
             self._out.append(ev.EndAgent(agent.number, again=True))
@@ -145,7 +145,7 @@ class Membership:
         if not idle:
             return
         placed = zip(self.roster.places_of(idle), idle, strict=True)
-        for place, agent in sorted(placed, key=lambda each: each[0].rank):  # the first get their ranks as numbers
+        for place, agent in sorted(placed, key=lambda each: each[0].rank):  # so first workers' numbers are their ranks
             worker = self.roster.add_worker(agent)
             self._out.append(ev.StartWorker(agent.number, worker.number, place, agent.slot))
 
@@ -190,10 +190,11 @@ class Membership:
             return
         before, worker.commits = worker.commits, event.commits
         self.policy.committed(event.commits)
-        # A new one's first is what it was given. It tells of a later one when all of its world have it, whose own word
-        # of it may come after that of a failure.
-        if 0 <= before < event.commits and (there := self.generation) is not None and worker.number in there.members:
-            for number in there.members:
+        # A new worker's first report is the state that it was given. A later report means that the whole world has the
+        # commit, so it counts for all members: the report of some may arrive only after that of a failure.
+        generation = self.generation
+        if 0 <= before < event.commits and generation is not None and worker.number in generation.members:
+            for number in generation.members:
                 self.roster.count_commit(self.roster.workers[number])
 
     def _finished(self, event: ev.Finished, now: float) -> None:
@@ -236,7 +237,7 @@ class Membership:
             self._end_if_returned_early()
 
     def _end_if_returned_early(self) -> None:
-        """Nobody can wait for a generation together with a worker that has returned."""
+        """End the run if a worker waits for a generation that a returned worker can no longer join."""
         generation = self.generation
         team = self.roster.workers if generation is None else generation.members
         workers = [self.roster.workers[number] for number in team]
@@ -245,7 +246,7 @@ class Membership:
             self._end(ev.End.FAILED, texts.RETURNED_EARLY.format(name=self.roster.name(early[0])), early[0].number)
 
     def _lose(self, worker: Worker, loss: ev.Loss, error: str, now: float) -> None:
-        """A worker is no more; its agent may be."""
+        """Record that a worker is gone; its agent may still exist."""
         generation = self.generation
         name = self.roster.name(worker)
         worker.stage, worker.loss = Stage.GONE, loss
@@ -262,30 +263,30 @@ class Membership:
             self._end(ev.End.FAILED, texts.ALL_RAISED.format(name=name, error=texts.brief(error)), first.number)
         else:
             self._close(generation, f"{name}: {error}", now, failed=True)
-            if generation.failed and generation.culprit is None:  # others only say that it is gone
+            if generation.failed and generation.culprit is None:  # others have only reported that the worker is gone
                 generation.over, generation.culprit = f"{name}: {error}", worker.number
 
     def _count_failure(self, worker: Worker, now: float) -> None:
         generation = self.generation
         if generation is not None and worker.number in generation.members:
-            if worker.host in generation.blamed:  # what struck several ranks of a host at once is one failure
+            if worker.host in generation.blamed:  # several ranks of a host that fail together count once
                 return
             generation.blamed.add(worker.host)
         seconds = self.roster.count_failure(worker, now)
         if seconds is not None:
-            how_long = "for ever" if seconds == float("inf") else f"for {seconds:.0f} s"
+            how_long = "for the rest of the run" if seconds == float("inf") else f"for {seconds:.0f} s"
             self._note(texts.EXCLUDED.format(host=worker.host, how_long=how_long, limits=self.limits))
 
     # ---- generations ----------------------------------------------------------------------------------------------
 
     def _close(self, generation: GenerationRecord, why: str, now: float, *, failed: bool) -> None:
-        """A generation is over; its members are to come back."""
+        """End a generation, and give its members a deadline to return."""
         if generation.over is not None or self.verdict is not None:
             return
         generation.over, generation.failed = why, failed
         generation.deadline = now + self.limits.rejoin_timeout
         if not failed:
-            return  # they come by themselves
+            return  # the members return on their own
         for agent, number in self.roster.addresses(generation.members):
             if self.roster.workers[number].stage in (Stage.MEMBER, Stage.FINISHED):
                 self._out.append(ev.Reset(agent, number, generation.number, why))
@@ -303,7 +304,7 @@ class Membership:
             self._lose(self.roster.workers[number], ev.Loss.HUNG, why, now)
 
     def _form(self, now: float) -> None:
-        """Form the next generation, if the last is over and there are enough workers."""
+        """Form the next generation if the last one is over and there are enough workers."""
         last = self.generation
         if self.verdict is not None or not self._begun:
             return
@@ -328,7 +329,7 @@ class Membership:
             self._assign(chosen, 0 if last is None else last.number + 1, now)
 
     def _stayers(self, waiting: list[Worker]) -> list[Worker]:
-        """Those who wait, without those who are to leave: these may go, once others have the state."""
+        """Return the waiting workers that stay, and dismiss those that leave, unless only they have the state."""
         leaving = [worker for worker in waiting if self.roster.leaves(worker)]
         staying = [worker for worker in waiting if not self.roster.leaves(worker)]
         if self.policy.commits > 0 and all(worker.commits < 0 for worker in staying):
@@ -350,7 +351,7 @@ class Membership:
             self._out.append(ev.Assign(worker.agent, worker.number, number, place))
 
     def _want_update(self) -> None:
-        """Tell the members to stop at their next commit, if others are to take part in the next generation."""
+        """Tell the members to stop at their next commit if the next generation should have other members."""
         generation = self.generation
         if self.verdict is not None or generation is None or not generation.trains or generation.updating:
             return
@@ -380,11 +381,11 @@ class Membership:
         return worker if worker.alive and self.verdict is None else None
 
     def _member_of(self, number: int, generation: int) -> GenerationRecord | None:
-        """The present generation, if a worker is a living member of it and it is not over."""
-        present = self.generation
-        if present is None or present.number != generation or present.over is not None or present.finished:
+        """Return the current generation if it is not over and has this worker as a living member."""
+        current = self.generation
+        if current is None or current.number != generation or current.over is not None or current.finished:
             return None
-        return present if number in present.members and self._alive(number) is not None else None
+        return current if number in current.members and self._alive(number) is not None else None
 
     def _take_out(self) -> list[ev.Decision]:
         out, self._out = self._out, []

@@ -1,4 +1,4 @@
-"""Brings MPI up without ssh.
+"""Starts MPI without ssh.
 
 May import channel and spark_hvd.world. Door: side.
 """

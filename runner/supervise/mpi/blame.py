@@ -1,4 +1,4 @@
-"""Which part of MPI's process manager ended first, when the end of one brings down all others, without a clock."""
+"""Finds out which part of MPI's process manager ended first, since the end of one ends all others. Has no clock."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from enum import IntEnum
 
 
 class Blame(IntEnum):
-    """How likely an end is the cause of the others."""
+    """How likely the end of one part caused the end of the others; a lower value is likelier."""
 
     CAUSE = 0
-    """Killed by a signal, which none of them sends another; or never started."""
+    """A signal killed the part, and no part sends another a signal; or it never started."""
     FAILED = 1
-    """Left with an exit code other than 0, as a program also does whose connection to another has closed."""
+    """The part exited with a code other than 0, which it also does after losing its connection to another."""
     FOLLOWED = 2
-    """Left in order, or was ended: something else has ended."""
+    """The part exited normally or was ended, because another part had ended."""
 
 
 _WAIT = {Blame.CAUSE: 0.5, Blame.FAILED: 1.2, Blame.FOLLOWED: 2.0}
-"""Seconds until an end is told to the other ranks, so that a likelier one can be told first."""
+"""Seconds before the end of a part is reported to the other ranks, so that a likelier cause can come first."""
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class Suspect:
     """The likeliest cause that one supervisor knows of.
 
     Attributes:
-        error: What has ended; None while nothing has.
-        blame: How likely it is the cause.
-        due: The moment at which it is to be told, on the caller's clock.
+        error: The part that ended, and how; None until one has.
+        blame: How likely this is the cause.
+        due: When to report it, on the caller's clock; None if there is nothing to report.
     """
 
     error: str | None = None
@@ -36,12 +36,12 @@ class Suspect:
     due: float | None = None
 
     def accuse(self, error: str, blame: Blame, now: float) -> None:
-        """Note an end, unless a likelier cause is known, or an equally likely one longer."""
+        """Note the end of a part, unless an earlier one is at least as likely the cause."""
         if self.error is None or blame < self.blame:
             self.error, self.blame, self.due = error, blame, now + _WAIT[blame]
 
-    def told(self, now: float) -> bool:
-        """Whether it is to be told now; True once."""
+    def is_due(self, now: float) -> bool:
+        """Tell whether to report the cause now; True only once."""
         if self.due is None or now < self.due:
             return False
         self.due = None

@@ -1,6 +1,6 @@
-"""What MPI's process managers have in common: a program on rank 0's host, and one a host that it asks for.
+"""The common parts of MPI's process managers: a manager on rank 0's host, and a proxy on each host.
 
-Neither needs ssh here. The first program says what is to be started on each host, and the supervisors there start it.
+Ours need no ssh: the manager prints what it would start on each host, and the supervisor there starts it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from spark_hvd.world.ports import PortRange
 
 _PYTHON, _SHIM = "SPARK_HVD_MPI_PYTHON", "SPARK_HVD_MPI_SHIM"
 _THE_SHIM = str(Path(mpi_shim.__file__).resolve())
-# What the managers are told to start for each rank. The variables are those of each host's own part of the manager,
-# which passes its environment on: Python may lie elsewhere on each host.
+# The managers start this for each rank. Each host's proxy sets the variables, because Python's path may differ by host.
 SHIM_PROGRAM = ["/bin/sh", "-c", f'exec "${_PYTHON}" -S -E "${_SHIM}"']
 _OTHERS = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
 
@@ -31,38 +30,40 @@ class MpiMissingError(RuntimeError):
 
 
 class ProcessManager(Protocol):
-    """One MPI's. Pure but for looking programs up; the modules ``mpich`` and ``openmpi`` are such."""
+    """The process manager of one MPI, implemented by the modules ``mpich`` and ``openmpi``.
+
+    The functions have no effects; some look up programs.
+    """
 
     def manager_command(self, layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
-        """The command that rank 0's host runs.
+        """Return the command of the manager, which rank 0's host runs.
 
-        ``address`` is that of rank 0's host, to which the other hosts' parts connect; it may listen on ``ports``, None:
-        any.
+        The proxies connect to ``address``, that of rank 0's host. The manager listens on ``ports``; None means any.
 
         Raises:
             MpiMissingError: It is not installed here.
         """
 
     def read_launch(self, lines: Sequence[str], hosts: int) -> list[list[str]] | None:
-        """The arguments of each host's part, host by host, out of what the manager printed; None while incomplete."""
+        """Parse what the manager printed into each host's arguments for its proxy; None while incomplete."""
 
     def host_command(self, arguments: Sequence[str], interface: str | None) -> list[str]:
-        """The command of a host's part; where the program lies is this host's own affair.
+        """Return the command of this host's proxy, with the path of its program on this host.
 
         Raises:
             MpiMissingError: It is not installed here.
         """
 
     def rank_variables(self, interface: str | None, ports: PortRange | None) -> dict[str, str]:
-        """What MPI reads from each rank's environment.
+        """Return the variables that MPI reads from each rank's environment.
 
-        Without an interface, MPI chooses, which knows of InfiniBand and the like. Ranks may listen on ``ports``; None:
+        Without an interface, MPI chooses the network, which may be InfiniBand. Ranks listen on ``ports``; None means
         any.
         """
 
 
 def counts_by_host(layout: WorldLayout) -> list[tuple[int, int]]:
-    """The first rank and the number of ranks of each host, in rank order."""
+    """Return the first rank and the number of ranks of each host, in rank order."""
     firsts = [info for info in layout.ranks if info.local_rank == 0]
     assert [info.rank for info in layout.ranks] == [
         first.rank + offset for first in firsts for offset in range(first.local_size)
@@ -71,37 +72,37 @@ def counts_by_host(layout: WorldLayout) -> list[tuple[int, int]]:
 
 
 def host_list(layout: WorldLayout) -> str:
-    """Hosts with their numbers of ranks, as both managers take them.
+    """Return the hosts with their numbers of ranks, in the form that both managers take.
 
-    They go by made-up names: the managers only count them, and what can be looked up can fail to be.
+    The names are made up. The managers only count hosts, and looking up real names could fail.
     """
     return ",".join(f"host{number}:{count}" for number, (_, count) in enumerate(counts_by_host(layout)))
 
 
 def find(program: str, remedy: str) -> str:
-    """The path of a program: beside this Python, where wheels put theirs, else of the system.
+    """Find a program next to this Python, where wheels put theirs, or else on the PATH.
 
     Raises:
-        MpiMissingError: There is none.
+        MpiMissingError: It is in neither place.
     """
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     path = shutil.which(program, path=os.pathsep.join(folders))
     if path is None:
-        raise MpiMissingError(f"{program} is neither beside {sys.executable} nor on the PATH. {remedy}")
+        raise MpiMissingError(f"{program} is neither next to {sys.executable} nor on the PATH. {remedy}")
     return path
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """A command whose program is killed when the process that starts it ends."""
+    """Wrap a command so that its program is killed when the process that starts it ends."""
     return [*shim("guard"), *command]
 
 
 def shim(role: str) -> list[str]:
-    """A command that runs the shim in one of its other roles."""
+    """Return a command that runs the shim as "guard" or "agent"."""
     return [sys.executable, "-S", "-E", _THE_SHIM, role]
 
 
 def manager_env(base: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment of the manager's programs. What another MPI launcher has left in ``base`` is dropped."""
+    """Return the environment of the manager's programs: ``base`` without the variables of another MPI launcher."""
     env = {key: value for key, value in base.items() if not key.startswith(_OTHERS)}
     return env | {mpi_shim.FOLDER: folder, _PYTHON: sys.executable, _SHIM: _THE_SHIM}

@@ -1,7 +1,7 @@
 """MPICH's process manager, Hydra, without ssh.
 
-``mpiexec.hydra -launcher manual`` starts nothing on other hosts. It prints a command a host, and waits until what was
-started so, its proxies, connect to it; each proxy then starts its ranks. (MPICH's wiki: "Using the Hydra Process
+``mpiexec.hydra -launcher manual`` starts nothing on other hosts. It prints the command of a proxy for each host, and
+waits until the proxies connect to it; each proxy then starts its ranks. (MPICH's wiki: "Using the Hydra Process
 Manager", on manual launching.)
 """
 
@@ -44,7 +44,7 @@ def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
     """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`.
 
-    They are those of UCX, over which MPICH's wheel talks, and of libfabric, over which other builds do.
+    The variables are for UCX, which MPICH's wheel uses, and for libfabric, which other builds use.
     """
     variables = {} if interface is None else {"UCX_NET_DEVICES": interface, "FI_TCP_IFACE": interface}
     if ports is not None:

@@ -1,8 +1,8 @@
 """Open MPI's process manager (releases 4.x) without ssh.
 
-``mpirun`` starts its daemon on a host by a program that it takes for ssh, its launch agent (``plm_rsh_agent``). Ours is
-the shim: it prints what mpirun wants started, and where, and leaves it to the supervisors. (Open MPI's FAQ, "Running
-jobs under rsh/ssh".)
+``mpirun`` starts its daemon on each host through a launch agent (``plm_rsh_agent``), normally ssh. Our agent is the
+shim: it prints the command and the host, and the supervisors start the daemon. (Open MPI's FAQ, "Running jobs under
+rsh/ssh".)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spark_hvd.world.ports import PortRange
 
 _INTERFACE = "oob_tcp_if_include"
 _REMEDY = (
-    "Install Open MPI 4 on every executor's host (Debian and Ubuntu: apt-get install openmpi-bin), or leave mpi= away "
+    "Install Open MPI 4 on every executor's host (Debian and Ubuntu: apt-get install openmpi-bin), or leave mpi= out "
     "to use MPICH's wheel: pip install mpi4py mpich."
 )
 
@@ -32,7 +32,7 @@ def manager_command(layout: WorldLayout, address: Address, ports: PortRange | No
     settings = {
         "plm": "rsh",
         "plm_rsh_agent": " ".join(map(shlex.quote, shim("agent"))),
-        "plm_rsh_no_tree_spawn": "1",  # each daemon is asked for here, none by another daemon
+        "plm_rsh_no_tree_spawn": "1",  # mpirun asks for every daemon; no daemon asks for another
     }
     if address.interface is not None:
         settings[_INTERFACE] = address.interface
@@ -55,23 +55,23 @@ def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
 
 
 def _arguments(command: Sequence[str]) -> list[str]:
-    """The daemon's arguments, out of a line for a shell that sets up paths first."""
+    """Return the daemon's arguments from a shell command that first sets up paths."""
     daemon = next(place for place, word in enumerate(command) if PurePath(word).name.startswith("orted"))
-    # It is to stay the supervisor's child.
+    # The daemon must remain the supervisor's child.
     return [word for word in command[daemon + 1 :] if word != "--daemonize"]
 
 
 def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
     """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     own = list(arguments)
-    if interface is not None and _INTERFACE in own:  # rank 0's host may call its own by another name
+    if interface is not None and _INTERFACE in own:  # the interface may have another name on rank 0's host
         own[own.index(_INTERFACE) + 1] = interface
     return [_find("orted"), *own]
 
 
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
     """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
-    variables = {"MPI4PY_MPIABI": "openmpi"}  # which of the libraries that it finds mpi4py's wheel loads
+    variables = {"MPI4PY_MPIABI": "openmpi"}  # the library that mpi4py's wheel should load
     if interface is not None:
         variables["OMPI_MCA_btl_tcp_if_include"] = interface
     if ports is not None:
@@ -81,7 +81,7 @@ def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, 
 
 
 def _find(program: str) -> str:
-    """Beside Open MPI's daemon: other MPIs have an mpirun, too. Debian gives the programs a second name."""
+    """Find a program next to Open MPI's daemon: other MPIs have an mpirun, too, and Debian adds second names."""
     folder = PurePath(find("orted", _REMEDY)).parent
     names = [f"{program}.openmpi", program]
     return next(path for name in names if (path := shutil.which(name, path=str(folder))) is not None)

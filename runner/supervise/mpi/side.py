@@ -1,10 +1,10 @@
-"""One supervisor's part in bringing up MPI: rank 0's runs mpiexec, the first of each host its proxy, each takes a shim.
+"""One supervisor's part in starting MPI.
 
-    rank 0's supervisor      mpiexec prints a command a host  ->  the hub passes each to the host's first supervisor
-    a host's first           runs its proxy, which connects to mpiexec and starts a shim for each rank
-    every supervisor         takes its rank's connection from the shim, and tells it at the end with what code to exit
+    rank 0's supervisor      runs mpiexec, which prints a command for each host; the hub passes it to that host
+    a host's first           runs the host's proxy, which connects to mpiexec and starts a shim for each rank
+    every supervisor         takes its rank's connection from the shim, and at the end sends it the exit code
 
-Processes that mpiexec cannot see to are ours to end: shims with their rank, then proxies, then mpiexec.
+Supervisors also end these processes: each shim with its rank, then the proxies, then mpiexec.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spark_hvd.world.ports import PortRange
 
 SHARED_MEMORY = "/dev/shm"
 _SEGMENT = "mpich_shm_"
-"""How MPICH names shared memory of a host's ranks. It removes the name only when all ranks have it mapped."""
+"""Prefix of MPICH's shared memory. MPICH removes the name only once all ranks of a host have mapped the memory."""
 FOLDER = "spark_hvd-mpi-"
-"""How the folders are named in which the supervisors of a host listen."""
+"""Prefix of the folders in which the supervisors of a host listen."""
 
 
 def sweep_segments(since: float, folder: str = SHARED_MEMORY) -> None:
-    """Delete shared memory of MPICH that this user made since then and that no process has open or mapped any more.
+    """Delete shared memory of MPICH that this user made since ``since`` and that no process has open or mapped.
 
-    Errors are ignored: nothing depends on it but the room that it takes. ``since``, in seconds since the epoch, is the
-    beginning of the run that is over.
+    ``since`` is the beginning of the run, in seconds since the epoch. Errors are ignored, because left-over memory does
+    no harm except that it takes room.
     """
     with contextlib.suppress(OSError):
         made = {
@@ -58,7 +58,7 @@ def sweep_segments(since: float, folder: str = SHARED_MEMORY) -> None:
 
 
 def sweep_folders(place: str) -> None:
-    """Delete the folders of this user in which nobody listens any more."""
+    """Delete this user's folders in which no supervisor listens any longer."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(place):
             if entry.name.startswith(FOLDER) and entry.is_dir(follow_symlinks=False):
@@ -67,10 +67,10 @@ def sweep_folders(place: str) -> None:
 
 
 def _in_use() -> set[str]:
-    """The files that this user's processes have mapped or open."""
+    """Return the files that this user's processes have mapped or open."""
     found: set[str] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             with open(f"/proc/{pid}/maps") as maps:
                 found.update(line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line)
             for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -82,15 +82,16 @@ def _in_use() -> set[str]:
 MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
 
 _END_SECONDS = 2.0
-_SHIM_SECONDS = 10.0  # until a shim that has connected has sent what it knows
+_SHIM_SECONDS = 10.0  # for a shim that has connected to send its variables
 _LINES_KEPT = 40
 
 
 @dataclass(frozen=True, slots=True)
 class MpiPlan:
-    """What a supervisor knows of MPI.
+    """How MPI starts in a run.
 
-    ``token`` names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
+    ``token`` is a secret from which the name of the directory is made in which a host's supervisors listen, so that
+    nobody else can create that directory first.
     """
 
     layout: WorldLayout
@@ -111,20 +112,20 @@ class MpiPlan:
 
 
 class MpiSide:
-    """See the module's description. Its files are polled by the supervisor, on whose thread everything here runs.
+    """See the module's description. The supervisor polls its files, and everything here runs in its thread.
 
-    ``on_failed`` is told why MPI cannot come up or go on, and how likely that is the cause.
+    ``on_failed`` is called if MPI cannot start or continue, with the reason, and how likely that is the cause.
 
     Raises:
-        MpiMissingError: Its programs are not installed here.
-        OSError: There is no place to listen for them.
+        MpiMissingError: The programs of MPI are not installed here.
+        OSError: There is no place to listen for the shims.
     """
 
     def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, Blame], None]) -> None:
         self.handlers: dict[int, Callable[[], None]] = {}
-        """What to call when a file descriptor can be read."""
+        """The function to call when a file descriptor can be read."""
         self.variables: dict[str, str] | None = None
-        """What MPI_Init needs in the rank's environment, once its shim has come; PMI_FD aside."""
+        """The variables that MPI_Init needs in the rank, except PMI_FD; None until the rank's shim has sent them."""
         self._plan, self._me, self._link, self._on_failed = plan, me, link, on_failed
         self._fds: list[int] = []
         self._shim: socket.socket | None = None
@@ -135,7 +136,7 @@ class MpiSide:
             with SocketFolder.named(plan.folder) as folder:
                 self._folder = folder.path
                 self._listener = folder.listen(str(me.rank), socket.SOCK_SEQPACKET)
-            sweep_folders(os.path.dirname(self._folder))  # of supervisors that were killed
+            sweep_folders(os.path.dirname(self._folder))  # supervisors that were killed leave some
         except OSError as error:
             raise OSError(f"rank {me.rank}'s supervisor cannot listen for MPI's process manager: {error}") from error
         self.handlers[self._listener.fileno()] = self._take_shim
@@ -148,7 +149,7 @@ class MpiSide:
             raise
 
     def start_proxy(self, arguments: Sequence[str]) -> None:
-        """Run this host's proxy, as mpiexec has asked for it."""
+        """Run this host's proxy with the arguments that mpiexec has printed."""
         plan = self._plan
         try:
             command = plan.manager.host_command(arguments, plan.address.interface)
@@ -157,13 +158,13 @@ class MpiSide:
             self._on_failed(str(error), Blame.CAUSE)
 
     def send_fds(self, rank: socket.socket) -> None:
-        """Pass the connection to the process manager on to the rank, after its variables have been sent."""
+        """Send the rank its connection to the process manager; the variables must have been sent before."""
         if self._fds:
             socket.send_fds(rank, [b"\0"], self._fds)
             self._close_fds()
 
     def close(self, exit_code: int) -> None:
-        """End what is left of the process manager here; the rank has ended."""
+        """End the process manager's processes on this host, after the rank has ended."""
         self._listener.close()
         with contextlib.suppress(OSError), SocketFolder(self._folder) as folder:
             folder.tidy()
@@ -172,9 +173,9 @@ class MpiSide:
                 self._shim.send(str(exit_code).encode())
             self._shim.close()
         self._close_fds()
-        for program in reversed(self._programs):  # a proxy before mpiexec, which waits for it
+        for program in reversed(self._programs):  # the proxy before mpiexec, which waits for it
             program.end()
-        sweep_segments(self._began)  # the last rank of this host has none that others use
+        sweep_segments(self._began)  # memory that other ranks still use stays until the last of them ends
         self.handlers.clear()
 
     def _start(self, name: str, command: Sequence[str], on_line: Callable[[list[str]], None]) -> None:
@@ -209,7 +210,7 @@ class MpiSide:
         try:
             text, self._fds, _, _ = socket.recv_fds(shim, 1 << 16, 1)
             self.variables = json.loads(text)
-        except (OSError, ValueError):  # a shim says it all at once
+        except (OSError, ValueError):  # not a shim: those send everything in one message
             self._close_fds()
             shim.close()
             return
@@ -219,7 +220,7 @@ class MpiSide:
     def _shim_ended(self) -> None:
         assert self._shim is not None
         del self.handlers[self._shim.fileno()]
-        # The manager kills all shims when one rank has gone: whose, the others' supervisors report.
+        # The manager kills all shims when one rank has ended; that rank's own supervisor reports the cause.
         self._on_failed("MPI's process manager has ended this rank's part", Blame.FOLLOWED)
 
     def _close_fds(self) -> None:
@@ -241,36 +242,36 @@ class _Program:
 
     @property
     def lines(self) -> list[str]:
-        """What it has printed, by line."""
+        """The lines that the program has printed."""
         return list(self._lines)
 
     @property
     def blame(self) -> Blame:
-        """How likely its end is the cause; with code 0 it also leaves when a rank has died elsewhere."""
+        """How likely its end is the cause of a failure; it exits with 0 even if a rank has died elsewhere."""
         code = self._process.poll()
         if code == 0:
             return Blame.FOLLOWED
         return Blame.CAUSE if code is not None and code < 0 else Blame.FAILED
 
     def read(self) -> bool:
-        """Take what it has printed; False when there will be no more."""
+        """Read the program's output, and return False once it has ended."""
         data = os.read(self.fd, 1 << 16)
         *whole, self._partial = (self._partial + data).split(b"\n")
         self._lines.extend(line.decode(errors="replace") for line in whole)
         return bool(data)
 
     def ending(self) -> str:
-        """How it ended, in words, and what it said last."""
+        """Say how the program ended and what it printed last."""
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its output"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said = [line for line in self.lines if not line.startswith(("HYDRA_LAUNCH", LAUNCH))][-5:]
-        return how + (f": {' / '.join(said)}" if said else "")
+        printed = [line for line in self.lines if not line.startswith(("HYDRA_LAUNCH", LAUNCH))][-5:]
+        return how + (f": {' / '.join(printed)}" if printed else "")
 
     def end(self) -> None:
-        """Wait for its end for a moment, then kill it; it ignores SIGTERM."""
+        """Wait two seconds for the program to end, then kill it; it ignores SIGTERM."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         if self._process.poll() is None:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: TextIO | None) -> Display:
-    """The display for a run.
+    """Make the display for a run.
 
     The table and our own lines go to ``sys.stderr``, so ``sys.stdout`` has only the ranks' output, or with "json" only
     JSON lines. If streams are given, the ranks' output goes there, and errors of these streams are raised, because the
@@ -63,14 +63,14 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
 
 
 class _Shown(Display):
-    """A display whose errors end the display and not the run. Some of the ranks' streams may bypass it.
+    """A display whose errors end the display but not the run. Some of the ranks' streams may bypass it.
 
     Args:
-        display: Shows the rest.
-        writer: Writes the streams that bypass it; its errors are raised.
+        display: The display, which shows everything else.
+        writer: Writes the streams that bypass the display; its errors are raised.
         past: Names of those streams, "out" and "err".
-        then: Replaces a display that has failed, to show at least the ranks' output; None for nothing.
-        guarded: False: errors of the display are raised too.
+        then: Replaces a display that has failed, to show at least the ranks' output; None means nothing does.
+        guarded: False raises errors of the display, too.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class _Shown(Display):
             if not self._guarded:
                 raise
             with contextlib.suppress(Exception):
-                display.end(None)  # let go of the terminal
+                display.end(None)  # releases the terminal
             self._display, self._next = self._next, None
             if self._display is None:
-                _log.warning("what ranks print cannot be shown any more (%s); the run goes on", error)
+                _log.warning("the ranks' output can no longer be shown (%s); the run continues", error)
             else:
-                _log.warning("the run cannot be shown any more (%s); it goes on", error, exc_info=True)
+                _log.warning("the run can no longer be shown (%s); it continues", error, exc_info=True)
 
 
 def in_notebook() -> bool:
-    """Whether this program runs in a notebook's kernel."""
+    """Tell whether this program runs in a notebook's kernel."""
     interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
     shell = None if interactive is None else interactive.get_ipython()
     return getattr(shell, "kernel", None) is not None
@@ -120,6 +120,6 @@ def in_notebook() -> bool:
 def _automatic() -> str:
     if in_notebook():
         return "notebook"
-    # A shell command of a notebook's cell (!python train.py) has a terminal that knows no cursor.
+    # A shell command in a notebook's cell (!python train.py) has a terminal without a cursor.
     plain = os.environ.get("TERM") in (None, "", "dumb") or "JPY_PARENT_PID" in os.environ
     return "table" if is_terminal(sys.stderr) and not plain else "plain"

@@ -28,12 +28,12 @@ DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 SIZE = (6.0, 3.0)
 FONT, SMALL = 8, 7
 _NAME_WIDTH = 0.25
-"""Of a generation's name, as a part of the plot's width."""
+"""Width of a generation's name, as a fraction of the plot's width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line, and the band around it, if there is one.
+    """A line with an optional band around it.
 
     ``low`` and ``high`` are the band's edges, with a value for each point. By default, each curve has the next colour
     and its own dash pattern.
@@ -59,7 +59,7 @@ class Picture(Figure):
 
 
 def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure in our style, with panels side by side."""
+    """Make a figure in our style, with panels side by side."""
     figure = Picture(figsize=(width, height), layout="constrained")
     found = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in found:
@@ -93,7 +93,7 @@ def draw(
 def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
     """Draw labelled lines where worlds begin; labels that would overlap are stacked."""
     left, right = axes.get_xlim()
-    ends: list[float] = []  # of the last name in each row, from 0 to 1 of the axes
+    ends: list[float] = []  # where the last name of each row ends, as a fraction of the axes
     for place, one in generations:
         axes.axvline(place, color="black", linewidth=0.8, linestyle=":")
         at = (place - left) / (right - left)

@@ -1,4 +1,4 @@
-"""The base of displays, the ranks' output, and displays of lines: plain, or JSON for programs."""
+"""The base class of displays, the ranks' output, and displays of lines: plain, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OutputQueue:
             items, self._queue = self._queue, deque()
             dropped, self._dropped, self._queued = self._dropped, 0, 0
         if dropped:
-            items.appendleft((-1, "err", f"({dropped} lines of the ranks came faster than they could be shown)"))
+            items.appendleft((-1, "err", f"({dropped} lines of the ranks arrived faster than they could be shown)"))
         return items
 
 
@@ -113,14 +113,14 @@ class LinesDisplay(Display):
 
 
 class Interval:
-    """Tells when a regular action is due; first one interval after the first call."""
+    """Decides when a regular action is due, first one interval after the first call."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._next: float | None = None
 
     def over(self, now: float) -> bool:
-        """Whether the action is due; if so, the next interval begins."""
+        """Tell whether the action is due; if so, begin the next interval."""
         if self._next is None:
             self._next = now + self._seconds
         if now < self._next:
@@ -185,10 +185,10 @@ class JsonDisplay(Display):
 
 
 def compact(snapshot: RunSnapshot) -> str:
-    """The run in one line; "" if nothing is known but that it runs."""
+    """Describe the run in one line; "" if only its time is known."""
     parts = [snapshot.title + ": " + words.duration(snapshot.seconds)]
     if not snapshot.heard:
-        parts.append("nothing heard of the ranks yet")
+        parts.append("no reports from the ranks yet")
     first = snapshot.rows[0] if snapshot.rows else None
     if first is not None and first.stage:
         epoch = f"epoch {words.epoch(first)} " if words.epoch(first) else ""
@@ -216,7 +216,7 @@ def compact(snapshot: RunSnapshot) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value without nan and inf, which JSON lacks, and without insignificant digits."""
+    """Replace nan and inf, which JSON lacks, by None, and drop insignificant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A run as a table in a notebook's cell, drawn in place without widgets, and kept in the saved notebook."""
+"""Shows a run as a table in a notebook's cell, updated in place without widgets, and kept in the saved notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERVAL = 0.5
 _MOST_ROWS = 32
 _TEXT_WIDTH = 120
 _BAR_PIXELS = 120
-# Notebooks are light or dark: text has whatever colour text has there.
+# Notebooks are light or dark, so text inherits its colour.
 _TABLE = "color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "text-align:right;padding:1px 8px;white-space:nowrap"
 _LEFT = "text-align:left;padding:1px 8px;white-space:nowrap"
@@ -45,7 +45,7 @@ class NotebookDisplay(LinesDisplay):
         self._draw(view.snapshot(now), None)
 
     def end(self, summary: Summary | None) -> None:
-        """Draw for the last time, with the summary."""
+        """Draw the table for the last time, with the summary."""
         if not self._ended and self._latest is not None:
             view, now = self._latest
             shown = summary if summary is not None and summary.worth_showing else None
@@ -53,7 +53,7 @@ class NotebookDisplay(LinesDisplay):
         self._ended = True
 
     def _draw(self, snapshot: RunSnapshot, summary: Summary | None) -> None:
-        from IPython.display import display  # where there is a kernel, there is IPython
+        from IPython.display import display  # a kernel always has IPython
 
         text = "\n".join(line.text for line in table(snapshot, _TEXT_WIDTH, _MOST_ROWS))
         bundle = {"text/html": page(snapshot, summary), "text/plain": f"{text}\n{summary}" if summary else text}
@@ -64,7 +64,7 @@ class NotebookDisplay(LinesDisplay):
 
 
 def page(snapshot: RunSnapshot, summary: Summary | None = None) -> str:
-    """The run as HTML; everything from outside is escaped."""
+    """Draw the run as HTML, with all texts of the user and the ranks escaped."""
     title = f'<b style="white-space:pre">{html.escape(head(snapshot, 1000))}</b>'
     if not snapshot.heard:
         return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
@@ -98,7 +98,7 @@ def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
 
 
 def _bar(of: RankRow | RunSnapshot) -> str:
-    """The shares of time, as a strip of three colours."""
+    """Draw the shares of time as a strip of three colours."""
     known = {name: share for name in SHARES if (share := getattr(of, name)) is not None}
     parts = "".join(
         f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{SHARES[name]}">'

@@ -1,7 +1,7 @@
-"""A run as a web page: the data for its browsers, and their requests; the file page.html draws it.
+"""Shows a run as a web page: makes the data for browsers and answers their requests; the file page.html draws it.
 
-The thread that called ``run`` makes pictures of the run, only while somebody looks. Everything else is done by the
-server's thread, in which a browser's request waits for the next picture, so that every browser gets the last one.
+The thread that called ``run`` makes pictures of the run, but only while a browser is open. The server's thread does
+everything else. A browser's request waits there for the next picture, so that every browser gets the last one.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 _INTERVAL = 1.0
 _PATIENCE = 10.0
-"""Seconds that a browser waits for the next picture, at most, and for which somebody counts as looking."""
+"""Maximum seconds that a browser waits for the next picture; after a request, it counts as open for so long."""
 _LAST_LOOK = 1.5
 """Seconds that the end of a run waits for browsers to fetch the last picture."""
 _STACKS_SECONDS = 6.0
 _HEARD_SECONDS, _LATE_SECONDS = 8.0, 30.0
-"""For a rank to say that it will profile its steps, and to send them after the first one has."""
+"""Seconds for a rank to confirm a profile, and to send its trace after the first rank has sent one."""
 _BUSY_SECONDS = 60.0
-"""For which a profile keeps others from being asked for; one that hangs does not do so for ever."""
+"""Seconds for which a profile blocks new requests; a profile that hangs does not block them longer."""
 _NO_ANSWER = "does not answer: it has not started yet or has ended, or its host cannot be reached"
 _MOST_LINES, _MOST_LENGTH = 2000, 2000
-"""Of what ranks print: lines of all ranks together, and characters of each."""
+"""Limits for the ranks' output: lines of all ranks together, and characters per line."""
 _MOST_CURVES, _MOST_POINTS, _MOST_PLOTS = 8, 200, 7
 
 
 def picture(snapshot: RunSnapshot, history: RunHistory, verdict: str | None) -> dict[str, Any]:
-    """The run as data for the page, with the same texts as in all other displays."""
+    """Return the run as data for the page, with the same texts as in all other displays."""
     columns = [each for each in columns_of(snapshot.rows, snapshot) if each.heading not in ("rank", "compute")]
     facts = {"time": words.duration(snapshot.seconds)}
     if snapshot.remaining is not None:
@@ -96,7 +96,7 @@ def _state(row: RankRow) -> str:
 
 
 def _plots(history: RunHistory) -> list[dict[str, Any]]:
-    """A plot for each metric and for the speed, with a line for each rank, or for some of many ranks."""
+    """Return a plot for each metric and for the speed, with a line for each rank, or for some of many ranks."""
     every = history.ranks
     chosen = every[:: max(1, -(-len(every) // _MOST_CURVES))]
     plots: dict[str, list[dict[str, Any]]] = {}
@@ -109,7 +109,7 @@ def _plots(history: RunHistory) -> list[dict[str, Any]]:
 
 @cache
 def _document() -> Answer:
-    """The page, with a policy that allows only its own script and style."""
+    """Return the page, with a policy that allows only its own script and style."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     hashed = {
         tag: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
@@ -130,11 +130,11 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Answer:
 class Page:
     """Serves the page of one run until :meth:`end`; browsers then keep the last picture.
 
-    ``examine`` requests the examination of a rank, ``profile`` that it profiles so many steps, under a number. Both
-    return at once; the results go to :meth:`examined` and :meth:`profiled`.
+    ``examine(rank)`` requests an examination, and ``profile(rank, number, steps)`` a profile. Both return at once; the
+    results go to :meth:`examined` and :meth:`profiled`.
 
     Raises:
-        OSError: it cannot listen on the address.
+        OSError: It cannot listen on the address.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Page:
         self._examine, self._profile = examine, profile
         self._printed: list[tuple[int, str, str]] = []
         self._next = 0.0
-        # The rest is the server's thread's, but for the time of the last look, which is only read elsewhere.
+        # The server's thread owns the attributes below. Other threads only read the time of the last request.
         self._looked = -_PATIENCE
         self._picture: dict[str, Any] = {}
         self._number = 0
@@ -152,7 +152,7 @@ class Page:
         self._lines: deque[tuple[int, int, str, str]] = deque(maxlen=_MOST_LINES)
         self._line = 0
         self._browsers: dict[str, tuple[float, int]] = {}
-        self._told = threading.Event()
+        self._all_up_to_date = threading.Event()
         self._looks: dict[int, asyncio.Future[Examination]] = {}
         self._trace: RankTraces | None = None
         self._traced_at = 0.0
@@ -163,12 +163,12 @@ class Page:
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """Keep lines of a rank's output, of which the newest are shown."""
+        """Keep lines of a rank's output; the page shows the newest."""
         self._printed += [(rank, stream, line[:_MOST_LENGTH]) for line in text.split("\n")[-_MOST_LINES:]]
         del self._printed[:-_MOST_LINES]
 
     def show(self, draw: Callable[[], dict[str, Any]], now: float) -> None:
-        """Publish what is new; ``draw`` makes a :func:`picture`, and is called once a second while somebody looks.
+        """Publish new output and, while a browser is open, once a second a :func:`picture`, which ``draw`` returns.
 
         ``now`` is ``time.monotonic()``.
         """
@@ -186,7 +186,7 @@ class Page:
                 self._server.call(self._keep, self._printed)
                 text = None if error is None else harmless(f"{type(error).__name__}: {error}", colors=False)
                 self._server.call(self._publish, draw() | {"over": True, "error": text, "summary": facts})
-                self._told.wait(_LAST_LOOK)
+                self._all_up_to_date.wait(_LAST_LOOK)
         finally:
             self.close()
 
@@ -195,11 +195,11 @@ class Page:
         self._server.close()
 
     def examined(self, rank: int, found: Examination) -> None:
-        """Take the examination of a rank; from any thread."""
+        """Take the examination of a rank. Callable from any thread."""
         self._server.call(self._found, rank, found)
 
     def profiled(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a rank's message about a profile; from any thread."""
+        """Take a rank's message about a profile. Callable from any thread."""
         self._server.call(self._take_trace, rank, message)
 
     # ---- the server's thread --------------------------------------------------------------------------------------
@@ -231,10 +231,10 @@ class Page:
             case "GET", "trace.json.gz" if self._trace is not None and self._trace.ready:
                 headers = ('Content-Disposition: attachment; filename="trace.json.gz"',)
                 return Answer(self._trace.body(), kind="application/gzip", headers=headers)
-        return Answer(f"There is nothing of the name of {request.name!r:.50}.\n", 404)
+        return Answer(f"There is nothing with the name {request.name!r:.50}.\n", 404)
 
     async def _run(self, query: Mapping[str, str]) -> Answer:
-        """The next picture, and the lines that the browser does not have yet."""
+        """Answer with the next picture and the lines that the browser does not have yet."""
         self._looked = time.monotonic()
         if self._number <= _number(query, "after") and not self._picture.get("over"):
             drawn = self._drawn
@@ -254,7 +254,7 @@ class Page:
         self._browsers[browser] = now, self._number
         self._browsers = {me: had for me, had in self._browsers.items() if now - had[0] < 3 * _INTERVAL}
         if self._picture.get("over") and all(number == self._number for _, number in self._browsers.values()):
-            self._told.set()
+            self._all_up_to_date.set()
 
     def _ask_for_trace(self, rank: str, steps: str) -> Answer:
         """Let one rank, or all (""), profile its next steps; an earlier request is dropped."""
@@ -263,7 +263,7 @@ class Page:
         if rank and not (rank.isdecimal() and int(rank) < self._size):
             return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
         if self._busy:
-            return _json({"error": "ranks are being profiled already"}, 409)
+            return _json({"error": "ranks are already being profiled"}, 409)
         self._traced_at = time.monotonic()
         ranks = [int(rank)] if rank else range(self._size)
         number = 1 if self._trace is None else self._trace.number + 1
@@ -288,12 +288,12 @@ class Page:
             return
         before = trace.some_done
         trace.take(rank, message)
-        if trace.some_done and not before:  # ranks that train together make their steps together
-            late = partial(trace.give_up, "it has not made the steps in time")
+        if trace.some_done and not before:  # ranks that train together do their steps together
+            late = partial(trace.give_up, "it has not done the steps in time")
             asyncio.get_running_loop().call_later(_LATE_SECONDS, late)
 
     async def _stacks(self, rank: str) -> Answer:
-        """The current stacks of a rank's threads. Requests during an examination share it."""
+        """Answer with the current stacks of a rank's threads. Requests during an examination share its result."""
         if not rank.isdecimal() or int(rank) >= self._size:
             return _json({"error": f"rank {rank!r:.20}: expected a number below {self._size}"}, 404)
         number = int(rank)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 OUTSIDE = "#DDDDDD"
 _MOST_LINES = 8
-"""More ranks than that are drawn as a band."""
+"""Maximum number of ranks with a line each; more ranks are drawn as a band."""
 _GRID = 400
 _SPAN = 0.9
-"""Seconds over which a speed is taken, at least: those of single steps are noise."""
+"""Minimum seconds over which a speed is measured; the speed of single steps is noise."""
 _EDGE = 0.05
-"""Part of the whole width in which a line that begins later than others, or ends before them, still counts."""
+"""Fraction of the width by which a line may begin after the others, or end before them, and is still extended."""
 _MOST_EPOCHS = 60
-"""In a lane of the timeline; more marks than that would hide it."""
+"""Maximum number of epochs that are marked in a lane of the timeline; more marks would hide it."""
 
 
 def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
@@ -36,7 +36,7 @@ def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
         metric: A name that was given to `hvd.progress`.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     if metric not in history.metrics:
@@ -56,7 +56,7 @@ def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
     if not curves:
         raise ValueError(f"metric={metric!r}: none of its values is a finite number")
     figure, (axes,) = figure_of()
-    band = f": mean of {len(ranks)} ranks, and the band they are in" if any(curve.low for curve in curves) else ""
+    band = f": mean and range of {len(ranks)} ranks" if any(curve.low for curve in curves) else ""
     draw(axes, curves, x="steps", y=metric, title=f"{metric}{band}", whole=True)
     steps = {point.generation: point.total_steps for point in reversed(ranks[0])}
     mark(axes, [(steps[one.number], one) for one in history.generations[1:] if one.number in steps])
@@ -69,7 +69,7 @@ def plot_throughput(history: RunHistory) -> Figure:
     Up to eight ranks have a line each. For more ranks, it draws their mean, their range, and the slowest.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     speeds = {rank: _speeds(history.points(rank)) for rank in history.ranks}
@@ -81,7 +81,7 @@ def plot_throughput(history: RunHistory) -> Figure:
     }
     if not lines or not any(any(y) for _, y in lines.values()):
         raise ValueError(
-            "no rank counted samples or steps for longer than a second: go through the data with hvd.progress(loader)"
+            "no rank counted samples or steps for longer than a second: iterate over the data with hvd.progress(loader)"
         )
     slowest = min(lines, key=lambda rank: median(lines[rank][1]))
     if len(lines) <= _MOST_LINES:
@@ -110,7 +110,7 @@ def plot_timeline(history: RunHistory) -> Figure:
     """Draw a lane for each rank over time, with the shares of its time; epochs and generations are marked.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: There is nothing to draw.
     """
     _check(history)
     ranks = history.ranks
@@ -149,13 +149,13 @@ def plot_timeline(history: RunHistory) -> Figure:
 def _check(history: RunHistory) -> None:
     if not history:
         raise ValueError(
-            "nothing was heard of the ranks while they ran: the run was shorter than a second, or executors cannot "
-            "reach the driver. Loops that go through hvd.progress(...) tell most"
+            "the ranks reported nothing while they ran: the run was shorter than a second, or executors cannot reach "
+            "the driver. Use hvd.progress(...) in your loops to record more"
         )
 
 
 def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric in a stage, one value per step."""
+    """Return the steps and values of a metric in a stage, one value per step."""
     found = {
         point.total_steps: point.metrics[metric]
         for point in points
@@ -165,7 +165,7 @@ def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float]
 
 
 def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
-    """Time, samples per second and steps per second, over about a second, since ranks report more often at first."""
+    """Return times, samples per second and steps per second, each over about a second; ranks may report more often."""
     found = []
     seconds = samples = steps = 0.0
     for point in points:
@@ -182,7 +182,7 @@ def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
 
 
 def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Curve:
-    """The mean of lines that have values at different places."""
+    """Return the mean of lines that have values at different places."""
     if len(lines) == 1:
         return Curve(label, *lines[0])
     places = sorted({place for x, _ in lines for place in x})
@@ -201,14 +201,14 @@ def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) 
             for x, y in lines
         ]
     )
-    there = ~np.isnan(values).all(axis=0)
-    x, values = np.array(places)[there], values[:, there]
+    known = ~np.isnan(values).all(axis=0)
+    x, values = np.array(places)[known], values[:, known]
     low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     return Curve(label, x.tolist(), np.nanmean(values, axis=0).tolist(), low.tolist(), high.tolist())
 
 
 def _draw_lane(axes: Axes, lane: int, points: Sequence[Point]) -> dict[str, float]:
-    """Draw the stacked shares of time from point to point; returns the seconds of each."""
+    """Draw the stacked shares of time from point to point, and return the seconds of each."""
     seconds = [0.0 if point.rates is None else point.rates.seconds for point in points]
     parts = {name: [0.0 if point.rates is None else getattr(point.rates, name) for point in points] for name in SHARES}
     parts[""] = [

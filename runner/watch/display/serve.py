@@ -1,9 +1,9 @@
-"""A web server for one page: one thread, few connections, an address that cannot be guessed, no harm by clients.
+"""A web server for one page, with one thread and few connections, which clients cannot harm.
 
-A browser that leaves, or a stranger who floods it or sends a byte per second, can hold only a few connections for some
-seconds. It answers only requests with the token in the address, which is new for each run. It refuses requests from
-other web pages in a browser: by another origin, or by a name that suddenly resolves to this machine's address (DNS
-rebinding).
+A browser that leaves, or a stranger who floods the server or sends a byte per second, can hold only a few connections
+for some seconds. The server answers only requests with the token in the address, which is new for each run. It refuses
+requests from other web pages in a browser: by another origin, or by a name that suddenly resolves to this machine's
+address (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 _log = logging.getLogger(__name__)
 _HEAD_SECONDS, _SEND_SECONDS = 5.0, 10.0
-"""What a request may take to come, and a piece of an answer to be taken."""
+"""Time limits for a request to arrive, and for a client to take a piece of an answer."""
 _PIECE = 1 << 18
 _MOST_BYTES = 8 << 10
-"""Of a request."""
+"""Maximum size of a request."""
 _MOST = 32
-"""Connections that have not said what they want yet, and requests that are being answered."""
+"""Maximum number of connections without a request yet, and of requests in progress."""
 _HEADERS = (
     "X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nCache-Control: no-store\r\n"
     "Cross-Origin-Resource-Policy: same-origin\r\nConnection: close\r\n"
@@ -46,7 +46,7 @@ class Answer:
     headers: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The answer in HTTP."""
+        """Encode the answer in HTTP."""
         body = self.body.encode() if isinstance(self.body, str) else self.body
         more = "".join(f"{line}\r\n" for line in self.headers)
         head = f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: {self.kind}\r\n"
@@ -68,7 +68,7 @@ class PageRequest:
         """Read a request line and its headers.
 
         Raises:
-            ValueError: it is not HTTP.
+            ValueError: It is not HTTP.
         """
         line, *lines = head.decode("latin-1").split("\r\n")
         method, target, version = line.split(" ")
@@ -81,16 +81,16 @@ class PageRequest:
 
 
 def refusal(request: PageRequest, token: str, names: Collection[str]) -> Answer | None:
-    """The reason to refuse a request; None to answer it. ``names`` are this server's names besides addresses."""
+    """Return the refusal of a request; None to answer it. ``names`` are this server's names besides addresses."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
-        return Answer("This is not the whole address of the page: copy all of it, as it was printed.\n", 403)
+        return Answer("This is not the complete address of the page: copy all of it, as it was printed.\n", 403)
     host = _host(f"//{request.headers.get('host', '')}")
     origin = _host(request.headers["origin"]) if "origin" in request.headers else host
     for name, known in ((host, host in names or _is_address(host)), (origin, origin in names or origin == host)):
         if not known:
             return Answer(
-                f"The page does not go by the name of {name!r:.100}. If a proxy of yours shows it "
-                'under this name, say so: page="127.0.0.1:8080,NAME", or SPARK_HVD_PAGE=127.0.0.1:8080,NAME.\n',
+                f"The page does not know the name {name!r:.100}. If a proxy of yours shows it under this name, "
+                'add the name: page="127.0.0.1:8080,NAME", or SPARK_HVD_PAGE=127.0.0.1:8080,NAME.\n',
                 403,
             )
     if request.method == "POST" and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
@@ -120,7 +120,7 @@ class PageServer:
     called in the server's thread, and so are functions passed to :meth:`call`.
 
     Raises:
-        OSError: it cannot listen on the address.
+        OSError: It cannot listen on the address.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class PageServer:
         self._thread.start()
 
     def call(self, work: Callable[..., object], *args: object) -> None:
-        """Call a function soon in the server's thread; from any thread. Does nothing after :meth:`close`."""
+        """Call a function soon in the server's thread. Callable from any thread; does nothing after :meth:`close`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work, *args)
 
     def close(self) -> None:
-        """End all connections, after the answers under way, and the thread. Idempotent."""
+        """End all connections, after the answers in progress, and the thread. Idempotent."""
         self.call(self._closing.set)
         self._thread.join()
 
@@ -187,7 +187,7 @@ class PageServer:
             writer.close()
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
-        except asyncio.CancelledError:  # raised again, asyncio would log it as an error
+        except asyncio.CancelledError:  # asyncio would log it as an error if it were raised again
             pass
         finally:
             self._silent.pop(task, None)
@@ -199,14 +199,14 @@ class PageServer:
         try:
             request = PageRequest.parse(head)
         except ValueError:
-            return Answer("This is no HTTP.\n", 400)
+            return Answer("This is not HTTP.\n", 400)
         if (refused := refusal(request, self.token, self._names)) is not None:
             return refused
         if len(self._asking) >= _MOST:
-            return Answer("Too many look at this page already.\n", 503)
+            return Answer("Too many browsers have this page open.\n", 503)
         self._asking.add(task)
         try:
             return await self._answer(request)
         except Exception:
-            _log.warning("the page of the run cannot answer %r; the run goes on", request.name[:50], exc_info=True)
-            return Answer("The page has failed; the driver's log has more. The run goes on.\n", 500)
+            _log.warning("the page of the run cannot answer %r; the run continues", request.name[:50], exc_info=True)
+            return Answer("The page has failed; the driver's log has details. The run continues.\n", 500)

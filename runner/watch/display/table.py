@@ -1,4 +1,4 @@
-"""A run as a table at the bottom of a terminal, with the ranks' output scrolling above it."""
+"""Shows a run as a table at the bottom of a terminal, with the ranks' output scrolling above it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from spark_hvd.runner.watch.view import RunView
 
 _MOST_ROWS = 16
 _OTHER_LINES = 5
-"""Lines of the terminal that are not left to ranks: headings, the sum, and one for what is printed."""
+"""Lines of the terminal that are not for ranks: headings, the total, and one for output."""
 _INTERVAL = 0.2
 _drawing = threading.Lock()
-"""Two tables would draw over each other: of runs side by side, one at a time has its table shown."""
+"""Held by the run whose table is shown; two tables would draw over each other."""
 
 
 class TableDisplay(Display):
     """Draws the table with rich, in the caller's thread; this program's own output also goes above it.
 
-    The cursor is hidden until :meth:`end`, which leaves the last table, with the summary below it. ``writer`` takes the
-    ranks' lines that are not for this terminal; ``above`` names the streams that go above the table.
+    The cursor is hidden until :meth:`end`, which leaves the last table, with the summary below it. ``writer`` writes
+    the ranks' lines that are not for this terminal; ``above`` names the streams that go above the table.
     """
 
     def __init__(self, terminal: TextIO, writer: LineWriter, above: frozenset[str]) -> None:
@@ -85,18 +85,18 @@ class TableDisplay(Display):
     def _lines_of(self, snapshot: RunSnapshot) -> Group:
         width, height = self._size()
         most = max(1, min(_MOST_ROWS, height - _OTHER_LINES))
-        # A line as wide as the terminal would make some of them begin another one.
+        # Some terminals begin another line after one that is as wide as the terminal.
         return Group(*(Text(line.text, line.style) for line in table(snapshot, width - 1, most)))
 
     def _size(self) -> tuple[int, int]:
-        """The size of the terminal itself; rich uses COLUMNS and LINES, which may belong to another terminal."""
+        """Return the terminal's own size; rich uses COLUMNS and LINES, which may belong to another terminal."""
         try:
             return os.get_terminal_size(self._console.file.fileno())
-        except (OSError, ValueError):  # no terminal; the last table is printed all the same
+        except (OSError, ValueError):  # not a terminal; the last table is still printed
             return self._console.size
 
     def _take_log_handlers(self) -> None:
-        """Redirect log handlers to rich. They hold earlier streams, whose output it would not see."""
+        """Redirect log handlers to rich. They hold the original streams, whose output rich would not see."""
         proxied = {getattr(proxy, "rich_proxied_file", None): proxy for proxy in (sys.stdout, sys.stderr)}
         for logger in (logging.getLogger(), logging.getLogger("spark_hvd")):
             for handler in logger.handlers:

@@ -1,4 +1,4 @@
-"""A snapshot of a run as lines of text: a heading, a row for each rank, and notes. Pure, for any width."""
+"""Formats a snapshot of a run as lines of text of any width: a heading, a row for each rank, and notes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.world.words import count
 T = TypeVar("T")
 _GAP = "  "
 _LEAST_NOTE = 14
-"""Characters of the notes for which columns have to make room."""
+"""Characters of the notes for which columns must make room."""
 _VERDICT_LINES = 6
 
 
@@ -50,7 +50,7 @@ class TableColumn:
 
 
 def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
-    """The run as lines. Colours and line breaks are removed from names that the function gave.
+    """Format the run as lines, and remove colours and line breaks from names that the user's function gave.
 
     No line is longer than ``width`` characters, and at most ``most_rows`` ranks are shown.
     """
@@ -70,8 +70,8 @@ def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
     longest = max(map(len, notes), default=0)
     columns = _that_fit(columns_of(rows, snapshot), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
     lines = [title, Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim")]
-    for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
-        text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [said] * bool(said))
+    for number, (row, note) in enumerate(zip(rows, notes, strict=True)):
+        text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [note] * bool(note))
         style = "dim" if row.quiet else "yellow" if row.skew is not None else ""
         lines.append(Line(_cut(text, width), style))
     if more:
@@ -85,10 +85,10 @@ def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
 
 
 def head(snapshot: RunSnapshot, width: int) -> str:
-    """What runs, for how long, and the time left. Parts without room are left out, the title last."""
+    """Format the title, the time so far and the time left; parts that do not fit are left out, the last ones first."""
     parts = [snapshot.title, words.duration(snapshot.seconds)]
     if not snapshot.heard:
-        parts.append("nothing heard of the ranks yet")
+        parts.append("no reports from the ranks yet")
     if snapshot.remaining is not None:
         parts.append(words.remaining(snapshot.remaining))
     if again := words.again(snapshot.restarts, snapshot.changes):
@@ -99,7 +99,7 @@ def head(snapshot: RunSnapshot, width: int) -> str:
 
 
 def columns_of(rows: Sequence[RankRow], snapshot: RunSnapshot) -> list[TableColumn]:
-    """All columns that are not empty, in order."""
+    """Return all columns that are not empty, in order."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     steps = _column("steps/s", 3, rows, lambda row: _rate(row.steps_per_second))
     samples = _column(
@@ -145,7 +145,7 @@ def _share(value: float | None) -> str:
 
 
 def _that_fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
-    """Leave out the least important columns until the rest fits."""
+    """Drop the least important columns until the rest fits."""
     while len(columns) > 1 and sum(column.width + len(_GAP) for column in columns) - len(_GAP) > width:
         worst = max(columns, key=lambda column: column.place)
         columns = [column for column in columns if column is not worst]

@@ -11,11 +11,11 @@ from spark_hvd.world.words import count, ranks_text
 
 MOST_STEPS = 100
 _MOST_BYTES = 512 << 20
-"""Of all traces together, compressed."""
+"""Maximum size of all traces together, compressed."""
 
 
 class RankTraces:
-    """Takes messages of the ranks that were asked for their next ``steps``; those of another ``number`` are ignored."""
+    """Takes the messages of ranks that profile their next ``steps``, and ignores those with another ``number``."""
 
     def __init__(self, number: int, ranks: Iterable[int], steps: int) -> None:
         self.number, self.steps = number, steps
@@ -36,19 +36,19 @@ class RankTraces:
         elif message["parts"]:
             parts = self._parts.setdefault(rank, [])
             if message["part"] != len(parts):
-                self._fail(rank, "its trace has not come whole: ask again")
+                self._fail(rank, "its trace is incomplete: try again")
                 return
             parts.append(base64.b64decode(message["data"]))
             self._bytes += len(parts[-1])
             if self._bytes > _MOST_BYTES:
-                self._fail(rank, "the traces of all ranks are too large together: ask for fewer steps, or one rank")
+                self._fail(rank, "the traces of all ranks together are too large: ask for fewer steps, or one rank")
                 return
             if len(parts) == message["parts"]:
                 self._waiting.discard(rank)
                 self._done[rank] = b"".join(self._parts.pop(rank))
 
     def give_up(self, why: str, *, unheard: bool = False) -> None:
-        """Stop waiting for all ranks, or only for those that have sent nothing."""
+        """Stop waiting for all ranks or, with ``unheard``, only for those that have sent nothing."""
         for rank in self._waiting - (self._heard if unheard else set()):
             self._fail(rank, why)
 
@@ -64,25 +64,25 @@ class RankTraces:
 
     @property
     def ended(self) -> bool:
-        """Whether no rank is waited for."""
+        """Whether all ranks have sent their traces or failed."""
         return not self._waiting
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to download, and nothing more to come."""
+        """Whether there is a trace to download, and all ranks have ended."""
         return self.ended and bool(self._done)
 
     def status(self) -> dict[str, Any]:
-        """The state of the profile, for the page."""
-        said = [f"profiling {count(self.steps, 'step')} of {ranks_text(sorted(self._waiting))} ..."] * (not self.ended)
+        """Return the state of the profile, for the page."""
+        texts = [f"profiling {count(self.steps, 'step')} of {ranks_text(sorted(self._waiting))} ..."] * (not self.ended)
         reasons: dict[str, list[int]] = {}
         for rank, why in sorted(self._faults.items()):
             reasons.setdefault(why, []).append(rank)
-        said += [f"{ranks_text(ranks)}: {why}" for why, ranks in reasons.items()]
-        return {"number": self.number, "ready": self.ready, "text": "; ".join(said)}
+        texts += [f"{ranks_text(ranks)}: {why}" for why, ranks in reasons.items()]
+        return {"number": self.number, "ready": self.ready, "text": "; ".join(texts)}
 
     def body(self) -> bytes:
-        """The whole trace in Chrome's format, compressed; separately compressed parts may be concatenated."""
+        """Return the trace in Chrome's format, compressed. Gzip allows concatenating separately compressed parts."""
         comma = gzip.compress(b",\n")
         head, tail = gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'), gzip.compress(b"\n]}\n")
         return head + comma.join(events for _, events in sorted(self._done.items())) + tail

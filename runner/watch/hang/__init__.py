@@ -1,4 +1,4 @@
-"""Who waits for whom, and why.
+"""Finds out which ranks wait for which, and why.
 
 May import channel, tracebacks and spark_hvd.world. Door: watch.
 """

@@ -1,4 +1,4 @@
-"""What each rank does while others wait in a collective: a pure function of its last record and an examination."""
+"""Describes what each rank does while others wait in a collective, from its last record and an examination."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spark_hvd.runner.tracebacks import place
 from spark_hvd.world.vitals import Underway, Vitals
 
 SILENT_SECONDS = 4.0
-"""Without a record for so long a rank is not merely late with it."""
+"""Seconds without a record after which a rank is silent, and not merely late."""
 _BATCH_SECONDS = 2.0
-"""A batch that takes less is no wait."""
+"""Minimum seconds for a batch to count as a wait."""
 _WORKS = 0.05
-"""Share of a core from which on a process works. One that waits uses less, for its signs of life."""
+"""Minimum share of a core that a working process uses. A process that waits uses less, for its heartbeats."""
 _STOPPED = ("stopped", "tracing-stop")
 
 
@@ -26,10 +26,10 @@ class RankActivity(Enum):
     JOINED = "has called join()"
     MOVES = "goes through other collectives, or steps"
     DATA = "waits for data"
-    WORKS = "uses a processor or its GPU"
+    WORKS = "uses a CPU or its GPU"
     IDLE = "does nothing"
     STOPPED = "is stopped by a signal"
-    SILENT = "does not tell anything any more"
+    SILENT = "no longer reports"
     ENDED = "has ended, or left the world"
 
 
@@ -65,13 +65,11 @@ class RankObservation:
 
     @property
     def works(self) -> bool:
-        """Whether its process, or one of its child processes, uses a processor, a disk or the rank's GPU."""
-        looked = self.examination
-        cpu = self.cpu if looked is None else looked.cpu
+        """Whether its process, or one of its child processes, uses a CPU, a disk or the rank's GPU."""
+        found = self.examination
+        cpu = self.cpu if found is None else found.cpu
         gpu = None if self.vitals is None else self.vitals.gpu_utilization
-        return (
-            (cpu or 0.0) >= _WORKS or (gpu or 0.0) >= _WORKS or (looked is not None and looked.status == "disk-sleep")
-        )
+        return (cpu or 0.0) >= _WORKS or (gpu or 0.0) >= _WORKS or (found is not None and found.status == "disk-sleep")
 
     @property
     def stacks(self) -> str:
@@ -79,21 +77,21 @@ class RankObservation:
         return "" if self.examination is None else self.examination.stacks
 
     def underway(self) -> tuple[Underway, ...]:
-        """The collectives that it is in."""
+        """Return the collectives that the rank is in."""
         return () if self.vitals is None or self.vitals.ended else self.vitals.underway
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank does, in words that follow "rank 1 is".
+    """What a rank does.
 
     Attributes:
         rank: Its number.
-        activity: Kind of activity.
-        words: Its description.
+        activity: The kind of activity.
+        words: A description of the activity, which continues "rank 1 is".
         collective: The name of the relevant collective that it is in; empty if there is none.
-        last: Its last collective, if that helps, in words that follow the others.
-        works: Whether it uses a processor, a disk or its GPU.
+        last: Its last collective, if that helps, in words that continue the description.
+        works: Whether it uses a CPU, a disk or its GPU.
     """
 
     rank: int
@@ -105,25 +103,18 @@ class RankState:
 
 
 def state_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankState:
-    """The state of a rank."""
+    """Describe the state of a rank, relative to the collective ``name`` of ``ranks``."""
     activity = _activity_of(seen, name, ranks)
-    last = (
-        _last(seen)
-        if activity in (RankActivity.MOVES, RankActivity.WORKS, RankActivity.IDLE, RankActivity.DATA)
-        else ""
-    )
-    inside = (
-        name
-        if activity is RankActivity.WAITS
-        else seen.underway()[0].name
-        if activity is RankActivity.ELSEWHERE
-        else ""
-    )
-    return RankState(seen.rank, activity, _words(activity, seen, name, ranks), inside, last, seen.works)
+    outside = activity in (RankActivity.MOVES, RankActivity.WORKS, RankActivity.IDLE, RankActivity.DATA)
+    collective = name if activity is RankActivity.WAITS else ""
+    if activity is RankActivity.ELSEWHERE:
+        collective = seen.underway()[0].name
+    last = _last(seen) if outside else ""
+    return RankState(seen.rank, activity, _words(activity, seen, name, ranks), collective, last, seen.works)
 
 
 def entered(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> Underway | None:
-    """The rank's part in a collective; None if it has none."""
+    """Return the rank's part in a collective; None if it is not in it."""
     return next((one for one in seen.underway() if (one.name, one.ranks) == (name, ranks)), None)
 
 
@@ -140,7 +131,7 @@ def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None
         return RankActivity.WORKS if seen.works else RankActivity.SILENT
     vitals, others = seen.vitals, seen.underway()
     assert vitals is not None
-    if any(one.name.startswith("join ") for one in others):  # it has no more data, and waits for the others'
+    if any(one.name.startswith("join ") for one in others):  # the rank has no more data, while others have some
         return RankActivity.JOINED
     if seen.moved:
         return RankActivity.MOVES
@@ -164,17 +155,17 @@ def _words(activity: RankActivity, seen: RankObservation, name: str, ranks: tupl
         case RankActivity.JOINED:
             return "through with its data (it has called join), and nobody waits for it"
         case RankActivity.MOVES:
-            return "going on outside of it"
+            return "continuing outside of it"
         case RankActivity.DATA:
             assert vitals is not None
             assert vitals.fetching is not None
-            how = f"being prepared ({_use(seen)})" if seen.works else "not being prepared by anything here (no CPU)"
-            return f"waiting for its next batch for {vitals.fetching + seen.age:.0f} s, which is {how}{at}"
+            how = f"is being prepared ({_use(seen)})" if seen.works else "nothing here prepares (no CPU)"
+            return f"waiting for its next batch for {vitals.fetching + seen.age:.0f} s, which {how}{at}"
         case RankActivity.WORKS if vitals is None:
-            return f"working ({_use(seen)}), and not heard of so far{at}"
+            return f"working ({_use(seen)}), but has not reported yet{at}"
         case RankActivity.WORKS if seen.silent:
             return (
-                f"busy in native code that holds Python's lock ({_use(seen)}), nothing else heard of it for "
+                f"busy in native code that holds Python's lock ({_use(seen)}), without any other report for "
                 f"{seen.age:.0f} s{at}"
             )
         case RankActivity.WORKS:
@@ -186,17 +177,17 @@ def _words(activity: RankActivity, seen: RankObservation, name: str, ranks: tupl
         case RankActivity.STOPPED:
             return "stopped by a signal (SIGSTOP) or a debugger"
         case RankActivity.SILENT:
-            heard = "never heard of" if vitals is None else f"silent for {seen.age:.0f} s"
+            silence = "silent from the start" if vitals is None else f"silent for {seen.age:.0f} s"
             if seen.examination is None:
-                return f"{heard}, and its task does not answer: is its host up, and can it be reached?"
+                return f"{silence}, and its task does not answer: is its host up, and can it be reached?"
             if vitals is None:
-                return f"{heard} so far{at}"
-            return f"{heard} without using a CPU: something in native code holds Python's lock and waits{at}"
+                return f"{silence}{at}"
+            return f"{silence} without using a CPU: something in native code holds Python's lock and waits{at}"
 
 
 def _at(seen: RankObservation) -> str:
     if seen.examination is None:
-        return "" if seen.silent else " (its task did not answer when it was asked for more)"
+        return "" if seen.silent else " (its task did not answer when asked for details)"
     where = place(seen.stacks)
     return f", at {where}" if where else ""
 

@@ -1,4 +1,4 @@
-"""Notices that ranks wait, requests an examination of all ranks, and gives a verdict. Pure: records in, verdicts out.
+"""Notices that ranks wait, requests an examination of all ranks, and gives a verdict. It does no I/O.
 
 A rank is suspicious if it has been in one collective for longer than ``stall_warning``, or has gone silent. Ranks that
 work between collectives, however long, are not suspicious, because nobody waits. A suspicion becomes a verdict only if
@@ -18,12 +18,12 @@ from spark_hvd.world.vitals import Underway, Vitals
 from spark_hvd.world.words import ranks_text
 
 _ANSWER_SECONDS = 2.5
-"""How long the looks of all tasks are waited for."""
+"""Seconds to wait for the examinations of all tasks."""
 _RECORD_SECONDS = 2 * BEAT
-"""How long one more record of each rank is waited for."""
+"""Seconds to wait for one more record of each rank."""
 _LEAST_PATIENCE = 1.0
 _SETTLE_SECONDS = 5.0
-"""A collective that has ended without another being begun: perhaps its failure is about to end the run."""
+"""Seconds to wait after a collective ended and no other began: its failure may be about to end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Patience:
     def is_over(self, keys: frozenset[Hashable], age: float, first: float, now: float) -> bool:
         if keys & self.keys:
             self.seen = now
-        elif now - self.seen > _SETTLE_SECONDS:  # records that are late for a moment are no end of it
+        elif now - self.seen > _SETTLE_SECONDS:  # a record that is slightly late does not end a suspicion
             self.keys, self.next_at = frozenset(), first
         return bool(keys) and age >= self.next_at
 
@@ -73,10 +73,10 @@ class _ActiveVerdict:
     verdict: HangVerdict
     since: float
     what: str
-    """Ends when it is over."""
+    """What has ended once the verdict no longer holds, in words."""
     keys: frozenset[Hashable]
     positions: Mapping[int, tuple[object, ...]]
-    """Where the ranks that wait were."""
+    """The positions of the ranks that waited."""
     aloud: bool
 
 
@@ -93,21 +93,21 @@ class _Inspection:
 
 
 class HangWatch:
-    """Finds hangs, as the module describes. Used by one thread."""
+    """Finds hangs, as the module describes. For one thread only."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankLog] = {}
         self._generation = -1
         self._size = 0
         self._since = 0.0
-        """When the first rank of this generation was heard of."""
+        """When the first rank of this generation reported."""
         self._inspection: _Inspection | None = None
         self._active: _ActiveVerdict | None = None
         self._ended_at: float | None = None
         self._waits = _Patience()
         self._silences = _Patience()
         self._straggled = 0.0
-        """Seconds of the longest straggling that was told: the next to be told is twice as long."""
+        """Seconds of the longest straggling that was reported; the next report comes after twice as long."""
 
     @property
     def verdict(self) -> HangVerdict | None:
@@ -148,13 +148,13 @@ class HangWatch:
         if self._inspection is not None:
             if not self._is_complete(self._inspection, now):
                 return None
-            looked, self._inspection = self._inspection, None
-            return self._judge(looked, waits, silent, patience, now)
+            inspection, self._inspection = self._inspection, None
+            return self._judge(inspection, waits, silent, patience, now)
         if self._active is not None and self._is_over(self._active, waits, silent, now):
-            told, self._active = self._active, None
-            if told.aloud:
-                seconds = told.verdict.seconds + (self._ended_at or now) - told.since
-                return HangVerdict(Kind.OVER, f"the run goes on: {told.what} after {seconds:.0f} s", seconds=seconds)
+            ended, self._active = self._active, None
+            if ended.aloud:
+                seconds = ended.verdict.seconds + (self._ended_at or now) - ended.since
+                return HangVerdict(Kind.OVER, f"the run continues: {ended.what} after {seconds:.0f} s", seconds=seconds)
         oldest = max((wait.seconds for wait in waits.values()), default=0.0)
         longest = max(silent.values(), default=0.0)
         over = [
@@ -168,10 +168,10 @@ class HangWatch:
         return Examine()
 
     def _is_complete(self, inspection: _Inspection, now: float) -> bool:
-        """Whether all answers have arrived, followed by another record of every rank.
+        """Tell whether all answers have arrived, followed by another record of every rank.
 
-        Records are up to a second old, and not of the same moment. A rank that stays out of a collective still does so
-        at the time of its record, so a wait that others report after the answers is for that rank.
+        Records are up to a second old, and not of the same moment. If a rank is still outside of a collective in a
+        record after the answers, the others really wait for that rank.
         """
         if inspection.complete_at is None:
             if len(inspection.found) == self._size or now - inspection.since >= _ANSWER_SECONDS:
@@ -184,61 +184,61 @@ class HangWatch:
 
     def _judge(
         self,
-        looked: _Inspection,
+        inspection: _Inspection,
         waits: Mapping[Hashable, Wait],
         silent: Mapping[Hashable, float],
         patience: float,
         now: float,
     ) -> HangVerdict | None:
         self._waits.double(frozenset(waits), max((wait.seconds for wait in waits.values()), default=0.0))
-        late = self._silent(SILENT_SECONDS, now)  # whoever is silent now has been looked at as well
+        late = self._silent(SILENT_SECONDS, now)  # all ranks that are silent now have been examined, too
         self._silences.double(frozenset(late), max([patience, *late.values()]))
-        lasting = [wait for key, wait in waits.items() if key in looked.waits]
-        if not lasting and not silent.keys() & looked.silent:
+        lasting = [wait for key, wait in waits.items() if key in inspection.waits]
+        if not lasting and not silent.keys() & inspection.silent:
             return None
-        observations = {rank: self._observe(rank, looked, now) for rank in range(self._size)}
+        observations = {rank: self._observe(rank, inspection, now) for rank in range(self._size)}
         verdict = judge(lasting, observations, patience)
         if verdict is None:
             return None
         aloud = verdict.kind is Kind.HANG or verdict.seconds >= 2 * self._straggled
         if verdict.kind is Kind.STRAGGLER and aloud:
             self._straggled = verdict.seconds
-        keys = frozenset(waits) & looked.waits or frozenset(silent) & looked.silent
+        keys = frozenset(waits) & inspection.waits or frozenset(silent) & inspection.silent
         positions = {wait.rank: _position(self._ranks[wait.rank].vitals) for wait in lasting}
         was_aloud = self._active is not None and self._active.aloud
         oldest = max(lasting, key=lambda wait: wait.seconds, default=None)
-        what = f"{ranks_text(verdict.ranks)} is heard of again" if oldest is None else f"{oldest.name} has ended"
+        what = f"{ranks_text(verdict.ranks)} reported again" if oldest is None else f"{oldest.name} has ended"
         self._active, self._ended_at = _ActiveVerdict(verdict, now, what, keys, positions, aloud or was_aloud), None
         return verdict if aloud else None
 
     def _is_over(
-        self, told: _ActiveVerdict, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
+        self, active: _ActiveVerdict, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
     ) -> bool:
-        """Whether the reported wait has ended, and not only because the run is about to end."""
-        if told.keys & (waits.keys() | silent.keys()):
+        """Tell whether the reported wait has ended, and not only because the run is about to end."""
+        if active.keys & (waits.keys() | silent.keys()):
             self._ended_at = None
             return False
         if self._ended_at is None:
             self._ended_at = now
-        heard = [self._ranks[rank] for rank in told.positions]
-        if any(_position(rank.vitals) != told.positions[rank.vitals.rank] for rank in heard):
+        heard = [self._ranks[rank] for rank in active.positions]
+        if any(_position(rank.vitals) != active.positions[rank.vitals.rank] for rank in heard):
             return True
         settled = now - self._ended_at >= _SETTLE_SECONDS
         return settled and all(now - rank.heard < SILENT_SECONDS and not rank.vitals.ended for rank in heard)
 
     def _patience(self) -> float | None:
-        """The world's stall_warning; None if it is off or still unknown."""
+        """Return the world's stall_warning; None if it is off or still unknown."""
         if not self._ranks:
             return None
         first = self._ranks[min(self._ranks)].vitals.stall_warning
         return None if first is None else max(first, _LEAST_PATIENCE)
 
     def _waiting(self, patience: float, now: float) -> dict[Hashable, Wait]:
-        """Waits in collectives that have lasted too long, by the identity of each collective."""
+        """Return the waits in collectives that have lasted too long, by the identity of each collective."""
         found: dict[Hashable, Wait] = {}
         for number, rank in self._ranks.items():
             age = now - rank.heard
-            if rank.vitals.ended or age > SILENT_SECONDS:  # it may have ended since, and its last record been lost
+            if rank.vitals.ended or age > SILENT_SECONDS:  # a silent rank may have ended, and its last record be lost
                 continue
             for key, one in _parts(rank.vitals).items():
                 if one.seconds >= patience:
@@ -246,7 +246,7 @@ class HangWatch:
         return found
 
     def _silent(self, patience: float, now: float) -> dict[Hashable, float]:
-        """Seconds of silence of the ranks that have been silent for too long."""
+        """Return the seconds of silence of the ranks that have been silent for too long."""
         found: dict[Hashable, float] = {}
         for number in range(self._size):
             rank = self._ranks.get(number)
@@ -255,13 +255,13 @@ class HangWatch:
                 found[number, None if rank is None else rank.vitals.clock] = now - since
         return found
 
-    def _observe(self, number: int, looked: _Inspection, now: float) -> RankObservation:
-        rank, look = self._ranks.get(number), looked.found.get(number)
+    def _observe(self, number: int, inspection: _Inspection, now: float) -> RankObservation:
+        rank, examination = self._ranks.get(number), inspection.found.get(number)
         if rank is None:
-            return RankObservation(number, None, now - self._since, False, None, look)
-        before = looked.before.get(number)
+            return RankObservation(number, None, now - self._since, False, None, examination)
+        before = inspection.before.get(number)
         moved = before is None or _position(before) != _position(rank.vitals) or bool(_ended(before, rank.vitals))
-        return RankObservation(number, rank.vitals, now - rank.heard, moved, rank.cpu, look)
+        return RankObservation(number, rank.vitals, now - rank.heard, moved, rank.cpu, examination)
 
 
 def _position(vitals: Vitals) -> tuple[object, ...]:
@@ -269,7 +269,7 @@ def _position(vitals: Vitals) -> tuple[object, ...]:
 
 
 def _parts(vitals: Vitals) -> dict[Hashable, Underway]:
-    """The collectives that a rank is in, by an identity that includes the start on the rank's clock.
+    """Return the collectives that a rank is in, by an identity that includes the start on the rank's clock.
 
     Names alone do not identify them, because they recur each step.
     """

@@ -1,4 +1,4 @@
-"""What callers are told: why a call fails, and why a queue can run nothing any more, once that is so."""
+"""The errors that callers get: why a call failed, and why a queue can run nothing more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spark_hvd.world import errors
 from spark_hvd.world.errors import CollectiveError
 
 _VERDICT_SECONDS = 3.0
-"""How long an error of the network waits for the coordinator's word on which rank has gone."""
+"""How long a network error waits for the coordinator to say which rank is gone."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -19,16 +19,16 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def error_of(kind: str, text: str) -> Exception:
-    """The error of calls that the coordinator has fail; `kind` is as in its decision."""
+    """Return the error for calls that the coordinator fails; `kind` comes from its decision."""
     return _ERRORS[kind](text)
 
 
 class QueueFailure:
-    """Of one queue; read by any thread."""
+    """Why one queue has failed; any thread may read it."""
 
     def __init__(self) -> None:
         self.text: str | None = None
-        """Why; None as long as all is well."""
+        """The reason; None while the queue works."""
         self._known = threading.Event()
 
     def require_none(self) -> None:
@@ -37,18 +37,18 @@ class QueueFailure:
             raise CollectiveError(self.text)
 
     def announce(self) -> None:
-        """Let go whoever waits for :attr:`text`."""
+        """Release the threads that wait for :attr:`text`."""
         self._known.set()
 
     def of(self, label: str) -> CollectiveError:
-        """The error of a call that cannot end well."""
+        """Return the error of a call that cannot succeed."""
         return CollectiveError(f"{label} failed: {self.text}")
 
     def explains(self, label: str, error: CollectiveError) -> CollectiveError:
-        """The error of a call that failed on the wire: with the coordinator's word, which may be on its way."""
+        """Return the error of a call that failed on the wire, with the coordinator's reason, which may still arrive."""
         self._known.wait(_VERDICT_SECONDS)
         return CollectiveError(f"{label}: {error}") if self.text is None else self.of(label)
 
     def forked(self) -> None:
-        """This process was forked: no other thread can be waiting here."""
+        """Reset the event in a forked process, in which no other thread can be waiting."""
         self._known = threading.Event()

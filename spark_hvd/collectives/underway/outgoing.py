@@ -1,4 +1,4 @@
-"""Calls of which the coordinator has not been told yet, and the way to it."""
+"""Calls that the coordinator has not been told about yet, and the link to it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class QueueLink(Protocol[Q]):
     """How a queue reaches its coordinator. All methods may be called from any thread."""
 
     def notify(self, queue: Q) -> None:
-        """The outbox is no longer empty: take it in a moment."""
+        """Take the outbox soon: it is no longer empty."""
 
     def post(self, queue: Q) -> None:
-        """Somebody is about to wait: take the outbox now."""
+        """Take the outbox now: a thread is about to wait."""
 
     def look_later(self, queue: Q) -> None:
-        """A call goes through memory: look at it in a moment, and as often as the look says."""
+        """Check a call in shared memory soon, and then as often as the check says."""
 
     def join(self, queue: Q, counts: bool) -> None:
-        """This rank has no more data."""
+        """Tell the coordinator that this rank has no more data."""
 
     def failed(self, queue: Q, text: str) -> None:
-        """This rank cannot run what all ranks run."""
+        """Tell the coordinator that this rank cannot run what all ranks run."""
 
     def peer_lost(self, queue: Q) -> None:
-        """A rank has gone: have the queue give up in a moment."""
+        """Have the queue give up soon: a rank is gone."""
 
 
 class OutgoingCalls(Generic[R]):
-    """Of one queue, and under its lock; `R` is what is told of a call. A call is in it once, under its name."""
+    """Calls of one queue, under its lock. `R` describes a call to the coordinator. Each name occurs at most once."""
 
     def __init__(self) -> None:
         self._ids = 0
@@ -46,7 +46,7 @@ class OutgoingCalls(Generic[R]):
     def put(self, name: str, request: R, bit: int) -> None:
         """Add a call.
 
-        ``bit`` is that of its number, 0 if it has none; ``request`` tells of it where the number does not.
+        ``bit`` is the bit of its number, or 0 if it has none; then ``request`` describes the call.
         """
         if bit:
             self._ids |= bit
@@ -54,14 +54,14 @@ class OutgoingCalls(Generic[R]):
             self._fresh.append((name, request))
 
     def take(self) -> tuple[int, list[tuple[str, R]]]:
-        """Empty it: the numbers of known names as bits, and the other names with their requests."""
+        """Remove and return all: the numbers of known names as bits, and the other names with their requests."""
         ids, fresh = self._ids, self._fresh
         self._ids, self._fresh = 0, []
         return ids, fresh
 
 
 class DeferredCalls(Generic[H]):
-    """Calls without a name whose made-up name is still another call's, under the queue's lock; `H` is their handle."""
+    """Unnamed calls whose generated name is still in use, under the queue's lock; `H` is the type of their handles."""
 
     def __init__(self) -> None:
         self._calls: dict[str, deque[H]] = {}
@@ -74,12 +74,12 @@ class DeferredCalls(Generic[H]):
 
     @property
     def names(self) -> list[str]:
-        """The names that they wait for."""
+        """The names for which the calls wait."""
         return [*self._calls]
 
     @property
     def handles(self) -> list[H]:
-        """All of them."""
+        """The handles of all calls."""
         return [handle for calls in [*self._calls.values()] for handle in [*calls]]
 
     def put(self, name: str, handle: H) -> None:
@@ -87,12 +87,12 @@ class DeferredCalls(Generic[H]):
         self._calls.setdefault(name, deque()).append(handle)
 
     def take(self, is_free: Callable[[str], bool]) -> list[H]:
-        """Remove the next call of each name that is free now."""
+        """Remove and return the next call of each name that is now free."""
         taken = [self._calls[name].popleft() for name in [*self._calls] if is_free(name)]
         self._calls = {name: calls for name, calls in self._calls.items() if calls}
         return taken
 
     def clear(self) -> list[H]:
-        """Remove all."""
+        """Remove and return all calls."""
         calls, self._calls = self.handles, {}
         return calls

@@ -1,8 +1,12 @@
-"""Calls of known names in memory that the ranks of one host share: taken up, waited for, or left to the coordinator.
+"""Calls of known names in memory that the ranks of one host share: begins them, waits for them, or moves them.
 
-A call waits in memory for a moment only. Then it goes to the coordinator, which knows who is missing, who has joined
-and who has gone, and which has the other ranks do the same with that name. So whatever takes long is told, and fails,
-as if there were no such memory.
+Each known name has a slot in that memory, and each call of the name is a round of its slot; `slots` has the protocol. A
+call is begun, then published (copied into the memory, together with other calls of the same moment), and ends once all
+ranks have entered its round.
+
+A call waits in memory for a moment only. Then this rank withdraws it, and it moves to the coordinator, which knows
+which ranks are missing, have joined or are gone, and which has the other ranks move that name too. So slow calls are
+reported, and fail, as if there were no such memory.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from spark_hvd.collectives.underway.slots import RoundState, Slot, Slots
 from spark_hvd.collectives.underway.use import SlotUse
 
 _SLEEP_SECONDS = 0.01
-"""How long to sleep before looking again, should nobody wake this rank."""
+"""How long to sleep before checking again, in case nobody wakes this rank."""
 MEMORY_SECONDS = 0.1
-"""How long to wait in memory."""
+"""How long to wait in memory before a call moves to the coordinator."""
 
 
 class MemoryWork(Protocol):
-    """A rank's part of a call: one tensor, and one result, which is the same if it is in place; a barrier has none."""
+    """A rank's part of a call: one tensor and one result, which is the same tensor if in place; none for a barrier."""
 
     tensors: Sequence[torch.Tensor]
     in_place: bool
@@ -37,11 +41,11 @@ class MemoryCall(Protocol):
 
     slot: Slot | None
     since: float
-    """When it was called, on the monotonic clock."""
+    """Time of the call, on the monotonic clock."""
 
     @property
     def work(self) -> MemoryWork:
-        """What goes in and comes out."""
+        """The input and the output of the call."""
 
     @property
     def done(self) -> bool:
@@ -59,29 +63,31 @@ class RoundsOwner(Protocol[C_in]):
     """The queue whose calls go through memory; all methods are called under its lock."""
 
     def forget(self, handles: Sequence[C_in]) -> None:
-        """The calls of these handles are over: free their names."""
+        """Free the names of these handles, whose calls have ended."""
 
     def withdrawn(self, handle: C_in) -> None:
-        """The call of a handle is the coordinator's now."""
+        """Pass the call of a handle to the coordinator."""
 
     def watch(self) -> None:
-        """A call has begun: call :meth:`MemoryRounds.look` in :data:`MEMORY_SECONDS`, and as often as it says."""
+        """Call :meth:`MemoryRounds.look` in :data:`MEMORY_SECONDS`, and then as often as it says: a call has begun."""
 
 
 class MemoryRounds(Generic[C]):
     """The calls of one queue that are in memory.
 
-    Without slots no call is in memory. The lock is the queue's, held over all changes.
+    Without slots, no call is in memory. The lock is the queue's, and is held during all changes.
     """
 
     def __init__(self, slots: Slots | None, lock: threading.Lock, owner: RoundsOwner[C]) -> None:
         self._slots = slots
         self._lock = lock
         self._owner = owner
-        # Those that have a slot, and will be copied into it together.
-        self._to_come: list[tuple[Slot, C]] = []
-        self._under_way: dict[Slot, C] = {}  # in the order of the calls
-        self._watched = self._has_come = False
+        self._unpublished: list[tuple[Slot, C]] = []
+        self._under_way: dict[Slot, C] = {}
+        """The published calls, in their order."""
+        self._watched = False
+        """Whether the engine's thread will call :meth:`look` again."""
+        self._published_since_look = False
 
     @property
     def ids(self) -> int:
@@ -90,16 +96,16 @@ class MemoryRounds(Generic[C]):
 
     @property
     def slots(self) -> Slots:
-        """Those of the process set, which has some."""
+        """The slots of the process set, which must have some."""
         assert self._slots is not None
         return self._slots
 
     def learn(self, id: int, use: SlotUse | None) -> Slot | None:
-        """The slot of a name that has a number; None: the coordinator has all its calls. Under the lock."""
+        """Return the slot of a name that has a number; None: all its calls go to the coordinator. Under the lock."""
         return None if self._slots is None else self._slots.learn(id, use)
 
     def has_run(self, ids: int) -> None:
-        """The coordinator runs known names: their next calls are in memory."""
+        """Let the next calls of these known names use memory: the coordinator has run them."""
         if ids & self.ids:
             with self._lock:
                 self.slots.has_run(ids)
@@ -110,45 +116,46 @@ class MemoryRounds(Generic[C]):
         return [*self._under_way.values()]
 
     def last(self, place: int) -> tuple[float, str] | None:
-        """A rank's latest call in memory: when, on the monotonic clock, and its name."""
+        """Return when a rank made its latest call in memory, on the monotonic clock, and that call's name."""
         return None if self._slots is None else self._slots.last(place)
 
     # ---- the user's threads ---------------------------------------------------------------------------------------
 
     def begin(self, handle: C, slot: Slot, *, urgent: bool) -> bool:
-        """Take up a call; under the lock. ``slot`` is that of its name: open, and free.
+        """Begin a call; under the lock. ``slot`` belongs to its name, and is open and free.
 
         Returns:
-            Whether :meth:`publish` is to be called in a moment.
+            Whether to call :meth:`publish` in a moment.
         """
         slot.handle, handle.slot = handle, slot
-        to_come = self._to_come
-        to_come.append((slot, handle))
+        unpublished = self._unpublished
+        unpublished.append((slot, handle))
         if urgent:
             self._publish()
             return False
-        return len(to_come) == 1
+        return len(unpublished) == 1
 
     def publish(self) -> None:
-        """Show the other ranks what has been called in the last moment."""
-        if self._to_come:
+        """Show the other ranks the calls of the last moment."""
+        if self._unpublished:  # read without the lock, to save taking it; _publish looks again
             with self._lock:
                 self._publish()
 
     def _publish(self) -> None:
-        calls = self._to_come
+        """Do :meth:`publish` under the lock."""
+        calls = self._unpublished
         if not calls:
             return
-        self._to_come = []
+        self._unpublished = []
         self.slots.come([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
         self._under_way.update(calls)
-        self._has_come = True
+        self._published_since_look = True
         if not self._watched:
             self._watched = True
             self._owner.watch()
 
     def meet(self, handle: C, timeout: float | None) -> None:
-        """Wait for the end of a call, or leave it to the coordinator. A timeout of 0 only looks."""
+        """Wait for the end of a call, or move it to the coordinator. A timeout of 0 only checks."""
         self.publish()
         slot = handle.slot
         if slot is None:
@@ -159,12 +166,12 @@ class MemoryRounds(Generic[C]):
             late = time.monotonic() - handle.since > MEMORY_SECONDS
         with self._lock:
             self._settle(handle, withdraw=late)
-            # Those that follow are waited for next, as a rule; to end them together costs less.
+            # As a rule, the following calls are waited for next, and ending them together costs less.
             if handle.done and (ended := self.slots.ended(self._under_way)):
                 self._end(list(itertools.islice(self._under_way.items(), ended)))
 
     def _waited(self, handle: C, slot: Slot, limit: float) -> bool:
-        """Wait for a round's end; returns whether it has ended."""
+        """Wait for the end of a round; return whether it has ended."""
         slots, until = self.slots, time.monotonic() + limit
 
         def ended() -> bool:
@@ -180,12 +187,12 @@ class MemoryRounds(Generic[C]):
         return True
 
     def settle(self, handle: C) -> None:
-        """End a call whose round has ended; under the lock."""
+        """End a call if its round has ended; under the lock."""
         self._publish()
         self._settle(handle, withdraw=False)
 
     def close(self, name: str) -> None:
-        """The next call of this name is the coordinator's; under the lock."""
+        """Send the next call of this name to the coordinator; under the lock."""
         self._publish()
         if self._slots is not None and (slot := self._slots.of(name)) is not None:
             self._slots.close(slot)
@@ -193,23 +200,25 @@ class MemoryRounds(Generic[C]):
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def look(self) -> float | None:
-        """Leave to the coordinator what has waited for long, though nobody may wait for it here.
+        """Move calls that have waited for long to the coordinator, even if no thread waits for them here.
 
         Returns:
-            In how many seconds to look again; None: not before :meth:`RoundsOwner.watch`.
+            Seconds until the next check; None: not before :meth:`RoundsOwner.watch`.
         """
         with self._lock:
             self._publish()
             before = time.monotonic() - MEMORY_SECONDS
             for handle in list(self._under_way.values()):
                 if handle.since > before:
-                    break
+                    break  # the following calls are younger still
                 self._settle(handle, withdraw=True)
-            self._watched, self._has_come = self._has_come or bool(self._under_way), False
+            # Go on for one more look after the last call, so that a busy queue does not start the watch at each call.
+            self._watched = self._published_since_look or bool(self._under_way)
+            self._published_since_look = False
             return MEMORY_SECONDS if self._watched else None
 
     def recall(self, ids: int) -> None:
-        """Leave all that has not ended, and what comes next, to the coordinator; under the lock."""
+        """Move these names' unfinished and next calls to the coordinator; under the lock."""
         self._publish()
         for slot in self.slots.numbered(ids) if ids & self.ids else ():
             handle = self._under_way.get(slot)
@@ -219,21 +228,22 @@ class MemoryRounds(Generic[C]):
                 self.slots.close(slot)
 
     def gone(self) -> None:
-        """Nothing can begin any more: end what all ranks have come to, and let go of the rest; under the lock."""
+        """Begin nothing more: end the rounds that all ranks have entered, and drop the rest; under the lock."""
         for handle in list(self._under_way.values()):
             self._settle(handle, withdraw=False)
-        for slot, handle in [*self._under_way.items(), *self._to_come]:
+        for slot, handle in [*self._under_way.items(), *self._unpublished]:
             slot.handle = handle.slot = None
         self._under_way.clear()
-        self._to_come.clear()
+        self._unpublished.clear()
 
     # ---- both, under the lock -------------------------------------------------------------------------------------
 
     def _settle(self, handle: C, *, withdraw: bool) -> None:
-        """End a call whose round has ended. With ``withdraw``, other ranks are not waited for any longer."""
+        """End a call if its round has ended. With ``withdraw``, stop waiting for other ranks."""
         slot = handle.slot
-        if slot is None:  # another thread has done so
+        if slot is None:  # another thread has ended it
             return
+        # close() does not withdraw if no rank is missing: then the round is about to complete.
         withdrawn = withdraw and self.slots.close(slot)
         state = RoundState.WITHDRAWN if withdrawn else self.slots.state(slot)
         if state is RoundState.COMPLETE:
@@ -246,12 +256,12 @@ class MemoryRounds(Generic[C]):
             self._owner.withdrawn(handle)
 
     def _end(self, calls: list[tuple[Slot, C]], *, kept: bool = True) -> None:
-        """Give calls their results; `kept` as in :meth:`Slots.write_results`."""
+        """Give calls their results; `kept` is that of :meth:`Slots.write_results`."""
         error = None
         try:
             self._give_results(calls, kept=kept)
-        except RuntimeError as caught:  # such as for a tensor of torch.inference_mode(), outside of it
-            if len(calls) > 1:  # of which it is one
+        except RuntimeError as caught:  # such as for a tensor of torch.inference_mode(), used outside it
+            if len(calls) > 1:  # end them one by one, so that only the call at fault gets the error
                 for call in calls:
                     self._end([call], kept=False)
                 return

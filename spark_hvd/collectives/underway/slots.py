@@ -1,16 +1,17 @@
-"""Small calls under known names, among ranks of one host: in memory that all of them map, without a message.
+"""Small calls under known names among ranks of one host, in memory that all of them map, without messages.
 
-Each name has a slot: a word of every rank, and two copies of the data of every rank, which take turns. A call copies
-its tensor into its rank's copy and sets its rank's word to the number of the round; who waits for the result looks
-until all words have come to the round, and makes its result out of all copies, in rank order. Slots are independent
-of each other, so ranks need not call names in the same order.
+Each name has a slot, which holds a word and two copies of the data for every rank; the copies take turns. A call copies
+its tensor into its rank's copy and sets its rank's word to the number of the round. A thread that waits for the result
+watches until all words have reached the round, then computes the result from all copies, in rank order. Slots are
+independent, so ranks need not call names in the same order.
 
-A round ends in memory on all ranks, or by way of the coordinator on all of them. A rank that will not take part in the
-next round says so in its word. One that has taken part can still withdraw, as long as a rank is missing: it says that
-it tries to, then looks at the others' words. Whoever finds all words come looks at all of them once more, and waits
-while one tries. So either the one that withdraws sees a rank missing, and then all see that it has withdrawn, or it
-sees none missing and stays (the two steps, to say and then to look, are those of Dekker's and Peterson's mutual
-exclusion). Once the coordinator has run a name, a new series of its rounds begins, on all ranks at the same decision.
+A round ends in memory on all ranks, or through the coordinator on all of them. A rank that will not take part in the
+next round says so in its word. A rank that has entered can still withdraw while another is missing: it announces that
+it tries to, then reads the others' words. A rank that finds all words complete reads them all once more, and waits
+while one of them announces a try. So the withdrawing rank either sees a rank missing, in which case all ranks see that
+it has withdrawn, or sees none missing and stays. (To announce and then to look are the two steps of Dekker's and
+Peterson's mutual exclusion.) Once the coordinator has run a name, a new series of its rounds begins, at the same
+decision on all ranks.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.host.looking import Fence, Spin
 from spark_hvd.transport.host.pipes import open_pipe
 from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
 
 _MOST_RANKS = 16
-"""Each rank reads the copies of all."""
+"""Each rank reads all ranks' copies, so more ranks would not pay."""
 _SLOTS = 2048
 _DATA = 8 << 20
-"""Bytes of one turn of all slots of a rank. The kernel gives pages as they are written to."""
-_ALIGNMENT = 64
+"""Bytes of one turn of all slots of a rank. The kernel provides pages when they are first written."""
 _SLEEPS, _PID, _FD, _INODE, _LAST, _LAST_NS, _FIRST = 0, 1, 2, 3, 4, 5, 8
-"""Places among a rank's words; those of slots follow. The last two: the slot of its latest call, and when that was."""
+"""Indices of a rank's words; those of slots follow. _LAST and _LAST_NS: the slot of its latest call, and its time."""
 KINDS = [(_FIRST + _SLOTS, torch.int64), (2 * _DATA, torch.uint8)]
 """Number of elements and dtype of each rank's words and data."""
 _TRIES, _WITHDRAWN, _ENDS = 1, 2, 3
-"""The lowest two bits of a word, beside the round: the rank tries to withdraw from it, has done so, or has come to it
-and will not come to the next one."""
+"""The lowest two bits of a word, next to the round: the rank tries to withdraw from the round, has withdrawn, or has
+entered it and will not enter the next one."""
 
 
 class RoundState(enum.Enum):
@@ -55,19 +56,20 @@ class RoundState(enum.Enum):
 
 
 class Slot:
-    """The place of one name in the shared memory, as one rank sees it.
+    """The place of one name in the shared memory, from the point of view of one rank.
 
     Args:
-        use: The kind of call that it serves.
-        word: Its place among the words.
-        start: Its place among the bytes of either turn.
+        word: Index among the words.
+        start: Offset in the bytes of either turn.
         room: Bytes of data.
     """
 
-    __slots__ = ("closed", "contributes", "copies", "handle", "room", "round", "series", "start", "use", "word")
+    __slots__ = (
+        *("closed", "contributes", "copies", "finishes", "handle", "prescales", "room", "round", "series"),
+        *("size", "start", "sums", "use", "word"),
+    )
 
-    def __init__(self, use: SlotUse, word: int, start: int, room: int) -> None:
-        self.use = use
+    def __init__(self, word: int, start: int, room: int) -> None:
         self.word = word
         self.start = start
         self.room = room
@@ -79,9 +81,18 @@ class Slot:
         self.handle: object = None
         """The handle of the call in flight on this rank; None if there is none."""
         self.copies: list[list[torch.Tensor]]
-        """For either turn every rank's, in rank order."""
+        """Every rank's copy, in rank order, for either turn."""
         self.contributes: bool
         """Whether the others need this rank's tensor."""
+
+    def serve(self, use: SlotUse) -> None:
+        """Be for this kind of call from now on."""
+        # What is asked for each of many calls at once is kept here: to ask the use takes ten times as long.
+        self.use = use
+        self.size = use.nbytes
+        self.sums = use.sums
+        self.prescales = use.prescale != 1.0
+        self.finishes = use.op is ReduceOp.AVERAGE or use.postscale != 1.0
 
     def begin(self) -> None:
         """Begin a new series of rounds."""
@@ -91,7 +102,7 @@ class Slot:
 
 
 class Slots:
-    """The slots of a process set. All calls but :meth:`state` and :meth:`sleep` under the queue's lock.
+    """The slots of a process set. All methods but :meth:`state` and :meth:`sleep` need the queue's lock.
 
     ``words`` and ``data`` are every rank's, in rank order.
     """
@@ -113,40 +124,40 @@ class Slots:
         self.ids = 0
         """The numbers of the names that have a slot, as bits; the same on all ranks."""
         self.spin = Spin(len(data))
-        """Looks for a moment before this rank sleeps."""
+        """Polls for a moment before this rank sleeps."""
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bells: list[int | None] = [None for _ in self._others]
-        """What wakes each of the others; None: not opened yet."""
+        """Pipe that wakes each other rank; None: not opened yet."""
         self._mine[_INODE], self._mine[_FD] = os.fstat(self._wakes).st_ino, self._wakes
         self._mine[_PID] = os.getpid()
 
     def __del__(self) -> None:
-        """Nobody waits any more."""
+        """Close the pipes; no thread waits any more."""
         for fd in [self._woken, self._wakes, *(bell for bell in self._bells if bell is not None and bell >= 0)]:
             os.close(fd)
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def learn(self, id: int, use: SlotUse | None) -> Slot | None:
-        """A name has a number: give it a slot, if it has a use for one. All ranks do so in the same order."""
+        """Give a name with a number a slot, if its calls can use one. All ranks do so in the same order."""
         slot = self._slots.get(id)
         if use is None:
             if slot is not None:  # it may come back
                 slot.closed = True
             return None
         size = use.nbytes
-        if slot is None or slot.room < size:
-            room = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if slot is None or slot.room < size or slot.start % use.dtype.itemsize:
+            start = self._end + -self._end % use.dtype.itemsize
             word = slot.word if slot is not None else _FIRST + len(self._slots)
-            if self._end + room > _DATA or word >= _FIRST + _SLOTS:
+            if start + size > _DATA or word >= _FIRST + _SLOTS:
                 return None
             series = slot.series if slot is not None else 0
-            slot = Slot(use, word, self._end, room)
+            slot = Slot(word, start, size)
             slot.series = series
-            self._end += room
+            self._end = start + size
             self._slots[id] = self._by_name[use.name] = slot
             self.ids |= 1 << id
-        slot.use = use
+        slot.serve(use)
         starts = slot.start, _DATA + slot.start
         slot.copies = [
             [each[low : low + size].view(use.dtype).view(use.shape) for each in self._data] for low in starts
@@ -156,7 +167,7 @@ class Slots:
         return slot
 
     def has_run(self, ids: int) -> None:
-        """The coordinator runs known names, so that all ranks have left the last series of their rounds."""
+        """Begin new series of rounds for these names: the coordinator has run them, so all ranks left the old."""
         for id, slot in self._slots.items():
             if ids >> id & 1:
                 slot.begin()
@@ -164,26 +175,22 @@ class Slots:
     # ---- rounds ---------------------------------------------------------------------------------------------------
 
     def of(self, name: str) -> Slot | None:
-        """The slot of a name."""
+        """Return the slot of a name."""
         return self._by_name.get(name)
 
     def numbered(self, ids: int) -> list[Slot]:
-        """The slots of some numbers."""
+        """Return the slots of these numbers."""
         return [slot for id, slot in self._slots.items() if ids >> id & 1]
 
     def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
-        """Come to the next rounds of open slots.
+        """Enter the next rounds of open slots.
 
-        ``calls`` has each slot once, and this rank's tensor for it; ``now`` is in seconds on the monotonic clock.
+        ``calls`` holds each slot once, with this rank's tensor for it. ``now`` is in seconds on the monotonic clock.
         """
-        place = self._place
-        given = [(slot, slot.copies[slot.round + 1 & 1][place], tensor) for slot, tensor in calls if slot.contributes]
+        given = [call for call in calls if call[0].contributes]
         if given:
             with torch.no_grad():
-                copy_all([target for _, target, _ in given], [tensor for _, _, tensor in given])
-                for slot, target, _ in given:
-                    if slot.use.prescale != 1.0:
-                        target.mul_(slot.use.prescale)
+                self._copy_in([slot for slot, _ in given], [tensor for _, tensor in given])
         words = self._mine
         self._published.publish()
         words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
@@ -192,8 +199,24 @@ class Slots:
             words[slot.word] = slot.round << 2
         self._ring()
 
+    def _copy_in(self, slots: Sequence[Slot], tensors: list[torch.Tensor]) -> None:
+        """Copy this rank's tensors to where the others read those of the next rounds."""
+        place, first, end = self._place, slots[0], slots[0].start
+        turn, dtype = first.round + 1 & 1, first.use.dtype
+        for slot in slots:
+            if slot.start != end or slot.round + 1 & 1 != turn or slot.use.dtype is not dtype:
+                copy_all([slot.copies[slot.round + 1 & 1][place] for slot in slots], tensors)
+                break
+            end += slot.size
+        else:  # they lie side by side, as those do that were called in this order before: a third of the time
+            flat = self._data[place][turn * _DATA + first.start : turn * _DATA + end].view(dtype)
+            torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
+        for slot in slots:
+            if slot.prescales:
+                slot.copies[slot.round + 1 & 1][place].mul_(slot.use.prescale)
+
     def last(self, place: int) -> tuple[float, str] | None:
-        """When a rank came to a round most recently, on the monotonic clock of the host, and of which name."""
+        """Return when a rank last entered a round, on the host's monotonic clock, and that round's name."""
         words = self._views[place]
         word, at = words[_LAST], words[_LAST_NS]
         name = next((slot.use.name for slot in self._by_name.values() if slot.word == word), None)
@@ -208,7 +231,7 @@ class Slots:
                 self._wake(place, words)
 
     def state(self, slot: Slot) -> RoundState:
-        """Of the round to which this rank has come."""
+        """Return the state of the round that this rank has entered."""
         word, here = slot.word, slot.round << 2
         for _ in self._passes:
             waits = False
@@ -220,12 +243,12 @@ class Slots:
                     waits = True
             if waits:
                 return RoundState.WAITS
-            # Also between the two passes: the second reads what was written before what the first has seen.
+            # Also between the two passes: the second reads what was written before the values that the first has read.
             self._published.look()
         return RoundState.COMPLETE
 
     def ended(self, slots: Iterable[Slot]) -> int:
-        """How many of the slots, from the first on, have rounds that are complete."""
+        """Return how many of the slots, counted from the first, have completed their rounds."""
         number = 0
         if len(self._others) > 1:
             for slot in slots:
@@ -234,7 +257,7 @@ class Slots:
                 number += 1
             return number
         (words,) = self._others
-        for slot in slots:  # as state() would say, which takes longer than all else here
+        for slot in slots:  # inlined from state(), whose call would take longer than everything else here
             if not 0 <= words[slot.word] - (slot.round << 2) not in (_TRIES, _WITHDRAWN):
                 break
             number += 1
@@ -242,10 +265,10 @@ class Slots:
         return number
 
     def results(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
-        """The results of complete rounds, in new tensors."""
-        with torch.no_grad(), torch.inference_mode(False):  # the caller may use them everywhere
-            sums = iter(self._sums([slot for slot in rounds if slot.use.sums]))
-            return [next(sums) if slot.use.sums else slot.use.result(self._copies(slot)) for slot in rounds]
+        """Return the results of complete rounds, in new tensors."""
+        with torch.no_grad(), torch.inference_mode(False):  # the caller may use them anywhere
+            sums = iter(self._sums([slot for slot in rounds if slot.sums]))
+            return [next(sums) if slot.sums else slot.use.result(self._copies(slot)) for slot in rounds]
 
     def _sums(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
         if not rounds:
@@ -256,26 +279,26 @@ class Slots:
         return totals
 
     def write_results(self, rounds: Sequence[tuple[Slot, torch.Tensor]], *, kept: bool) -> None:
-        """Write the results of complete rounds into the tensors that this rank came with.
+        """Write the results of complete rounds into the tensors with which this rank entered.
 
-        ``kept`` says that the tensors hold what they held then.
+        ``kept`` says that the tensors still hold their values.
 
         Raises:
-            RuntimeError: One cannot be written to; those before it have been.
+            RuntimeError: A tensor is not writable; those before it have been written.
         """
         with torch.no_grad():
-            sums = [(slot, out) for slot, out in rounds if slot.use.sums]
+            sums = [each for each in rounds if each[0].sums]
             if sums:
                 self._sum_into([slot for slot, _ in sums], [out for _, out in sums], kept=kept)
             if len(sums) < len(rounds):
                 for slot, out in rounds:
-                    if not slot.use.sums:
+                    if not slot.sums:
                         out.copy_(slot.use.result(self._copies(slot)))
 
     def _sum_into(self, slots: Sequence[Slot], outs: list[torch.Tensor], *, kept: bool) -> None:
-        copies = [self._copies(slot) for slot in slots]
-        if kept and len(self._data) == 2 and all(slot.use.prescale == 1.0 for slot in slots):
-            # The sum of two numbers is the same in either order, so the tensors may stand for their copies.
+        copies = [slot.copies[slot.round & 1] for slot in slots]
+        if kept and len(self._data) == 2 and not any(slot.prescales for slot in slots):
+            # The sum of two numbers is the same in either order, so the tensors may replace their copies.
             add_all(outs, [each[1 - self._place] for each in copies])
         else:
             copy_all(outs, [each[0] for each in copies])
@@ -285,18 +308,19 @@ class Slots:
     def _finish(
         self, slots: Sequence[Slot], copies: Sequence[Sequence[torch.Tensor]], totals: list[torch.Tensor]
     ) -> None:
-        """Add the copies of the third rank and those that follow to sums of the first two, and finish them."""
+        """Add the copies from the third rank on to the sums of the first two, and finish them."""
         for place in range(2, len(self._data)):
             add_all(totals, [each[place] for each in copies])
         for slot, each, total in zip(slots, copies, totals, strict=True):
-            slot.use.finish(total, each)
+            if slot.finishes:
+                slot.use.finish(total, each)
 
     def _copies(self, slot: Slot) -> list[torch.Tensor]:
-        """All ranks' tensors of the present round."""
+        """Return all ranks' tensors of the present round."""
         return slot.copies[slot.round & 1]
 
     def close(self, slot: Slot) -> bool:
-        """Come to no further round, and withdraw from the present one if a rank is missing.
+        """Enter no further round, and withdraw from the present one if a rank is missing.
 
         Returns:
             Whether this rank has withdrawn.
@@ -318,12 +342,12 @@ class Slots:
         return False
 
     def leave(self, slot: Slot) -> None:
-        """Another rank has withdrawn from the round, or not come to it: this one leaves too."""
+        """Leave the round: another rank has withdrawn from it, or has not entered it."""
         self._mine[slot.word] = slot.round << 2 | _WITHDRAWN
         slot.closed = True
 
     def sleep(self, slot: Slot, seconds: float) -> None:
-        """Wait until a rank comes to a round of any slot, for some time at most; not under the lock."""
+        """Wait until a rank enters a round of any slot, for some seconds at most; not under the lock."""
         self._mine[_SLEEPS] = 1
         self._settled()
         poller = select.poll()  # each thread needs one
@@ -334,7 +358,7 @@ class Slots:
         self._mine[_SLEEPS] = 0
 
     def _settled(self) -> None:
-        """What I have written is to be seen by all before I look at what they have."""
+        """Make this rank's writes visible to all before it reads theirs."""
         with self._looking:
             self._fence()
 
@@ -343,7 +367,7 @@ class Slots:
         if bell is None:
             bell = self._bells[place] = _opened(words)
         if bell >= 0:
-            with contextlib.suppress(OSError):  # full: it will wake; broken: it is gone
+            with contextlib.suppress(OSError):  # a full pipe will wake it; a broken one means that it is gone
                 os.write(bell, b"\0")
 
 
@@ -353,12 +377,12 @@ def _words_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _opened(words: memoryview) -> int:
-    """The writing end of another rank's pipe; -1 if it cannot be reached, and then the rank looks by itself."""
+    """Open the write end of another rank's pipe; return -1 if it cannot be reached, and then that rank polls."""
     with contextlib.suppress(OSError):
         return open_pipe(words[_PID], words[_FD], words[_INODE], os.O_WRONLY)
     return -1
 
 
 def may_serve(size: int) -> bool:
-    """Whether a process set of so many ranks has slots."""
+    """Return whether a process set of this size has slots."""
     return 1 < size <= _MOST_RANKS

@@ -1,4 +1,4 @@
-"""What a slot serves: one kind of call, and what its result is, given the tensors of all ranks."""
+"""What a slot serves: one kind of call, and how its result follows from the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import divide, is_integer, to_wire
 
 LARGEST = 64 << 10
-"""Bytes of a tensor up to which messages cost more than all else."""
+"""Maximum bytes of a tensor; for larger ones, messages are no longer the main cost."""
 LARGEST_UNNAMED = 8 << 10
-"""The same for made-up names, which are many and may all be of one kind of call."""
+"""The same for generated names, of which there are many, perhaps all for one kind of call."""
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.complex64, torch.complex128}
 _FOLDS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -26,15 +26,15 @@ _FOLDS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class SlotUse(NamedTuple):
-    """A call that ranks make alike: the same kind, on a CPU tensor of the same shape and dtype."""
+    """A call that all ranks make in the same way: of one kind, on a CPU tensor of the same shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str = "allreduce"
-    """allreduce, broadcast, allgather or barrier, whose tensor is empty."""
+    """allreduce, broadcast, allgather or barrier; a barrier's tensor is empty."""
     op: ReduceOp | None = ReduceOp.SUM
-    """Of an allreduce."""
+    """The reduction of an allreduce."""
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
@@ -42,16 +42,16 @@ class SlotUse(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a rank's data."""
+        """Bytes of a rank's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def sums(self) -> bool:
-        """Whether the result is a sum, or an average: those of many slots are computed together."""
+        """Whether the result is a sum or an average: these are computed for many slots at once."""
         return self.op is ReduceOp.SUM or self.op is ReduceOp.AVERAGE
 
     def fits(self, largest: int, size: int) -> bool:
-        """Whether a slot for tensors of ``largest`` bytes at most, among ``size`` ranks, can serve such a call."""
+        """Return whether a slot for tensors of at most ``largest`` bytes, among ``size`` ranks, can serve this call."""
         if self.kind == "barrier":
             return True
         if not 0 < self.nbytes <= largest:
@@ -61,17 +61,17 @@ class SlotUse(NamedTuple):
         plain = self.prescale == 1.0 and self.postscale == 1.0
         if self.dtype not in _REDUCED or (is_integer(self.dtype) and not plain):
             return False
-        # A product of three in another order may have other bits, and the coordinator's calls go by Gloo's.
+        # A product of three numbers may have other bits in another order, and the coordinator's calls use Gloo's order.
         in_order = self.op is not ReduceOp.PRODUCT or size == 2 or is_integer(self.dtype)
         return self.sums or (self.op in _FOLDS and in_order)
 
     def needs(self, place: int) -> bool:
-        """Whether the result is made of the tensor of the rank at this place, too."""
+        """Return whether the result depends on the tensor of the rank at this place."""
         return self.kind != "barrier" and (self.kind != "broadcast" or place == self.root)
 
     def finish(self, total: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
-        """Make the result out of ``total``, the sum of all ``copies``, in place; these are in rank order."""
-        if self.op is ReduceOp.AVERAGE and total.dtype == torch.int32:  # whose sum may leave its range
+        """Turn ``total``, the sum of all ``copies``, into the result, in place; copies are in rank order."""
+        if self.op is ReduceOp.AVERAGE and total.dtype == torch.int32:  # the sum may exceed 32 bits
             total.copy_(torch.stack([*copies]).sum(0).div_(len(copies), rounding_mode="trunc"))
         elif self.op is ReduceOp.AVERAGE:
             divide(total, len(copies))
@@ -79,7 +79,7 @@ class SlotUse(NamedTuple):
             total.mul_(self.postscale)
 
     def result(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result of a call that is no sum, in a new tensor; ``copies`` are in rank order."""
+        """Return the result of a call that is not a sum, in a new tensor; ``copies`` are in rank order."""
         if self.kind == "broadcast":
             return copies[self.root].clone()
         if self.kind == "allgather":
@@ -89,7 +89,7 @@ class SlotUse(NamedTuple):
         assert self.op is not None
         total = functools.reduce(_FOLDS[self.op], copies)
         if self.op is not ReduceOp.PRODUCT and bool(((total == 0) | (total != total)).any()):
-            # Which zero, and which NaN, depends on the order here. On the wire of the coordinator's calls it does not.
+            # Here, the order decides which zero and which NaN results. The coordinator's calls do not depend on it.
             forms = [to_wire(copy, self.op) for copy in copies]
             total = forms[0][2](functools.reduce(_FOLDS[self.op], [wire for wire, *_ in forms]))
         return total.mul_(self.postscale) if self.postscale != 1.0 else total

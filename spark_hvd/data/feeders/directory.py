@@ -1,4 +1,4 @@
-"""The driver's list of feeders: these say that they are there, ranks ask who is."""
+"""The driver's list of feeders: feeders report to it, and ranks ask it for their addresses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Directory(SocketThread):
     """See the module's description.
 
     Args:
-        bind_host: Where it listens.
-        public_host: By which tasks reach it.
-        ports: To choose from; None: any.
-        feeders: How many there are to be.
-        start_timeout: Seconds that ranks wait for one that takes their rows.
+        bind_host: The address to listen on.
+        public_host: The address at which tasks reach it.
+        ports: The ports that it may listen on; None for any.
+        feeders: The expected number of feeders.
+        start_timeout: Seconds that ranks wait for a feeder that takes their rows.
 
     Attributes:
-        address: What feeders and ranks are told.
-        come: How many feeders have been heard of.
+        address: The address that feeders and ranks need.
+        come: Number of feeders that have reported so far.
 
     Raises:
-        OSError, zmq.ZMQError: it cannot listen there.
+        OSError, zmq.ZMQError: It cannot listen there.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""What a feeder does, in a Spark task: rows come from ranks, go through a function, and go back."""
+"""A feeder, which runs in a Spark task: it gets rows from ranks, applies a function, and sends the results back.
+
+A request has the frames: sender, number of the request, header as JSON, rows as Arrow. A reply has: sender, number, the
+pickled exception or nothing, and the resulting rows or the traceback.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,16 @@ from spark_hvd.data.feeders.sockets import FeedAddress, SocketThread
 from spark_hvd.world.ports import PortRange
 
 PATIENCE = 30.0
-"""Seconds without an answer of the driver after which a feeder ends."""
+"""A feeder ends if the driver has not answered for this many seconds."""
 
 
-class _Desk(SocketThread):
-    """The sockets of a feeder, in a thread, so that it is heard of while the function runs."""
+class _FeederSockets(SocketThread):
+    """The sockets of a feeder, in a thread of their own, so that heartbeats go out while the function runs."""
 
     def __init__(self, feed: FeedAddress, name: str, host: str, ports: PortRange | None) -> None:
         super().__init__("spark_hvd-feeder", feed.secret)
         self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        """The frames of each request; None: the feeder is to end."""
         self._replies: deque[list[Any]] = deque()
         self._ranks, endpoint = self._server(host, ports)
         self._directory = self._client(feed.endpoint)
@@ -37,7 +42,7 @@ class _Desk(SocketThread):
         self._thread.start()
 
     def reply(self, frames: list[Any]) -> None:
-        """Send an answer to the rank that has asked."""
+        """Have the thread send a reply to a rank."""
         self._replies.append(frames)
         self._ring()
 
@@ -74,39 +79,39 @@ def serve(
     maps: Mapping[str, RowMap],
     dump_exception: Callable[[BaseException], bytes],
 ) -> None:
-    """Feed ranks until the driver says that it is over, or nothing any more.
+    """Feed ranks until the driver says that the run is over, or has not answered for :data:`PATIENCE`.
 
     Args:
-        feed: Of the run.
-        name: Of this feeder, which no other has had.
-        host: By which ranks reach it.
-        ports: To listen on; None: any.
-        maps: What is to be done, by the name of the data set.
-        dump_exception: Pickles what a function has raised.
+        feed: The directory of the run's feeders.
+        name: The name of this feeder, unique in the run.
+        host: The address at which ranks reach it.
+        ports: The ports that it may listen on; None for any.
+        maps: The functions, by the name of the data set.
+        dump_exception: Pickles an exception of a function.
 
     Raises:
-        OSError, zmq.ZMQError: it cannot listen there.
+        OSError, zmq.ZMQError: The feeder cannot listen on this host and these ports.
     """
-    desk, functions = _Desk(feed, name, host, ports), dict[str, Callable[..., Any]]()
+    sockets, functions = _FeederSockets(feed, name, host, ports), dict[str, Callable[..., Any]]()
     try:
-        while (request := desk.requests.get()) is not None:
-            whose, number, asked, rows = request
+        while (request := sockets.requests.get()) is not None:
+            sender, number, header, rows = request
             try:
-                told = json.loads(asked.bytes)
-                data = told["data"]
+                call = json.loads(header.bytes)
+                data = call["data"]
                 if data not in functions:
                     functions[data] = pickle.loads(maps[data].code)
-                made = to_bytes(apply(functions[data], from_bytes(rows.buffer), told["draws"], told["columns"]))
-                desk.reply([whose.bytes, number.bytes, b"", made])
+                result = to_bytes(apply(functions[data], from_bytes(rows.buffer), call["draws"], call["columns"]))
+                sockets.reply([sender.bytes, number.bytes, b"", result])
             except Exception as error:
-                text = "".join(traceback.format_exception(type(error), error, _of_the_function(error)))
-                desk.reply([whose.bytes, number.bytes, dump_exception(error), text.encode()])
+                text = "".join(traceback.format_exception(type(error), error, _user_traceback(error)))
+                sockets.reply([sender.bytes, number.bytes, dump_exception(error), text.encode()])
     finally:
-        desk.close()
+        sockets.close()
 
 
-def _of_the_function(error: BaseException) -> Any:
-    """The traceback without our frames above the function's; whole where there are no others."""
+def _user_traceback(error: BaseException) -> Any:
+    """Return the traceback from the user's function on; the whole one if the error is in our own code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, apply.__module__):
         trace = trace.tb_next

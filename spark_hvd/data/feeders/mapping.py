@@ -1,4 +1,4 @@
-"""What ``data=`` is given for rows that go through a function, and the function as some rows go through it."""
+"""Rows that go through a function on their way to a rank: the value for ``data=``, and applying the function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spark_hvd.data.feeders.sockets import FeedAddress
 
 ROWS_AT_ONCE = 32
-"""Rows that a function gets at once: of images, a few megabytes of what it makes."""
+"""Default number of rows per call: for images, the results are a few megabytes."""
 
 
 class Mapped:
@@ -38,7 +38,7 @@ class Mapped:
             follows from the loader's seed, the epoch, the rank and the number of rows before these.
 
     Raises:
-        DataError: an argument is of another kind.
+        DataError: An argument has the wrong type or value.
     """
 
     __module__ = "spark_hvd.data"
@@ -69,7 +69,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class RowMap:
-    """What ranks and feeders are told of a :class:`Mapped`; ``code`` is its function, pickled."""
+    """A :class:`Mapped` as ranks and feeders get it; ``code`` is its function, pickled."""
 
     code: bytes = field(repr=False)
     columns: tuple[str, ...] | None
@@ -79,12 +79,12 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Fed:
-    """What a rank is told of a data set whose rows go through a function.
+    """A data set whose rows go through a function, as a rank gets it.
 
     Attributes:
-        inner: What it is told of the rows, pickled.
+        inner: The data set of the rows, pickled.
         row_map: The function.
-        feed: Where it runs; None: here.
+        feed: The feeders that run it; None: the rank runs it itself.
     """
 
     inner: bytes
@@ -95,17 +95,19 @@ class Fed:
 def apply(
     fn: Callable[..., Any], rows: pa.RecordBatch, draws: Sequence[int] | None, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
-    """Rows through a function.
+    """Apply a function to rows.
 
-    ``draws`` is the seed of its generator; None: it gets none. ``columns`` are those wanted of what it makes; None:
-    all.
+    Args:
+        fn: The function of a :class:`Mapped`.
+        rows: Its argument.
+        draws: The seed of its random generator; None if it takes none.
+        columns: The columns of the result that are wanted; None for all.
 
     Raises:
-        DataError: it does not return as many rows, or not what can be made a table.
-        Exception: whatever the function raises.
+        DataError: The function returned another number of rows, or something that cannot become a table.
+        Exception: Whatever the function raises.
     """
-    made = fn(rows) if draws is None else fn(rows, np.random.default_rng(draws))
-    table = _table_of(made)
+    table = _table_of(fn(rows) if draws is None else fn(rows, np.random.default_rng(draws)))
     if table.num_rows != rows.num_rows:
         raise DataError(
             f"the function of Mapped returned {table.num_rows} rows for {rows.num_rows}: expected as many, as ranks "
@@ -160,7 +162,7 @@ def _array(values: Any) -> pa.Array:
 
 
 def to_bytes(rows: pa.RecordBatch) -> pa.Buffer:
-    """Rows in Arrow's stream format."""
+    """Return rows in Arrow's stream format."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
         stream.write_batch(rows)
@@ -168,6 +170,6 @@ def to_bytes(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_bytes(data: Any) -> pa.RecordBatch:
-    """The inverse, in the memory of ``data``."""
+    """Undo :func:`to_bytes` without a copy: the rows lie in the memory of ``data``."""
     with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
         return stream.read_next_batch()

@@ -1,7 +1,7 @@
-"""A rank's side of the feeders: hands them rows, a few requests each, and takes what they make of these.
+"""A rank's side of the feeders: sends each a few requests with rows, and receives the results.
 
-A feeder may end at any moment. What it was asked for and has not answered goes to another, so each request is answered
-once, whatever is computed twice.
+A feeder may end at any moment. Its unanswered requests then go to another feeder, so each request gets one answer, even
+if its rows are computed twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FeederPool(SocketThread):
         """Have a feeder apply the function of a data set to some rows; see :func:`.mapping.apply`.
 
         Raises:
-            DataError: they are too many bytes for one message.
+            DataError: They are too many bytes for one message.
         """
         body, number = to_bytes(rows), str(next(self._numbers)).encode()
         if body.size > MAX_REQUEST - 4096:
@@ -217,7 +217,7 @@ _lock = threading.Lock()
 
 
 def pool_of(feed: FeedAddress) -> FeederPool:
-    """The pool of this process: its thread does not survive a fork."""
+    """Return the pool of this process: its thread does not survive a fork."""
     with _lock:
         process, pool = _pools.get(feed, (0, None))
         if pool is None or process != os.getpid():

@@ -1,4 +1,4 @@
-"""A thread with sockets of ZeroMQ that nobody else touches: what feeders, ranks and their directory have in common."""
+"""A thread that owns ZeroMQ sockets: the common base of feeders, of the ranks that use them, and of their directory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _TICK_MS = 100
 _HANDSHAKE_MS = 5000
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 7000
 MAX_REQUEST = 256 << 20
-"""Bytes that a feeder takes at once. ZeroMQ sets aside what a newcomer announces before it knows who that is."""
+"""Maximum bytes of a request. ZeroMQ allocates what a message announces before it has authenticated the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedAddress:
-    """Where the directory of a run's feeders is. A secret: send it through Spark's own channels only.
+    """The address of the directory of a run's feeders. It holds a secret: send it through Spark's own channels only.
 
     Attributes:
-        endpoint: Where it listens.
-        secret: From which all keys follow.
-        feeders: How many there are to be.
-        start_timeout: Seconds that ranks wait for one that takes their rows.
+        endpoint: The address at which the directory listens.
+        secret: The secret from which all keys are derived.
+        feeders: The number of feeders.
+        start_timeout: Seconds that a rank waits for a feeder that takes its rows.
     """
 
     endpoint: Endpoint
@@ -41,10 +41,10 @@ class FeedAddress:
 
 
 class SocketThread:
-    """Serves sockets until it is closed; a subclass says what is done in a turn, and starts the thread."""
+    """Serves sockets until it is closed. A subclass opens them, starts the thread, and implements `_turn`."""
 
     def __init__(self, name: str, secret: bytes) -> None:
-        self._context = zmq.Context(2)  # threads: one encrypts 0.4 GB/s or less
+        self._context = zmq.Context(2)  # I/O threads; each encrypts at most 0.4 GB/s
         self._keys = Keys.of(secret)
         self._zap: ZapAuthenticator | None = None
         self._poller = zmq.Poller()
@@ -56,22 +56,22 @@ class SocketThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def close(self) -> None:
-        """Stop the thread; what was not sent is dropped. Idempotent."""
+        """Stop the thread, and drop what was not sent. Idempotent."""
         self._closing.set()
         self._ring()
         if self._thread.is_alive():
             self._thread.join(5.0)  # libzmq 4.3.5 may never end a context, see engine.channel
 
     def _ring(self) -> None:
-        """Have the thread take a turn; from any thread."""
-        with contextlib.suppress(OSError):  # full: it will look anyway
+        """Wake the thread, so that it takes a turn; from any thread."""
+        with contextlib.suppress(OSError):  # the pipe is full, so the thread will wake anyway
             self._ringer.send(b"\0")
 
     def _server(self, host: str, ports: PortRange | None) -> tuple[zmq.Socket[bytes], Endpoint]:
-        """A socket that members may send to, and where it listens.
+        """Return a socket to which members may send, and the address at which it listens.
 
         Raises:
-            OSError, zmq.ZMQError: it cannot listen there; everything is closed.
+            OSError, zmq.ZMQError: It cannot listen on this host and these ports; everything is closed.
         """
         try:
             return self._listening(host, ports)
@@ -94,7 +94,7 @@ class SocketThread:
         made = self._prepared(zmq.DEALER, endpoint.host)
         made.curve_serverkey = self._keys.server_public
         made.curve_secretkey, made.curve_publickey = self._keys.member_secret, self._keys.member_public
-        made.immediate = True  # what is sent before there is a connection is refused, not kept
+        made.immediate = True  # sending fails while there is no connection, rather than queueing
         made.connect(url(endpoint.host, endpoint.port))
         return made
 
@@ -103,7 +103,7 @@ class SocketThread:
         made.ipv6 = ":" in host
         made.linger = 0
         made.handshake_ivl = _HANDSHAKE_MS
-        made.sndhwm = made.rcvhwm = 0  # what is outstanding is bounded by who asks
+        made.sndhwm = made.rcvhwm = 0  # no limit here: those who send requests limit how many are outstanding
         made.heartbeat_ivl, made.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         self._poller.register(made, zmq.POLLIN)
         return made
@@ -129,9 +129,9 @@ class SocketThread:
         self._ringer.close()
 
     def _turn(self, ready: set[Any]) -> None:
-        """Look at the sockets; ``ready`` are those that something has come to."""
+        """Receive and send; ``ready`` holds the sockets from which there is something to receive."""
         raise NotImplementedError
 
     def _failed(self, error: Exception) -> None:
-        """The thread ends by an error of ours."""
+        """Handle an error of `_turn`, which ends the thread."""
         _log.exception("%s failed", self._thread.name)

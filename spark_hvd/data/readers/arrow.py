@@ -39,7 +39,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
     of each lane holds the whole data set.
 
     Raises:
-        DataError: a column is not in the data set.
+        DataError: A column is not in the data set.
     """
 
     def __init__(self, spec: ReaderSpec, form: Form[RowsT, BatchT]) -> None:
@@ -105,7 +105,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             del rows_read
 
     def _gathered(self, pool: ThreadPoolExecutor, line: EpochLine, share: Share) -> Iterator[RowsT]:
-        """Rows in the order of the share, a round at once."""
+        """Yield rows in the order of the share, one round at a time."""
         parts = self._parts(line.runs(share), line.height)
 
         def start(numbered: tuple[int, Round]) -> Callable[[], RowsT]:
@@ -124,7 +124,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         return ahead(start, enumerate(line.rounds(share)), 1)
 
     def _parts(self, runs: Iterable[list[tuple[int, Piece]]], rows: int) -> dict[tuple[int, Piece], Parts]:
-        """How pieces of row groups are read, each in a round, that are not read whole: larger than ``rows``, or cut."""
+        """Return how to read pieces of row groups that are larger than ``rows`` or cut, each in a round."""
         groups, found = self._spec.dataset.row_groups, dict[tuple[int, Piece], Parts]()
         for run in runs:
             (_, first), (_, last) = run[0], run[-1]
@@ -135,7 +135,10 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         return found
 
     def _load(self, pieces: Sequence[Piece], parts: Parts | None) -> list[RowsT]:
-        """The rows of pieces of one row group, from memory or the file; of one piece where it is read in parts."""
+        """Return the rows of pieces of one row group, from memory or the file.
+
+        Of a single piece if it is read in parts.
+        """
         kept = [self._kept.get(piece) for piece in pieces]
         if parts is not None:
             (piece,) = pieces
@@ -158,7 +161,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         return rows
 
     def _window_rows(self, number: int) -> int:
-        """Rows that fit in a window's memory; a row group's number tells which one shows it."""
+        """Return rows that fit in a window's memory; a row group's number tells which one shows it."""
         if self._row_bytes is None:  # its first rows are read twice for it, once in the reader's life
             group = self._spec.dataset.row_groups[number]
             first = pa.Table.from_batches([next(self._files.stream(group, 1))])
@@ -173,7 +176,7 @@ def _filled(window: Window[RowsT], filling: list[Future[None]]) -> RowsT:
 
 
 def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item], number: int) -> Iterator[_Result]:
-    """The results of ``plan`` in order; while one is used, the next ``number`` are under way."""
+    """Yield the results of ``plan`` in order; while one is used, the next ``number`` are being computed."""
     plan = iter(plan)
     waiting = deque(start(item) for item in itertools.islice(plan, number))
     while True:

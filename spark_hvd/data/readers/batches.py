@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
@@ -22,8 +23,9 @@ from spark_hvd.data.readers.tensors import to_tensor
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
-TOGETHER = 64
-"""Batches that are cut at once, for as long as there are tensors of all of them."""
+TENSORS = 512
+"""Number of tensors that are cut at once. After 700 new objects Python collects garbage, which takes longer than
+cutting in smaller parts."""
 
 
 class Layout:
@@ -138,8 +140,7 @@ def cut_rows(
     that the memory of the part is free before the next one is asked for.
     """
     held: list[Sequence[torch.Tensor]] = []  # `have` rows, too few for a batch
-    step, have = 0, 0
-    ends = [end for _, run in itertools.groupby(range(len(sizes)), sizes.__getitem__) for end in [[*run][-1] + 1]]
+    step, have, ends = 0, 0, [0, *itertools.accumulate(sizes)]
     while step < len(sizes):
         blocks = next(parts)
         rows, at = len(blocks[0]), 0
@@ -151,21 +152,22 @@ def cut_rows(
                 continue
             columns = columns_of([torch.cat(each) for each in zip(*held, strict=True)])
             held, have = [], 0
-            yield [column.unsafe_split(sizes[step])[0] for column in columns]
+            yield [column.unsafe_split_with_sizes([sizes[step]])[0] for column in columns]
             del columns
             step += 1
-        for end in ends:  # steps of one size
-            while step < end and rows - at >= sizes[step]:
-                together = min((rows - at) // sizes[step], end - step, TOGETHER) * sizes[step]
-                # One call of torch cuts a column for all of them. Of the calls that do, this one alone leaves out
-                # autograd's note of a view for each, by which a gradient of what is done to one would be all others'.
-                columns = columns_of([block.narrow(0, at, together) for block in blocks])
-                slices = [column.unsafe_split(sizes[step]) for column in columns]
-                at, step = at + together, step + len(slices[0])
-                yield from zip(*slices, strict=True)
-                del columns, slices
-            if step < end:
-                break
+        last = bisect_right(ends, ends[step] + rows - at) - 1
+        columns = columns_of([block[at:] for block in blocks])
+        while step < last:
+            whole = sizes[step : min(step + max(16, TENSORS // len(columns)), last)]
+            at, step = at + sum(whole), step + len(whole)
+            # One call of torch cuts a column for all of them. Of the calls that do, this one and unsafe_split() leave
+            # out autograd's note of a view for each, by which a gradient of what is done to one would be all others';
+            # unsafe_split() takes twice as long.
+            slices = [column.unsafe_split_with_sizes([*whole, rows - at]) for column in columns]
+            columns = [each[-1] for each in slices]
+            yield from itertools.islice(zip(*slices, strict=True), len(whole))
+            del slices
+        del columns
         if at < rows and step < len(sizes):
             held, have = [[block[at:].clone() if at else block for block in blocks]], rows - at
         del blocks

@@ -45,7 +45,7 @@ class Column:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:
-        """The inverse of ``dataclasses.asdict``, from what JSON made of that."""
+        """Undo ``dataclasses.asdict``, after a trip through JSON."""
         return cls(**{**data, "shape": None if data["shape"] is None else tuple(data["shape"])})
 
 
@@ -102,20 +102,20 @@ class DatasetMeta:
         return zlib.crc32(repr([group.rows for group in self.row_groups]).encode())
 
     def sharding(self, batch_size: int, drop_last: bool = False, *, shuffle: bool) -> Sharding:
-        """How ranks share the rows of an epoch: by the same global batches."""
+        """Return how ranks share the rows of an epoch: by the same global batches."""
         return Sharding(self.rows, batch_size, drop_last, self.lanes(shuffle))
 
     def lanes(self, shuffle: bool) -> int:
-        """How many lanes a global batch takes rows from; 1 for the order of the files, in which all ranks read all."""
+        """Return the number of lanes from which a global batch takes rows; 1 if all ranks read all files in order."""
         if not shuffle and self.bytes <= SMALL_BYTES:
             return int(self.bytes > 0)
         return lanes_of([group.rows for group in self.row_groups])
 
     def column(self, name: str) -> Column:
-        """The column called ``name``.
+        """Return the column called ``name``.
 
         Raises:
-            DataError: there is none; the text lists those there are.
+            DataError: There is none; the text lists those there are.
         """
         for column in self.columns:
             if column.name == name:
@@ -123,7 +123,7 @@ class DatasetMeta:
         raise DataError(f"column {name!r} is not in {self.url}, which has {listed(c.name for c in self.columns)}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready dicts and lists; a file name that repeats is written once. Versions and partitions are not."""
+        """Return JSON-ready dicts and lists, with each file name once, but without versions and partitions."""
         files = list(self.files)
         number = {file: i for i, file in enumerate(files)}
         return {
@@ -137,14 +137,14 @@ class DatasetMeta:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DatasetMeta:
-        """The inverse of :meth:`to_json`."""
+        """Undo :meth:`to_json`."""
         columns = tuple(map(Column.from_json, data["columns"]))
         groups = tuple(RowGroup(data["files"][file], index, rows) for file, index, rows in data["row_groups"])
         return cls(data["url"], columns, groups, data["bytes"], data["unischema"])
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for an error message: quoted, and the first ten only if there are more."""
+    """Return names for an error message: quoted, and the first ten only if there are more."""
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
     return (", ".join(quoted[:10]) or "no columns") + more

@@ -16,10 +16,10 @@ class TableError(DataError):
 def refuse_nulls(
     name: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False, remedy: str = ""
 ) -> None:
-    """What models are given has no nulls, neither in a column nor ``inside`` of its lists.
+    """Refuse nulls in what models get, in a column or ``inside`` of its lists.
 
     Raises:
-        DataError: there are so many ``of`` some rows, the ``first`` in the row of that number.
+        DataError: There are so many ``of`` some rows, the ``first`` in the row of that number.
     """
     if nulls:
         if inside and not remedy:
@@ -34,7 +34,7 @@ def refuse_unfit_nulls(name: str, nulls: int, among: str) -> None:
     """A batch that a program asks for has NaN, NaT or None for a null; a type without these has none.
 
     Raises:
-        DataError: there are so many ``among`` values of such a type.
+        DataError: There are so many ``among`` values of such a type.
     """
     if nulls:
         remedy = f"{_without_nulls(name)}, or take the batch apart in a collate_fn"
@@ -47,7 +47,7 @@ def _without_nulls(name: str) -> str:
 
 
 def without_nan(name: str, spark_type: str) -> str:
-    """What to do about values that are NaN or infinite in a column of this type of Spark's; for messages.
+    """Return the advice for NaN or infinite values in a column of this Spark type, for messages.
 
     Spark's own functions for missing values look into neither vectors nor arrays, and take infinite values for numbers.
     """

@@ -14,10 +14,10 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
     """Endless batches of one rank.
 
     Attributes:
-        given: Batches given so far, those skipped included.
+        given: Number of batches so far, including skipped ones.
         rows: Rows of the last batch on this rank.
-        weight: That of a row of it: by what the mean over this rank's rows is to be multiplied, so that the mean of all
-            ranks' results is that over the rows of all. 1 where all ranks have as many.
+        weight: The factor for this rank's mean over the last batch, so that the mean of all ranks' results is the mean
+            over all rows. It is 1 if all ranks have equally many rows.
     """
 
     def __init__(self, reader: Reader[BatchT], sharding: Sharding, rank: int, size: int, position: Position) -> None:
@@ -50,10 +50,10 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
                 self._drop()
 
     def __next__(self) -> BatchT:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            DataError: as :meth:`Reader.batches`.
+            DataError: As :meth:`Reader.batches`.
         """
         if self._batches is None:
             self._begin(self.position)

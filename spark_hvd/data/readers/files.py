@@ -21,7 +21,7 @@ from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 
 
 def arrow_filesystem(store: Store) -> pyarrow.fs.FileSystem:
-    """The file system of ``store`` for pyarrow; native for local paths. It takes what ``store.inner_path`` returns.
+    """Return the file system of ``store`` for pyarrow, for paths of ``store.inner_path``; native for local paths.
 
     For Parquet better than ``store.open``, which reads an object ahead: of row groups and columns not asked for too.
     """
@@ -39,7 +39,7 @@ class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
 
 
 def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
-    """A Parquet file: a path with its ``filesystem``, or a file that is open. Its timestamps are what Spark reads.
+    """Return a Parquet file, given its path and ``filesystem`` or an open file. Its timestamps are what Spark reads.
 
     Spark writes timestamps as INT96, which Arrow reads as 64-bit nanoseconds by default. Those before 1677 and after
     2262, such as 9999-12-31, would change.
@@ -75,10 +75,10 @@ class RowGroups:
         self._idle: OrderedDict[tuple[str, bool], list[_File]] = OrderedDict()
 
     def read(self, group: RowGroup, start: int, stop: int) -> pa.Table:
-        """Rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
+        """Return rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
 
         Raises:
-            DataError: the file vanished, changed or is damaged.
+            DataError: The file vanished, changed or is damaged.
         """
         deleted = self._deleted.get((group.file, group.index))
         with told(group, self._version), self._opened(group) as file:
@@ -90,18 +90,18 @@ class RowGroups:
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
     def whole(self, group: RowGroup) -> Generator[pa.RecordBatch, None, None]:
-        """All rows of a row group, read at once.
+        """Yield all rows of a row group, read at once.
 
         Raises:
-            DataError: as :meth:`read`.
+            DataError: As :meth:`read`.
         """
         yield from self.read(group, 0, group.rows).to_batches()
 
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
-        """All rows of a row group in batches of ``chunk`` rows, for one that is too large to be in memory at once.
+        """Yield all rows of a row group that is too large for memory, in batches of ``chunk`` rows.
 
         Raises:
-            DataError: as :meth:`read`.
+            DataError: As :meth:`read`.
         """
         deleted, at = self._deleted.get((group.file, group.index)), 0
         kept = None if deleted is None else deleted.kept()
@@ -124,7 +124,7 @@ class RowGroups:
             file.reader.close()
 
     def _complete(self, rows: Any, group: RowGroup, file: _File) -> Any:
-        """A table or batch of a file as it is meant, with the columns that it has not, in the order asked for."""
+        """Return a file's table or batch with the requested columns, in their order and with the data set's types."""
         if self._table is None:
             schema = plain_schema(rows.schema)
             if schema != rows.schema:
@@ -202,10 +202,10 @@ class Parts:
         self._turn = threading.Condition()
 
     def read(self, start: int, stop: int, wanted: bool = True) -> pa.Table | None:
-        """Rows ``start`` to ``stop``, once the part before has been read; not ``wanted``: None, pass them over.
+        """Return rows ``start`` to ``stop``, after reading the part before; None, skipping them, if not ``wanted``.
 
         Raises:
-            DataError: as :meth:`RowGroups.read`, also where the part before failed.
+            DataError: As :meth:`RowGroups.read`, also where the part before failed.
         """
         with self._turn:
             self._turn.wait_for(lambda: self._next in (start, _FAILED))
@@ -253,7 +253,7 @@ def told(group: RowGroup, version: str = "") -> Iterator[None]:
 
 
 def gone(what: str, version: str) -> DataError:
-    """The error of a file that was there when the files were listed, of this ``version`` of a table if it is one's."""
+    """Return the error for a file that has disappeared since it was listed, with its table's ``version`` if any."""
     if not version:
         return DataError(f"{what}: the file is gone since its rows were counted; call fit again")
     return DataError(
@@ -286,5 +286,5 @@ def check_columns(wanted: Iterable[str], there: Iterable[str], file: str) -> Non
 
 
 def where(group: RowGroup) -> str:
-    """A row group in an error message."""
+    """Return the name of a row group, for error messages."""
     return f"{group.file}, row group {group.index}"

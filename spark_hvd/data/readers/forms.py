@@ -1,7 +1,7 @@
-"""What rows are in memory between the file that they are read from and the batch that they are given in.
+"""The form of rows in memory, between the file and the batch.
 
-As tensors where a model is to take them as they are (``TensorForm``), as Arrow where they may hold anything
-(:class:`TableForm`). A reader knows of this contract alone.
+Rows are tensors if a model takes them unchanged (``TensorForm``), and Arrow tables if they may hold any type
+(:class:`TableForm`). Readers depend on this contract only.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Window(Protocol[RowsT]):
         """Take in the rows of piece ``number``."""
 
     def take(self) -> RowsT:
-        """The rows that are wanted, in their order; the window is empty then. Once all pieces are in."""
+        """Return the wanted rows in their order, and empty the window; call it once all pieces are in."""
 
 
 class Form(Protocol[RowsT, BatchT_co]):
     """See the module's description."""
 
     def of(self, table: pa.Table, where: str) -> RowsT:
-        """The rows of a table; ``where`` names it in errors. Called by several threads.
+        """Return the rows of a table; ``where`` names it in errors. From any thread.
 
         Raises:
-            DataError: values do not fit, or differ in kind from those before.
+            DataError: Values do not fit, or differ in kind from those before.
         """
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
@@ -52,7 +52,7 @@ class Form(Protocol[RowsT, BatchT_co]):
         """Batches of so many rows out of parts of any length."""
 
     def kept(self, rows: RowsT) -> RowsT:
-        """Rows that stay as they are whatever is done to the batches cut out of ``rows``."""
+        """Return rows that do not change when batches that were cut out of ``rows`` are changed."""
 
 
 class TablesForm(Form[pa.Table, BatchT]):
@@ -113,7 +113,7 @@ class TableWindow(Window[pa.Table]):
 
 
 def pieces_of(parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[list[tuple[RowsT, int, int]]]:
-    """Which rows of which parts make batches of so many rows: (part, the first row, the one after the last)."""
+    """Yield which rows of which parts make batches of this size: (part, first row, one after the last)."""
     part: Any = ()
     at = 0
     for size in sizes:
@@ -139,7 +139,7 @@ def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
 
 
 def single(table: pa.Table) -> pa.RecordBatch:
-    """A table as one batch, without a copy where its columns are in one piece."""
+    """Return a table as one batch, without a copy if its columns are in one piece."""
     batches = table.to_batches()
     if len(batches) != 1:
         batches = table.combine_chunks().to_batches()

@@ -101,7 +101,7 @@ class ColumnFindings:
 
     @classmethod
     def together(cls, parts: Iterable[ColumnFindings]) -> ColumnFindings:
-        """What several have measured.
+        """Return the findings of several tasks as one.
 
         Raises:
             DataError: of lists or vectors of different lengths.
@@ -124,7 +124,7 @@ class ColumnFindings:
         """Make sure that there were no nulls, and that the column of ``weights`` has some, none of them negative.
 
         Raises:
-            DataError: there were nulls, and how many; or there are weights that cannot be used.
+            DataError: There were nulls, and how many; or there are weights that cannot be used.
         """
         for name, count in self.nulls.items():
             refuse_nulls(name, count, f"{self.rows} rows")
@@ -158,7 +158,7 @@ class ColumnFindings:
 
 
 def no_weights(name: str, odd: int, one: float, where: str) -> str:
-    """The text of the error about weights that cannot be used: how many of a column, and ``one`` of them."""
+    """Return the text of the error for unusable weights: how many of a column, and ``one`` of them."""
     return (
         f"sample_weight_col={name!r} has {odd} of {where} whose weight is negative, NaN or infinite, such as {one:g}: "
         f"expected numbers from 0. Correct or drop these rows, for example df.where(F.col({name!r}) >= 0)"
@@ -172,12 +172,12 @@ def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values of this type are lists: of any length, large, or all of one length."""
+    """Return whether values of this type are lists: of any length, large, or all of one length."""
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def least_and_most(lists: pa.Array) -> tuple[int, int]:
-    """The least and the greatest length of lists, at one depth below the rows; 0 where there are none."""
+    """Return the least and the greatest length of lists, at one depth below the rows; 0 if there are none."""
     if pa.types.is_fixed_size_list(lists.type):
         return lists.type.list_size, lists.type.list_size
     lengths = pc.min_max(pc.list_value_length(lists))

@@ -31,7 +31,7 @@ class ReaderSpec:
         columns: Names of the columns to read, those and no more.
         store: Opens the files.
         shuffle: Another order in every epoch: row groups across the whole data set, and rows within windows.
-        seed: Of the order. Same seed and epoch: same line of rows, to the bit, whatever the number of ranks.
+        seed: Seed of the order. The same seed and epoch give the same order, whatever the number of ranks.
         window_rows: Rows that are shuffled together, in the windows of all lanes; None for as many as fit in 64 MiB.
             Bounds the memory.
         cache: Keep what was read in memory; later epochs read no file (``inmemory_cache_all``). Row groups then come in

@@ -3,8 +3,8 @@
 The rows of an epoch stand in a line, whose order seed and epoch decide and the number of ranks does not. What was
 trained on is some intervals of it. The rest is laid end to end and cut into lanes. A global batch takes as many rows
 from the front of each lane, so the same rows whatever the number of ranks, and a rank reads the lanes that are its own.
-Where there are more ranks than lanes serve, each rank has a lane to itself. So each row comes once in an epoch,
-whatever becomes of the number of ranks.
+If there are too many ranks for the lanes, each rank has a lane of its own. So each row comes once in an epoch, even if
+the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Interval = tuple[int, int]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 RANKS_TOGETHER = 4
-"""Up to so many ranks take the same global batches, however few lanes there are; beyond, as many as there are lanes."""
+"""Up to this many ranks take the same global batches, even if there are fewer lanes."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Position:
     """A place in the data.
 
     Attributes:
-        epoch: Its number, from 0.
-        done: What was taken of it, in the order of the line; none touches the next.
+        epoch: Number of the epoch, from 0.
+        done: The intervals of the line that were taken, in ascending order, with gaps between them.
     """
 
     epoch: int = 0
     done: tuple[Interval, ...] = ()
 
     def to_json(self) -> list[Any]:
-        """As JSON-ready lists of numbers."""
+        """Return JSON-ready lists of numbers."""
         return [self.epoch, [list(each) for each in self.done]]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Position:
-        """The inverse of :meth:`to_json`."""
+        """Undo :meth:`to_json`."""
         epoch, done = data
         return cls(epoch, tuple((start, stop) for start, stop in done))
 
@@ -53,10 +53,10 @@ class Sharding:
     """How the rows of an epoch are shared.
 
     Attributes:
-        rows: How many there are.
-        batch_size: Rows in a batch.
-        drop_last: Leave out the batch at the end that is not full.
-        lanes: Into how many lanes the rest of the line is cut; 0 for one a rank, whatever the number of ranks.
+        rows: Number of rows.
+        batch_size: Rows in a batch of one rank.
+        drop_last: Whether to omit the last batch if it is not full.
+        lanes: Number of lanes into which the rest of the line is cut; 0 for one lane per rank.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class Sharding:
     lanes: int = 0
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
-        """Rows in each batch of ``rank`` of ``size``, from ``position`` on; as many on all ranks.
+        """Return the rows in each batch of ``rank`` of ``size`` from ``position`` on; equally many on all ranks.
 
         None where fewer rows than ranks are left: these are left out.
         """
@@ -73,12 +73,12 @@ class Sharding:
         return batch_rows(left, rank, size, self.batch_size, self.drop_last) if left >= size else []
 
     def totals(self, position: Position, size: int) -> list[int]:
-        """Rows in each batch of all ranks together."""
+        """Return rows in each batch of all ranks together."""
         steps = zip(*(self.batches(position, rank, size) for rank in range(size)), strict=True)
         return [sum(step) for step in steps]
 
     def share(self, position: Position, rank: int, size: int) -> Share:
-        """The rows of ``rank`` of ``size``, from ``position`` on; :class:`Turns` where it takes them from lanes."""
+        """Return the rows of ``rank`` of ``size`` from ``position`` on; :class:`Turns` if it takes them from lanes."""
         if self._together(size):
             return self._turns(position, rank, size)
         left = self.rows - length(position.done)
@@ -86,7 +86,10 @@ class Sharding:
         return part_of(gaps_of(self.rows, position.done), start, rows_of(left, rank, size))
 
     def after(self, position: Position, batches: int, size: int) -> Position:
-        """The position once each of ``size`` ranks has taken so many batches; the next epoch's after the last."""
+        """Return the position after each of ``size`` ranks has taken this many batches.
+
+        After the last, the next epoch's.
+        """
         if batches >= len(self.batches(position, 0, size)):
             return Position(position.epoch + 1)
         taken = list(position.done)
@@ -98,13 +101,13 @@ class Sharding:
         return Position(position.epoch, _joined(taken))
 
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
-        """The first so many rows that ``rank`` of ``size`` takes, from ``position`` on."""
+        """Return the first rows, this many, that ``rank`` of ``size`` takes from ``position`` on."""
         share = self.share(position, rank, size)
         assert not isinstance(share, Turns)
         return part_of(share, 0, rows)
 
     def _together(self, size: int) -> bool:
-        """Whether so many ranks take rows from the lanes, each from several or from a part of one."""
+        """Return whether this many ranks take rows from lanes, each from several lanes or from a part of one."""
         return self.lanes > 0 and size <= max(self.lanes, RANKS_TOGETHER) and self.lanes * size > 1
 
     def _turns(self, position: Position, rank: int, size: int) -> Turns:
@@ -145,7 +148,7 @@ class Turns:
     size: int
 
     def __iter__(self) -> Iterator[Interval]:
-        """The rows in the order in which they are taken."""
+        """Yield the rows in the order in which they are taken."""
         starts, stops = self.between(0, self.left)
         return zip(starts.tolist(), stops.tolist(), strict=True)
 
@@ -175,7 +178,7 @@ class Turns:
         return starts + shift[number_of], stops + shift[number_of]
 
     def gone(self, batches: int) -> Iterator[Interval]:
-        """What all ranks together take in so many batches, which are not all."""
+        """Yield what all ranks together take in this many batches, which are not all."""
         lanes = np.arange(self.lanes)
         ends, after = self._ends(), self._in_lanes(np.int64(self.left - batches * self.full), lanes)
         starts = ends - self._in_lanes(np.int64(self.left), lanes)
@@ -183,12 +186,12 @@ class Turns:
             yield from part_of(self.rest, start, stop - start)
 
     def _in_lanes(self, rows: Any, lanes: Ints) -> Ints:
-        """How many of the last so many rows lie in each of ``lanes``."""
+        """Return how many of the last ``rows`` rows lie in each of ``lanes``."""
         found: Ints = (rows + self.lanes - 1 - lanes) // self.lanes
         return found
 
     def _ends(self) -> Ints:
-        """Where each lane ends in the rest, laid end to end."""
+        """Return where each lane ends in the concatenated rest."""
         order = lane_order(self.lanes)
         ends = np.empty(self.lanes, np.int64)
         ends[order] = np.cumsum(self._in_lanes(np.int64(self.left), order))
@@ -200,7 +203,7 @@ Share = Sequence[Interval] | Turns
 
 
 def lane_order(lanes: int) -> Ints:
-    """The numbers of lanes as they lie in the line: those that 2 or 4 ranks have lie side by side."""
+    """Return the lanes in their order in an epoch, so that each of 2 or 4 ranks has neighbouring lanes."""
     return np.array(sorted(range(lanes), key=lambda lane: (lane % 2, lane % 4, lane)), np.int64)
 
 
@@ -225,7 +228,7 @@ def cut_at(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def stretches(starts: Ints, lengths: Ints) -> Ints:
-    """The numbers of all stretches, one after the other."""
+    """Return the numbers of all stretches, one after the other."""
     ends = np.cumsum(lengths)
     found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
     return found
@@ -249,7 +252,7 @@ def steps_of(rows: int, size: int, batch_size: int, drop_last: bool = False) -> 
 
 
 def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool = False) -> list[int]:
-    """Rows in each batch of a pass; the last one holds all that is left, or is full where ``drop_last``."""
+    """Return the rows in each batch of a pass; the last one holds the rest, or is full with ``drop_last``."""
     mine, steps = rows_of(rows, rank, size), steps_of(rows, size, batch_size, drop_last)
     if drop_last:
         return [min(batch_size, mine)] * steps
@@ -257,7 +260,7 @@ def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool
 
 
 def overlaps(lengths: Iterable[int], intervals: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The parts of things, of these lengths and laid end to end, that lie in `intervals`: (number, start, stop).
+    """Yield the parts of concatenated things, of these lengths, that lie in `intervals`: (number, start, stop).
 
     Intervals are in ascending order.
     """
@@ -291,7 +294,7 @@ def part_of(intervals: Iterable[Interval], start: int, rows: int) -> list[Interv
 
 
 def gaps_of(rows: int, done: Iterable[Interval]) -> list[Interval]:
-    """What is left of ``rows`` rows."""
+    """Return what is left of ``rows`` rows."""
     found, at = [], 0
     for start, stop in (*done, (rows, rows)):
         if at < start:
@@ -301,7 +304,7 @@ def gaps_of(rows: int, done: Iterable[Interval]) -> list[Interval]:
 
 
 def _joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """The same rows in as few intervals as possible, in the order of the line."""
+    """Return the same rows in as few intervals as possible, in the order of the epoch."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):
         if found and found[-1][1] == start:

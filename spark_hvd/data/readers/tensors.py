@@ -20,7 +20,7 @@ _Where = tuple[Column, str]
 
 
 def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = "") -> torch.Tensor:
-    """The values of ``array`` as a tensor of shape (rows, then ``column.shape``) and dtype ``column.dtype``.
+    """Return the values of ``array`` as a tensor of shape (rows, then ``column.shape``) and dtype ``column.dtype``.
 
     Shares memory with ``array`` where the type is the same and a single chunk holds it. Integers that do not fit
     ``column.dtype`` are an error; floating point values are rounded to it.
@@ -58,12 +58,12 @@ def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = ""
 
 
 def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
-    """A column's values in another dtype: integers and booleans exactly, floating point numbers rounded.
+    """Return a column's values in another dtype: integers and booleans exact, floating-point numbers rounded.
 
     The tensor is on the CPU.
 
     Raises:
-        DataError: an integer or boolean dtype does not have a value (2.5, NaN, 300 in uint8).
+        DataError: An integer or boolean dtype does not have a value (2.5, NaN, 300 in uint8).
     """
     kind = getattr(torch, dtype)
     if tensor.dtype == kind or kind.is_floating_point or kind.is_complex:
@@ -126,7 +126,7 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     """Make sure that a column's integers are the same in the floating point dtype of what they are stacked into.
 
     Raises:
-        DataError: one is not.
+        DataError: One is not.
     """
     if not dtype.is_floating_point or tensor.is_floating_point() or not tensor.numel():
         return
@@ -152,7 +152,7 @@ def _at(column: Column, where: str) -> str:
 
 
 def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
-    """The numbers of all rows one after another, and the shape that each row has."""
+    """Return the numbers of all rows, concatenated, and the shape of each row."""
     rows, shape = len(array), list[int]()
     _check_nulls(array, rows, at)
     while is_list(array.type):
@@ -171,7 +171,7 @@ def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
 
 
 def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
-    """The length that all lists of ``array`` have."""
+    """Return the length that all lists of ``array`` share."""
     least, most = least_and_most(array)
     if least == most:
         return least
@@ -186,7 +186,7 @@ def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
 
 
 def _numbers(array: pa.Array, dtype: torch.dtype, at: _Where) -> torch.Tensor:
-    """A flat array without nulls as a tensor of ``dtype``."""
+    """Return a flat array without nulls as a tensor of ``dtype``."""
     kind = array.type
     if pa.types.is_decimal(kind):
         array = pc.cast(array, pa.float64()) if dtype == torch.float32 else to_doubles(array, at[0].name)
@@ -236,7 +236,7 @@ def _dense(array: pa.Array, column: Column, dtype: torch.dtype, where: str) -> t
 
 
 def _size(sizes: np.ndarray[Any, Any], column: Column, where: str) -> int:
-    """The one size of all sparse vectors."""
+    """Return the size that all sparse vectors share."""
     first = int(sizes[0]) if len(sizes) else 0
     expected = first if column.shape is None else math.prod(column.shape)
     wrong = np.flatnonzero(sizes != expected)

@@ -18,20 +18,20 @@ from spark_hvd.data.readers.tensors import to_tensor
 
 
 def columns_read(spec: ReaderSpec) -> tuple[Column, ...]:
-    """What the files must have: all columns but those that only ``transformation_fn`` makes.
+    """Return the columns that the files must have: all but those that only ``transformation_fn`` makes.
 
     Raises:
-        DataError: a column is not in the data set.
+        DataError: A column is not in the data set.
     """
     added = {field[0] for field in spec.edit_fields} - {column.name for column in spec.dataset.columns}
     return tuple(spec.dataset.column(name) for name in spec.columns if name not in added)
 
 
 def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
-    """What batches have: the columns read, less the removed, then those that ``transformation_fn`` adds.
+    """Return the columns of batches: those read, without the removed ones, and those that ``transformation_fn`` adds.
 
     Raises:
-        DataError: a column is not in the data set, or ``edit_fields`` gives one a dtype that is not of numbers.
+        DataError: A column is not in the data set, or ``edit_fields`` gives one a dtype that is not of numbers.
     """
     for name, dtype, _, _ in spec.edit_fields:
         if np.dtype(dtype).kind not in "biufO":
@@ -47,7 +47,7 @@ def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
 
 
 def may_have_nulls(spec: ReaderSpec, columns: Sequence[Column]) -> tuple[str, ...]:
-    """Names of the columns whose nulls are for ``transformation_fn`` to fill; what it leaves is found afterwards."""
+    """Return the columns whose nulls ``transformation_fn`` is to fill; those that it leaves are found afterwards."""
     if spec.transformation_fn is None:
         return ()
     read = [each for each in columns if each.name in spec.columns and each.name not in spec.decoders]
@@ -64,20 +64,20 @@ class Values:
         self._nullable = may_have_nulls(spec, self._read)
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
-        """The blocks of ``table``; ``where`` names file and row group in errors.
+        """Return the blocks of ``table``; ``where`` names file and row group in errors.
 
         Raises:
-            DataError: values do not fit their column, or a function failed or returned something else than expected.
+            DataError: Values do not fit their column, or a function failed or returned something else than expected.
         """
         if self._spec.transformation_fn is None and not self._spec.decoders:
             return self._layout.blocks_of(table, where)
         return self._layout.blocks_of_tensors(self.columns_of(table, where))
 
     def columns_of(self, table: pa.Table, where: str) -> Batch:
-        """The columns of ``table``: tensors, and arrays of str for columns of text.
+        """Return the columns of ``table``: tensors, and arrays of str for columns of text.
 
         Raises:
-            DataError: as :meth:`blocks_of`.
+            DataError: As :meth:`blocks_of`.
         """
         spec = self._spec
         cells = {column.name: self._cells(table.column(column.name), column, where) for column in self._read}
@@ -91,7 +91,7 @@ class Values:
         }
 
     def _cells(self, array: pa.ChunkedArray, column: Column, where: str) -> Any:
-        """A tensor where the column has one; else what the decoder returns, bytes, or values with nulls among them."""
+        """Return a tensor if the column has one; else the decoder's result, bytes, or values with nulls among them."""
         decoder = self._spec.decoders.get(column.name)
         if decoder is None:
             if column.name in self._spec.text and self._spec.transformation_fn is None and is_text(array.type):
@@ -125,10 +125,10 @@ class Values:
 
 
 def decoded(array: pa.Array | pa.ChunkedArray, name: str, decoder: Callable[[bytes], Any], where: str) -> list[Any]:
-    """What a decoder makes of the values of a column.
+    """Return what a decoder makes of the values of a column.
 
     Raises:
-        DataError: there are nulls, or the decoder fails.
+        DataError: There are nulls, or the decoder fails.
     """
     refuse_nulls(name, array.null_count, f"{len(array)} rows", where)
     found = []
@@ -163,7 +163,7 @@ def _series(values: Any) -> Any:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of this type are text."""
+    """Return whether values of this type are text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
@@ -172,7 +172,7 @@ def text_of(array: pa.Array | pa.ChunkedArray, name: str, where: str) -> Any:
     """Text as an array of str, (rows,).
 
     Raises:
-        DataError: there are nulls.
+        DataError: There are nulls.
     """
     refuse_nulls(name, array.null_count, f"{len(array)} rows", where)
     text = array.cast(pa.string())
@@ -185,7 +185,7 @@ def tensor_of(values: Any, column: Column, where: str, *, text: bool = False) ->
     With ``text``, cells that are all str become an array of str.
 
     Raises:
-        DataError: they are not numbers, or are arrays of another shape.
+        DataError: They are not numbers, or are arrays of another shape.
     """
     if isinstance(values, torch.Tensor | np.ndarray):
         return values

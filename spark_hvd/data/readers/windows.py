@@ -47,7 +47,10 @@ class Piece:
 
 
 def row_groups_of(rows: Sequence[int], *, shuffle: bool = False, seed: int = 0, epoch: int = 0) -> list[Piece]:
-    """The row groups, of so many rows each, in the order of an epoch; with ``shuffle`` one drawn from ``seed``."""
+    """Return the row groups, with these numbers of rows, in the order of an epoch.
+
+    Shuffled by ``seed`` if asked for.
+    """
     order = np.arange(len(rows))
     if shuffle:
         np.random.default_rng((seed, epoch)).shuffle(order)
@@ -88,7 +91,7 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def even_rows(rows: int, most: int) -> int:
-    """Rows of a window, ``most`` at most, so that the number of windows is a power of two.
+    """Return the number of rows in a window, at most ``most``, so that the number of windows is a power of two.
 
     The borders between 2, 4 or 8 ranks are then borders of windows too, and no window is read by two of them.
     """
@@ -149,7 +152,7 @@ class EpochLine:
             window += at == cuts[window + 1]
 
     def rounds(self, share: Share) -> Iterator[Round]:
-        """The windows that a rank reads at once, one time after the other."""
+        """Yield the windows that a rank reads together, one round at a time."""
         if isinstance(share, Turns):
             rows = self.height * self._lanes
             for low in range((share.left - 1) // rows * rows, -1, -rows):
@@ -165,7 +168,7 @@ class EpochLine:
                 yield self._round(*one)
 
     def runs(self, share: Share) -> Iterator[list[tuple[int, Piece]]]:
-        """What a rank reads, as :func:`runs_of` puts it together: in which round, and what."""
+        """Yield what a rank reads and in which round, as :func:`runs_of` arranges it."""
         windows: dict[int, list[tuple[int, Piece]]] = {}
         again: list[tuple[int, Piece]] = []
         for number, one in enumerate(self.rounds(share)):
@@ -200,7 +203,7 @@ class Round:
         pieces: What is read of row groups for them. Rows and their places are counted over all windows.
         starts: The first place of each run of rows that is taken.
         lengths: How many rows it has.
-        seed: Of the order of the rows in a window, with its number; None for the order of the pieces.
+        seed: Seed of the order of the rows in a window, with the window's number; None for the order of the pieces.
     """
 
     windows: dict[int, int]
@@ -221,7 +224,7 @@ class Round:
         return found
 
     def places(self) -> Ints:
-        """For each row of the pieces where it goes among those that the rank takes; -1 for one that it does not."""
+        """Return, for each row of the pieces, its place among those that the rank takes; -1 if it does not take it."""
         orders, at = [], 0
         for window, rows in self.windows.items():
             drawn = None if self.seed is None else np.random.default_rng((*self.seed, window))
@@ -245,20 +248,20 @@ def _swap(lane: list[Piece], following: list[Piece]) -> None:
 
 
 def _parts(piece: Piece, rows: int) -> Iterator[Piece]:
-    """A piece, cut where so many rows of its row group end; whole for 0."""
+    """Yield a piece, cut at every multiple of ``rows`` in its row group; 0 leaves it whole."""
     ends = range((piece.start // rows + 1) * rows, piece.stop, rows) if rows else range(0)
     for start, stop in pairwise((piece.start, *ends, piece.stop)):
         yield Piece(piece.group, start, stop)
 
 
 def _cut(pieces: Sequence[Piece], intervals: Iterable[Interval]) -> list[Piece]:
-    """The parts of pieces, laid end to end, that lie in intervals."""
+    """Return the parts of concatenated pieces that lie in intervals."""
     parts = overlaps([piece.rows for piece in pieces], intervals)
     return [Piece(pieces[at].group, pieces[at].start + start, pieces[at].start + stop) for at, start, stop in parts]
 
 
 def whole_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same memory with one number for each row, or one stretch of bytes: moved in half the time of its numbers."""
+    """Return the same memory as one number or one stretch of bytes per row, which moves in half the time."""
     rows = array.reshape(len(array), math.prod(array.shape[1:]))
     width = rows.shape[1] * rows.itemsize
     return rows.view(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")[:, 0]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """A file's schema as its rows are returned, with one type for each of text, bytes, lists and dates.
+    """Return a file's schema as its rows are returned: one type each for text, bytes, lists and dates.
 
     The files of a table may lay these out in different ways, and Arrow's functions do not support all of them.
     """
@@ -22,7 +22,7 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """A column's type as :func:`plain_schema` has it."""
+    """Return a column's type as :func:`plain_schema` has it."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
@@ -36,7 +36,10 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def type_of_types(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A list, struct or map with its inner types changed, and all lists laid out as lists; other types unchanged."""
+    """Return a list, struct or map with its inner types changed, and all lists laid out as lists.
+
+    Other types unchanged.
+    """
     types = pa.types
 
     def changed(field: pa.Field) -> pa.Field:
@@ -58,7 +61,7 @@ NAMES = b"spark_hvd.names"
 REQUIRED = b"spark_hvd.required"
 """That no default is known for files without a field that is in a struct."""
 
-_FRAME = "Next: give the DataFrame that Spark reads from the table"
+_FRAME = "Next: pass the DataFrame that Spark reads from the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class TableSchema:
         fields: Their types are plain, and nullable inside. The metadata of each, also of one in a struct, tells how it
             is found in a file.
         defaults: By the name of a column its value in files that have it not; a column without one is in all files.
-        version: Of the table, for messages.
+        version: The table's version, for messages.
     """
 
     fields: pa.Schema
@@ -77,7 +80,7 @@ class TableSchema:
     version: str
 
     def find(self, name: str, there: pa.Schema, file: str) -> pa.Field | None:
-        """The column of a file that is the column ``name`` of the table.
+        """Return the column of a file that is the column ``name`` of the table.
 
         The fields of ``there``, the file's schema, have plain types, and IDs in their metadata.
 
@@ -85,7 +88,7 @@ class TableSchema:
             The file's column; None where it has none, and rows have the default.
 
         Raises:
-            ValueError: it has none, and there is no default; or what it has is no narrower form of the column.
+            ValueError: It has none, and there is no default; or what it has is no narrower form of the column.
         """
         wanted = self.fields.field(name)
         try:
@@ -150,12 +153,12 @@ class TableSchema:
 
 
 def table_field(field: pa.Field, marks: Callable[[pa.Field], Mapping[bytes, bytes]]) -> pa.Field:
-    """A field as :class:`TableSchema` has it."""
+    """Return a field as :class:`TableSchema` has it."""
     return pa.field(field.name, _table_type(field.type, marks), metadata=dict(marks(field)))
 
 
 def names_mark(names: Iterable[str]) -> dict[bytes, bytes]:
-    """The metadata of a field that is found by its name."""
+    """Return the metadata of a field that is found by its name."""
     return {NAMES: json.dumps(list(names)).encode()}
 
 
@@ -172,7 +175,7 @@ def _table_type(kind: pa.DataType, marks: Callable[[pa.Field], Mapping[bytes, by
 
 
 def _find(wanted: pa.Field, there: Iterable[pa.Field]) -> pa.Field | None:
-    """One of some fields; KeyError where they have neither IDs nor names that tell."""
+    """Return the matching field; KeyError: neither IDs nor names decide."""
     there = list(there)
     number = wanted.metadata.get(ID)
     if number is not None and any(ID in (each.metadata or {}) for each in there):
@@ -182,7 +185,7 @@ def _find(wanted: pa.Field, there: Iterable[pa.Field]) -> pa.Field | None:
 
 
 def _renamed(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
-    """A file's type with the table's names for what is in structs; what the table has not gets names of no field."""
+    """Return a file's type with the table's names inside structs; what the table lacks gets names of no field."""
     if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
         fields = list(kind)
         names = {found.name: each for each in wanted if (found := _find(each, fields)) is not None}
@@ -202,7 +205,7 @@ def _renamed(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether all values of a type are values of another, which Spark reads as that."""
+    """Return whether all values of a type are also values of another, as which Spark reads them."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(wanted):
         there = {each.name: each for each in kind}
@@ -244,7 +247,7 @@ class Deleted:
     """Which rows of a row group are deleted, and still in its file.
 
     Attributes:
-        rows: Of the row group, those that are deleted among them.
+        rows: Number of rows in the row group, including deleted ones.
         marks: A bit for each row, set where it is deleted; compressed, as most are alike.
     """
 
@@ -253,12 +256,12 @@ class Deleted:
 
     @classmethod
     def of(cls, positions: np.ndarray, rows: int) -> Deleted:
-        """The rows at some positions. Positions are integers of shape (deleted rows,), from 0 to rows - 1."""
+        """Return the deletion of the rows at these positions: integers of shape (deleted rows,), from 0 to rows - 1."""
         marks = np.zeros(rows, np.bool_)
         marks[positions] = True
         return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))
 
     def kept(self) -> pa.Array:
-        """Whether each row is still there: booleans, of shape (rows,)."""
+        """Return whether each row is still there: booleans, of shape (rows,)."""
         bits = np.frombuffer(zlib.decompress(self.marks), np.uint8)
         return pa.array(~np.unpackbits(bits, count=self.rows).view(np.bool_))

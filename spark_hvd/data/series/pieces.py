@@ -34,13 +34,13 @@ _BATCH_BYTES = 32 << 20
 
 
 def windows_in(rows: Ints, length: int, stride: int) -> Ints:
-    """How many windows series of so many rows have."""
+    """Return the number of windows in series of these lengths."""
     found: Ints = np.where(rows < length, 0, (rows - length) // stride + 1)
     return found
 
 
 def piece_windows(windows: Ints, length: int, stride: int) -> Ints:
-    """How many windows each piece has, but for the last, of series that have so many: a sixteenth of them.
+    """Return the number of windows per piece, except the last one of a series: a sixteenth of the series' windows.
 
     It is at least a quarter as many as touch a row, or short series would take many times their memory; and at most
     four times as many, by when long series take a quarter more than theirs.
@@ -66,7 +66,7 @@ class Pieces:
 
     @classmethod
     def of(cls, rows: Ints, length: int, stride: int) -> Pieces:
-        """The pieces of series of so many rows: each window lies in one of them."""
+        """Return the pieces of series of these lengths: each window lies in one of them."""
         windows = windows_in(rows, length, stride)
         each = piece_windows(windows, length, stride)
         counts = -(-windows // each)
@@ -78,10 +78,10 @@ class Pieces:
 
 
 def checked(schema: pa.Schema, spec: WindowSpec) -> pa.Schema:
-    """The schema of the pieces of a table with this one.
+    """Return the schema of the pieces of a table with this one.
 
     Raises:
-        DataError: a column is missing, or of a type that is of no use there.
+        DataError: A column is missing, or of a type that is of no use there.
     """
     wanted = [*spec.keys, spec.order_by, *spec.columns]
     if missing := [name for name in wanted if name not in schema.names]:
@@ -115,10 +115,10 @@ def checked(schema: pa.Schema, spec: WindowSpec) -> pa.Schema:
 
 
 def pieces_of_table(table: pa.Table, spec: WindowSpec) -> pa.Table:
-    """The pieces of the series in a table, whose rows may be in any order.
+    """Return the pieces of the series in a table, whose rows may be in any order.
 
     Raises:
-        DataError: as :func:`checked`.
+        DataError: As :func:`checked`.
     """
     schema = checked(table.schema, spec)
     chosen = table.select(list(dict.fromkeys([*spec.keys, spec.order_by, *spec.columns])))
@@ -128,7 +128,7 @@ def pieces_of_table(table: pa.Table, spec: WindowSpec) -> pa.Table:
 
 
 def pieces_of_sorted(batches: Iterable[pa.RecordBatch], spec: WindowSpec) -> Iterator[pa.RecordBatch]:
-    """The pieces of series whose rows come sorted by key and time. Bounded by the memory of the longest series."""
+    """Yield the pieces of series whose rows are sorted by key and time. Needs memory for the longest series only."""
     held: list[pa.RecordBatch] = []
     for batch in batches:
         if not batch.num_rows:
@@ -150,7 +150,7 @@ def _key(batch: pa.RecordBatch, row: int, spec: WindowSpec) -> list[Any]:
 
 
 def _firsts(batch: pa.RecordBatch, keys: Sequence[str]) -> Ints:
-    """Which rows are the first of their key."""
+    """Return which rows are the first of their key."""
     changes = np.zeros(batch.num_rows, bool)
     changes[:1] = True
     for key in keys:
@@ -160,7 +160,7 @@ def _firsts(batch: pa.RecordBatch, keys: Sequence[str]) -> Ints:
 
 
 def _pieces(batches: Sequence[pa.RecordBatch], spec: WindowSpec) -> Iterator[pa.RecordBatch]:
-    """Those of whole series."""
+    """Yield the rows of whole series."""
     batch = single(pa.Table.from_batches(batches))
     firsts = _firsts(batch, spec.keys)
     rows = np.diff(firsts, append=batch.num_rows)
@@ -187,7 +187,7 @@ def _pieces(batches: Sequence[pa.RecordBatch], spec: WindowSpec) -> Iterator[pa.
 
 
 def _problems(batch: pa.RecordBatch, spec: WindowSpec, firsts: Ints, rows: Ints) -> Iterator[tuple[str, Ints]]:
-    """What is wrong, and how often in each series."""
+    """Yield what is wrong, and how often in each series."""
     yield SHORT, np.where(rows < spec.length, rows, 0)
     for name in dict.fromkeys([spec.order_by, *spec.columns]):
         if batch.column(name).null_count:
@@ -211,7 +211,7 @@ def _problems(batch: pa.RecordBatch, spec: WindowSpec, firsts: Ints, rows: Ints)
 
 
 def _unfit(column: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where float32 has another whole number, or none as large."""
+    """Return where float32 rounds a whole number or cannot hold it."""
     kept = pc.cast(column, pa.float32(), safe=False)
     unfit: np.ndarray[Any, np.dtype[np.bool_]]
     if pa.types.is_integer(column.type):

@@ -27,7 +27,7 @@ class WindowSpec:
     short: str = "error"
 
     def to_json(self) -> bytes:
-        """For the metadata of a schema; the step in time as the words that messages have for it."""
+        """Return JSON for the metadata of a schema; the step in time is in words, as in messages."""
         every = None if self.every is None else str(self.every)
         return json.dumps({**asdict(self), "every": every}).encode()
 
@@ -52,7 +52,7 @@ class Windows:
             there are.
 
     Raises:
-        DataError: an argument is of another kind.
+        DataError: An argument is of another kind.
     """
 
     __module__ = "spark_hvd.data"
@@ -98,7 +98,7 @@ class Windows:
         )
 
     def over(self, rows: Any) -> Windows:
-        """The same windows over other rows."""
+        """Return the same windows over other rows."""
         return Windows(rows, **asdict(self.spec))
 
     def __repr__(self) -> str:

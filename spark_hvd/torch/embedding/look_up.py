@@ -1,7 +1,7 @@
-"""Looking up rows of sharded tables: ids go to the ranks that have the rows, rows come back; gradients likewise.
+"""Looks up rows of sharded tables: ids go to the ranks that have the rows, rows come back, and gradients likewise.
 
-Two exchanges forward (ids, rows) and one backward, however many tables are looked up together. Each row is sent once to
-each rank that wants it, and so is its gradient.
+This takes two exchanges forward (ids, rows) and one backward, however many tables are looked up together. Each row is
+sent once to each rank that wants it, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FAULT = -1
 _rooms: weakref.WeakKeyDictionary[ShardedEmbedding, int] = weakref.WeakKeyDictionary()
-"""How many ids the next message has room for; the same on all ranks. By the first table of a look-up."""
+"""How many ids the next message has room for; the same on all ranks. The key is the first table of a look-up."""
 _opened: tuple[Context, TorchCommunicator] | None = None
 
 
@@ -32,32 +32,32 @@ def look_up(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tensor]) -> 
     """Look up rows of several tables in one exchange; collective: every rank looks up the same tables.
 
     Args:
-        tables: Of one dtype, on one device.
-        ids: Of each table; int64 or int32, of any shape. A rank may have none, by a tensor without elements, but then
-            takes part in the backward pass, too.
+        tables: Tables of one dtype, on one device.
+        ids: Ids for each table; int64 or int32, of any shape. A rank that needs none passes a tensor without elements,
+            but must then take part in the backward pass, too.
 
     Returns:
-        For each table its rows, of shape (each dimension of the ids, dim).
+        The rows of each table, of shape (each dimension of the ids, dim).
 
     Raises:
         IndexError: An id is beyond its table.
-        TypeError: Ids are no integers.
-        ValueError: Tables differ in dtype or device, or were cut for another number of ranks.
-        CollectiveError: A peer or the network failed, or has an id beyond a table.
+        TypeError: Ids are not integers.
+        ValueError: Tables differ in dtype or device, or were divided among another number of ranks.
+        CollectiveError: A peer or the network failed, or looks up an id beyond a table.
     """
     return look_up_async(tables, ids).wait()
 
 
 def look_up_async(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tensor]) -> LookUp:
-    """Start a :func:`look_up`: ids are on their way. Rows are read in wait(), after optimizer steps until then.
+    """Start a :func:`look_up`: send the ids. wait() reads the rows, including the effect of optimizer steps until then.
 
-    Start the next batch's before the backward pass of this one, and its ids travel meanwhile.
+    Start the next batch's look-up before this batch's backward pass, so that its ids are sent meanwhile.
     """
     return LookUp(tables, ids)
 
 
 class LookUp:
-    """A look-up that has begun; ``wait()`` gives its rows."""
+    """A look-up that has begun; ``wait()`` returns its rows."""
 
     __module__: str = "spark_hvd.torch"
 
@@ -68,15 +68,15 @@ class LookUp:
         self._size = self._tables[0].cut.size
         fault = next((text for pair in zip(tables, self._ids, strict=True) if (text := _beyond(*pair))), None)
         if self._size > 1:
-            self._ask(fault)
+            self._request(fault)
         if fault is not None:
             raise IndexError(fault)
 
-    def _ask(self, fault: str | None) -> None:
-        """Send each rank a message of one length: how many rows of each table, the most for any rank, and rows.
+    def _request(self, fault: str | None) -> None:
+        """Send each rank a message of fixed length: how many rows of each table, the maximum for any rank, and rows.
 
-        Ranks thereby know the most that any rank wants of any other, which is the room for rows in the next message.
-        What exceeds the room of this one needs a second message, of all ranks.
+        So ranks learn the maximum that any rank requests from any other, which is the room for rows in the next
+        message. Rows that do not fit into this message need a second one, from all ranks.
         """
         self._communicator = _open()
         size, count, room = self._size, len(self._tables), _rooms.get(self._tables[0], 0)
@@ -91,32 +91,32 @@ class LookUp:
                 row[count + 1 : count + 1 + len(mine)] = mine[:room]
             self._rest = [each[room:] for each in wanted]
         else:
-            header = [[_FAULT] * count + [0]] * size  # to be told, instead of waited for
+            header = [[_FAULT] * count + [0]] * size  # tells the others, which would otherwise wait
         message[:, : count + 1] = torch.tensor(header, dtype=kind, device="cpu")
         each = [message.shape[1]] * size
         self._room, self._told = room, self._communicator.alltoall(message.view(-1), each, each)
         if fault is not None:
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> tuple[torch.Tensor, list[list[int]], int]:
-        """The messages, how many rows of each table each rank wants, and the most that any wants of any."""
-        heard = self._told.wait().view(self._size, -1)
-        header = heard[:, : len(self._tables) + 1].tolist()
+    def _receive(self) -> tuple[torch.Tensor, list[list[int]], int]:
+        """Return the messages, each rank's number of wanted rows per table, and the maximum between any two ranks."""
+        messages = self._told.wait().view(self._size, -1)
+        header = messages[:, : len(self._tables) + 1].tolist()
         most = max(each[-1] for each in header)
         if most > self._room or most < self._room // 2:
             _rooms[self._tables[0]] = most + most // 8
-        return heard, [each[:-1] for each in header], most
+        return messages, [each[:-1] for each in header], most
 
     def _answer(self) -> torch.Tensor:
-        """What the others want of this rank, rank by rank."""
-        heard, self._asked, most = self._hear()
+        """Return the rows that the others request from this rank, rank by rank."""
+        messages, self._asked, most = self._receive()
         bad = [rank for rank, counts in enumerate(self._asked) if counts[0] == _FAULT]
         if bad:
             raise CollectiveError(
-                f"rank {bad[0]} looks up an id that is beyond its table, so nobody can; its own error names the id"
+                f"rank {bad[0]} looks up an id beyond its table, so all look-ups fail; its own error names the id"
             )
         totals, first = [sum(each) for each in self._asked], len(self._tables) + 1
-        pieces = [row[first : first + total] for row, total in zip(heard, totals, strict=True)]
+        pieces = [row[first : first + total] for row, total in zip(messages, totals, strict=True)]
         if most > self._room:
             lengths = [max(0, total - self._room) for total in totals]
             rest = self._communicator.alltoall(
@@ -127,7 +127,7 @@ class LookUp:
         return torch.cat(pieces)
 
     def wait(self) -> list[torch.Tensor]:
-        """The rows of each table, of shape (each dimension of the ids, dim); collective, once.
+        """Return the rows of each table, of shape (each dimension of the ids, dim); collective; call it once.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -141,7 +141,7 @@ class LookUp:
             ]
         starts = strides([table.rows for table in tables], self._size)
         answer = self._answer()
-        # of each table, for all ranks that ask
+        # for each table, the rows that all ranks request
         local = [
             each.view(-1) - start if start else each.view(-1)
             for each, start in zip(by_table(answer, self._asked, [1] * len(tables)), starts, strict=False)
@@ -168,12 +168,12 @@ class _Exchange:
         self._dims = [table.dim for table in tables]
 
     def rows(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank has asked for, of each table."""
+        """Return the rows that this rank has requested, table by table."""
         given = [weight.index_select(0, ids) for weight, ids in zip(weights, self._local, strict=True)]
         return self._send(given, self._asked, self._wanted)
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The means over all ranks of the gradients of this rank's rows, as gradients of its weights."""
+        """Return the gradients of this rank's weights: the means over all ranks, row by row."""
         received = self._send(gradients, self._wanted, self._asked)
         return [
             table.gradient(ids, values.mul_(1.0 / table.cut.size))
@@ -204,13 +204,13 @@ class _Rows(torch.autograd.Function):
 
 
 def _open() -> TorchCommunicator:
-    """The connections of look-ups: their own, since they meet others' collectives in no order; collective when new."""
+    """Return the look-ups' own connections, as they have no fixed order with other collectives; collective if new."""
     global _opened
     here = current()
     if _opened is None or _opened[0] is not here:
         with here.establishing():
             _opened = here, TorchCommunicator(here.new_group(0))
-        _rooms.clear()  # new ranks know none
+        _rooms.clear()  # new ranks have no entries
     return _opened[1]
 
 
@@ -224,7 +224,7 @@ register_world_hook(WorldHook(lambda: None, _release))
 
 def _require_alike(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tensor]) -> None:
     if not tables or len(tables) != len(ids):
-        raise ValueError(f"look_up of {len(tables)} tables got ids of {len(ids)}: give ids for each, and one at least")
+        raise ValueError(f"look_up of {len(tables)} tables got ids of {len(ids)}: pass ids for each, and at least one")
     first = tables[0].weight
     for table, given in zip(tables, ids, strict=True):
         table.require_cut_for_here()
@@ -240,13 +240,13 @@ def _require_alike(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tenso
 
 
 def _beyond(table: ShardedEmbedding, ids: torch.Tensor) -> str | None:
-    """What is wrong with ids."""
+    """Return what is wrong with ids; None if nothing is."""
     if ids.numel() == 0:
         return None
     least, most = (int(each) for each in torch.aminmax(ids))
     if least >= 0 and most < table.rows:
         return None
     return (
-        f"the id {least if least < 0 else most} is beyond the table {table.name!r}, whose {table.rows:,} rows are 0 to "
+        f"the id {least if least < 0 else most} is not in the table {table.name!r}, whose {table.rows:,} rows are 0 to "
         f"{table.rows - 1:,}: make the table larger, or hash the ids as docs/embeddings.md shows"
     )

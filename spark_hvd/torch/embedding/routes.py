@@ -1,7 +1,7 @@
-"""Which rank has which row, and what a look-up of several tables sends where: decided here, sent elsewhere.
+"""Decides which rank holds which row, and what a look-up of several tables sends where. Others do the sending.
 
-Row ``i`` of a table is row ``i // size`` of rank ``i % size``. Ids that are popular lie together as a rule (they were
-numbered by frequency, or by age), so blocks of rows would leave most of the work to one rank.
+Row ``i`` of a table is row ``i // size`` of rank ``i % size``. Popular ids are usually adjacent, because ids are
+numbered by frequency or by age. So with contiguous blocks of rows, one rank would do most of the work.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """This rank's part of a table."""
+    """This rank's share of a table."""
 
     rows: int
-    """Of the whole table."""
+    """Number of rows of the whole table."""
     rank: int
     size: int
 
     @property
     def here(self) -> int:
-        """Rows of this rank."""
+        """Number of rows of this rank."""
         return self.rows_of(self.rank)
 
     def rows_of(self, rank: int) -> int:
-        """Rows of a rank."""
+        """Return the number of rows of a rank."""
         return (self.rows - rank + self.size - 1) // self.size
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's rows of the whole."""
+        """Return a copy of this rank's rows of the whole table."""
         return whole[self.rank :: self.size].clone()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank asks of the others."""
+    """What one rank requests from the others."""
 
     wanted: torch.Tensor
-    """Each row once, sorted by its owner, then by table: int32 or int64. Tables are numbered through."""
+    """Each row once, sorted by owner, then by table: int32 or int64. Row numbers run on from table to table."""
     counts: list[list[int]]
-    """How many rows of each owner, of each table."""
+    """For each owner, how many rows of each table."""
     places: list[torch.Tensor]
-    """For each table and id: the place of its row among the table's rows in `wanted`; in the ids' shape."""
+    """For each table and id: the index of its row among the table's rows in `wanted`; in the ids' shape."""
 
 
 def strides(rows: Sequence[int], size: int) -> list[int]:
-    """Where the rows of each table begin on a rank that has those of all tables in one line; the last is their end."""
+    """Return where each table's rows begin on a rank that lines up the rows of all tables, and where the last ends."""
     ends = [0]
     for each in rows:
         ends.append(ends[-1] + -(-each // size))
@@ -57,14 +57,14 @@ def strides(rows: Sequence[int], size: int) -> list[int]:
 
 
 def plan(ids: Sequence[torch.Tensor], rows: Sequence[int], size: int) -> Route:
-    """Plan which rows to request from which rank. ``ids`` are valid ones of each table, int64, of any shape."""
+    """Plan which rows to request from which rank. ``ids`` are valid ids for each table, int64, of any shape."""
     starts = strides(rows, size)
     total, device = starts[-1], ids[0].device
     keys = [
         each.reshape(-1) % size * total + (each.reshape(-1) // size + start)
         for each, start in zip(ids, starts, strict=False)
     ]
-    # One sort removes what is asked for twice, orders by owner, and by table within it.
+    # One sort removes duplicates, and orders by owner and then by table.
     unique, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     edges = torch.tensor([owner * total + start for owner in range(size) for start in starts[:-1]], device=device)
     bounds = [*torch.searchsorted(unique, edges).tolist(), len(unique)]
@@ -81,7 +81,7 @@ def plan(ids: Sequence[torch.Tensor], rows: Sequence[int], size: int) -> Route:
 
 
 def _shift(counts: list[list[int]], device: torch.device) -> torch.Tensor:
-    """By how much the place of each wanted row is greater than its place among the rows of its table."""
+    """Return how much the index of each wanted row exceeds its index among the rows of its table."""
     shifts, lengths, before, table_before = [], [], 0, [0] * len(counts[0])
     for owner in counts:
         for table, count in enumerate(owner):
@@ -93,12 +93,13 @@ def _shift(counts: list[list[int]], device: torch.device) -> torch.Tensor:
 
 
 def by_table(flat: torch.Tensor, counts: list[list[int]], dims: Sequence[int]) -> list[torch.Tensor]:
-    """Split what comes rank by rank, and table by table within it.
+    """Split a vector that is ordered by rank, and by table within each rank.
 
-    ``flat`` is one-dimensional; ``counts`` are rows of each rank and table, ``dims`` elements of a row of each table.
+    ``flat`` is one-dimensional; ``counts`` holds the rows of each rank and table, ``dims`` the row length of each
+    table.
 
     Returns:
-        For each table a matrix of the rows of all ranks.
+        For each table, a matrix of the rows of all ranks.
     """
     if len(dims) == 1:
         return [flat.view(-1, dims[0])]
@@ -107,7 +108,7 @@ def by_table(flat: torch.Tensor, counts: list[list[int]], dims: Sequence[int]) -
 
 
 def by_rank(matrices: Sequence[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
-    """The inverse of :func:`by_table`."""
+    """Do the inverse of :func:`by_table`."""
     if len(matrices) == 1:
         return matrices[0].reshape(-1)
     columns = [torch.split(matrix, [rank[table] for rank in counts]) for table, matrix in enumerate(matrices)]

@@ -1,4 +1,4 @@
-"""Adagrad with one number of state a row, for embedding tables."""
+"""Adagrad with one number of state per row, for embedding tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad whose sum of squares is the mean over a row: for a table of `dim` columns 1/dim of Adagrad's memory.
+    """Adagrad whose sum of squares is a mean over each row: for `dim` columns it needs 1/dim of Adagrad's memory.
 
-    As Gupta et al. (arXiv 1404.2405) and the tables of DLRM are trained. Takes sparse gradients, and dense ones.
+    Gupta et al. (arXiv 1404.2405) and the tables of DLRM use it. It accepts sparse and dense gradients.
 
     Args:
-        params: Parameters of two dimensions or more, or groups of them.
+        params: Parameters with at least two dimensions, or groups of them.
         lr: Learning rate.
         eps: Added to the root of the sum.
-        initial_accumulator_value: What the sums begin with.
+        initial_accumulator_value: Initial value of the sums.
 
     Raises:
         ValueError: A number is negative.
@@ -54,20 +54,20 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 (len(param),), group["initial_accumulator_value"], dtype=param.dtype, device=param.device
             )
         if gradient.is_sparse:
-            gradient = gradient.coalesce()
+            gradient = gradient.coalesce()  # a row that was looked up several times must be squared once
             rows, values = gradient.indices()[0], gradient.values()
-            total = state["sum"].index_select(0, rows).add_(values.square().flatten(1).mean(1))
-            state["sum"].index_copy_(0, rows, total)
-            # index_add_ takes the rows one by one on the CPU.
+            sums = state["sum"].index_select(0, rows).add_(values.square().flatten(1).mean(1))
+            state["sum"].index_copy_(0, rows, sums)
+            # Not index_add_, which on the CPU processes the rows one by one.
             step = torch.sparse_coo_tensor(
-                gradient.indices(), values / _like(total, values, group["eps"]), param.shape, check_invariants=False
+                gradient.indices(), _scaled(values, sums, group["eps"]), param.shape, check_invariants=False
             )
             param.add_(step, alpha=-group["lr"])
         else:
             state["sum"] += gradient.square().flatten(1).mean(1)
-            param.sub_(gradient / _like(state["sum"], gradient, group["eps"]), alpha=group["lr"])
+            param.sub_(_scaled(gradient, state["sum"], group["eps"]), alpha=group["lr"])
 
 
-def _like(total: torch.Tensor, values: torch.Tensor, eps: float) -> torch.Tensor:
-    """The root of the sums, for division of rows."""
-    return total.sqrt().add_(eps).view(-1, *[1] * (values.dim() - 1))
+def _scaled(rows: torch.Tensor, sums: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by the root of its sum."""
+    return rows / sums.sqrt().add_(eps).view(-1, *[1] * (rows.dim() - 1))

@@ -1,4 +1,4 @@
-"""ShardedEmbedding: a table that is cut by rows over the ranks."""
+"""ShardedEmbedding: a table whose rows are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ _MODES = (None, "sum", "mean")
 
 
 class ShardedEmbedding(nn.Module):
-    """An embedding table of which each rank holds a part of the rows; looked up and trained as a whole.
+    """An embedding table of which each rank holds some rows, but which is looked up and trained as a whole.
 
     Its weight is a rank-local parameter: DistributedOptimizer does not reduce it, and nothing broadcasts it. Its
-    gradient is the mean over the ranks, as that of an nn.Embedding under DistributedOptimizer. Without a world the
-    table is whole. Calls are collective: every rank calls its tables in the same order, forward and backward.
+    gradient is the mean over the ranks, as for an nn.Embedding under DistributedOptimizer. Without a world, this
+    process holds the whole table. Calls are collective: every rank calls its tables in the same order, forward and
+    backward.
 
     Args:
-        rows: Of the whole table; as many as there are ranks at least.
-        dim: Elements of a row.
-        name: What to call the table in errors.
+        rows: Number of rows of the whole table; at least the number of ranks.
+        dim: Number of elements per row.
+        name: The table's name in errors.
         mode: "sum" or "mean" make bags, as nn.EmbeddingBag does; None: each id has its row.
-        padding_idx: The id whose row is zeros and is not trained; in bags it counts for nothing.
+        padding_idx: The id whose row is zeros and is not trained; bags ignore it.
         sparse: Whether gradients are sparse, for SparseAdam, RowWiseAdagrad, Adagrad and SGD; else they are dense, of
             the size of this rank's rows.
-        initialize: Fills this rank's rows; from N(0, 1) by default, in each row from other numbers.
-        dtype: Of the weight.
-        device: Of the weight.
+        initialize: Fills this rank's rows; by default from N(0, 1), with different numbers in each row.
+        dtype: The weight's dtype.
+        device: The weight's device.
 
     Attributes:
         weight: This rank's rows, shape (rows of this rank, dim): row ``i`` is row ``i // size`` of rank ``i % size``.
-        cut: Which rows these are.
+        cut: Describes which rows these are.
 
-    Raises:
-        ValueError: An argument does not fit, as its message says.
+        es:
+        ValueError: An argument is invalid; the message says which.
     """
 
     __module__: str = "spark_hvd.torch"
@@ -66,19 +67,18 @@ class ShardedEmbedding(nn.Module):
         if rows < self.cut.size or dim < 1:
             raise ValueError(
                 f"ShardedEmbedding({rows}, {dim}) of {name!r}: expected a row for each of the {self.cut.size} ranks "
-                "and a dim of 1 at least; use nn.Embedding for small tables"
+                "and a dim of at least 1; use nn.Embedding for small tables"
             )
         if mode not in _MODES:
             raise ValueError(f"mode={mode!r} of the table {name!r}: expected one of {_MODES}")
         if padding_idx is not None and not 0 <= padding_idx < rows:
-            raise ValueError(f"padding_idx={padding_idx} is beyond the table {name!r} of {rows:,} rows")
+            raise ValueError(f"padding_idx={padding_idx} is not in the table {name!r} of {rows:,} rows")
         self.rows, self.dim, self.name = rows, dim, name
         self.mode, self.padding_idx, self.sparse = mode, padding_idx, sparse
         self.weight = nn.Parameter(prefer_huge(torch.empty(self.cut.here, dim, dtype=dtype, device=device)))
-        self._note()
         with torch.no_grad():
             if initialize is None:
-                # Ranks that have one seed must not give different ids the same row.
+                # Ranks with the same seed must not give different ids the same row.
                 seed = int(torch.randint(2**31, (), device="cpu")) * self.cut.size + self.cut.rank
                 self.weight.normal_(generator=torch.Generator(self.weight.device).manual_seed(seed))
             else:
@@ -90,8 +90,8 @@ class ShardedEmbedding(nn.Module):
         """Look up rows; collective.
 
         Args:
-            ids: int64 or int32; of any shape. With a `mode` of shape (bags, ids of a bag), or (ids,) with `offsets`.
-            offsets: Where each bag begins in `ids`, shape (bags,).
+            ids: int64 or int32, of any shape. With a `mode`, of shape (bags, ids per bag), or (ids,) with `offsets`.
+            offsets: Index in `ids` at which each bag begins, shape (bags,).
 
         Returns:
             Shape (each dimension of the ids, dim), or (bags, dim) with a `mode`.
@@ -105,7 +105,7 @@ class ShardedEmbedding(nn.Module):
     def _bags(self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         if ids.dim() != (2 if offsets is None else 1):
             raise ValueError(
-                f"ids of the table {self.name!r} have shape {tuple(ids.shape)}: bags take (bags, ids of a bag), or "
+                f"ids of the table {self.name!r} have shape {tuple(ids.shape)}: bags need (bags, ids per bag), or "
                 "(ids,) with offsets="
             )
         counted = torch.ones_like(ids, dtype=rows.dtype)
@@ -122,7 +122,7 @@ class ShardedEmbedding(nn.Module):
         return total / count.clamp(min=1).unsqueeze(-1) if self.mode == "mean" else total
 
     def gradient(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The gradient of the weight that is made of those of its rows `ids`, which may come more than once."""
+        """Return the weight's gradient, given the gradients of its rows `ids`, which may repeat."""
         padding = self._local_padding()
         if padding is not None:
             kept = ids != padding
@@ -132,19 +132,24 @@ class ShardedEmbedding(nn.Module):
         return torch.sparse_coo_tensor(ids.long().unsqueeze(0), values, self.weight.shape, check_invariants=False)
 
     def require_cut_for_here(self) -> None:
-        """Raise a ValueError if the table was cut for another world than this one."""
+        """Raise a ValueError if the table was divided for another world."""
         here = _cut_for_here(self.rows)
         if self.cut != here:
             raise ValueError(
-                f"the table {self.name!r} is rank {self.cut.rank}'s of {self.cut.size} ranks, and this is rank "
+                f"the table {self.name!r} is rank {self.cut.rank}'s of {self.cut.size} ranks, but this is rank "
                 f"{here.rank} of {here.size}: make it inside the function that run() calls, or load a whole state "
                 "into it after table.cut_again()"
             )
+        if len(self.weight) != here.here:
+            raise ValueError(
+                f"the weight of the table {self.name!r} has {len(self.weight):,} rows, and this rank has {here.here:,} "
+                f"of its {self.rows:,}: give whole tables by table.load_state_dict({{'weight': whole}})"
+            )
 
     def cut_again(self) -> None:
-        """Make the weight that of this rank in the world of now; not collective.
+        """Make the weight hold this rank's rows in the present world; not collective.
 
-        A table that is whole keeps its rows. Those of a part are undefined until a whole state is loaded.
+        A whole table keeps its values. Otherwise the rows are undefined until a whole state is loaded.
         """
         here = _cut_for_here(self.rows)
         if here == self.cut:
@@ -159,7 +164,7 @@ class ShardedEmbedding(nn.Module):
         self._note()
 
     def _local_padding(self) -> int | None:
-        """The row of the padding, if it is here."""
+        """Return the local index of the padding row, if this rank holds it."""
         pad = self.padding_idx
         return None if pad is None or pad % self.cut.size != self.cut.rank else pad // self.cut.size
 
@@ -190,6 +195,12 @@ class ShardedEmbedding(nn.Module):
                 return
             state_dict = {**state_dict, key: self.cut.take(value)}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See nn.Module; a weight that is assigned comes here, too, such as by ``load_state_dict(assign=True)``."""
+        super().register_parameter(name, param)
+        if self._parameters.get("weight") is not None:
+            self._note()
 
     def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

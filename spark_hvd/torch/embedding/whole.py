@@ -1,44 +1,48 @@
-"""State of sharded tables as a whole: gathered from the ranks, and cut for any number of them."""
+"""The state of sharded tables as a whole: gathered from the ranks, and divided among any number of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.standing import current
 from spark_hvd.torch.embedding.routes import Cut
+from spark_hvd.world.errors import MismatchError
 
 _CHUNK = 64 << 20
-"""Bytes that are gathered at once; bounds the copies that are in memory."""
+"""Bytes gathered at once; this bounds the copies in memory."""
 
 _cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_cut(weight: torch.Tensor, cut: Cut, name: str) -> None:
-    """Remember how a table was cut."""
+    """Remember how a table is divided."""
     _cuts[weight] = cut, name
 
 
 def whole_state_dict(
     of: torch.nn.Module | torch.optim.Optimizer, root_rank: int | None = None
 ) -> dict[str, Any] | None:
-    """The ``state_dict()`` of a model or an optimizer with whole tables in place of this rank's rows; collective.
+    """Return the ``state_dict()`` of a model or optimizer, with whole tables instead of this rank's rows; collective.
 
-    Model: ``load_state_dict`` takes it on any number of ranks, each its rows; so does an nn.Embedding of as many rows.
-    Optimizer: :func:`load_whole_state_dict` does.
+    For a model, ``load_state_dict`` loads it on any number of ranks, and each takes its rows; so does an nn.Embedding
+    with as many rows. For an optimizer, use :func:`load_whole_state_dict`.
 
     Args:
         of: The model or the optimizer.
-        root_rank: The rank that gets it, as others may lack the memory. None: all ranks get it.
+        root_rank: The only rank that gets it, as others may lack the memory. None: all ranks get it.
 
     Returns:
-        Tensors of tables are new ones on the CPU, others those of ``state_dict()``. None on ranks that are not to get
-        it.
+        Tensors of tables are new ones on the CPU; the others are those of ``state_dict()``. None on ranks that do not
+        get it.
 
     Raises:
         NotInitializedError: Outside a world.
+        MismatchError: Optimizers of ranks have state of other tables.
         CollectiveError: A peer or the network failed.
     """
     state: dict[str, Any] = of.state_dict()
@@ -48,18 +52,17 @@ def whole_state_dict(
                 state[name] = _gather(param.detach(), _cuts[param][0], root_rank)
     else:
         state = {**state, "state": dict(state["state"])}
-        for number, held in _numbered(of, state):
-            if held in _cuts and number in state["state"]:
-                cut = _cuts[held][0]
-                state["state"][number] = {
-                    key: _gather(value, cut, root_rank) if _of_rows(value, cut.here) else value
-                    for key, value in state["state"][number].items()
-                }
+        cuts = {number: _cuts[held][0] for number, held in _numbered(of, state) if held in _cuts}
+        for number, keys in _gathered(state["state"], cuts).items():
+            state["state"][number] = {
+                key: _gather(value, cuts[number], root_rank) if key in keys else value
+                for key, value in state["state"][number].items()
+            }
     return state if root_rank in (None, current().communicator.rank) else None
 
 
 def load_whole_state_dict(into: torch.nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`whole_state_dict` gave, with any number of ranks: each takes its rows; not collective.
+    """Load the result of :func:`whole_state_dict` on any number of ranks: each takes its rows; not collective.
 
     Args:
         into: The model or the optimizer.
@@ -84,13 +87,39 @@ def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[t
     return list(zip(numbers, params, strict=True))
 
 
+def _gathered(states: Mapping[int, Mapping[str, Any]], cuts: Mapping[int, Cut]) -> dict[int, set[str]]:
+    """The state of tables that is to be gathered, by the numbers of their weights; collective.
+
+    A tensor may have as many entries as this rank has rows by chance: it is of rows if it is so on all ranks.
+
+    Raises:
+        MismatchError: Ranks have state of other tables.
+    """
+    if not cuts:
+        return {}
+    mine = {
+        number: {key for key, value in states[number].items() if _of_rows(value, cut.here)}
+        for number, cut in cuts.items()
+        if number in states
+    }
+    for rank, theirs in enumerate(allgather_object(mine)):
+        if theirs.keys() != mine.keys():
+            raise MismatchError(
+                f"whole_state_dict: the optimizer of rank {rank} has state of the parameters {sorted(theirs)} that are "
+                f"tables, and this rank's of {sorted(mine)}: every rank steps all of them, or none"
+            )
+        for number, keys in theirs.items():
+            mine[number] = mine[number] & keys
+    return mine
+
+
 def _of_rows(value: Any, rows: int) -> bool:
-    """Whether this has an entry for each row of a table."""
+    """Return whether this has an entry for each row of a table."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _gather(part: torch.Tensor, cut: Cut, root_rank: int | None) -> torch.Tensor:
-    """The whole that has these parts; empty on ranks that are not to get it."""
+    """Gather the whole tensor from its parts; empty on ranks that do not get it."""
     communicator = current().communicator
     kept = root_rank in (None, communicator.rank)
     whole = torch.empty(cut.rows if kept else 0, *part.shape[1:], dtype=part.dtype, device="cpu")

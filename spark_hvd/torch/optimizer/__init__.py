@@ -1,4 +1,4 @@
-"""DistributedOptimizer: gradients in buckets, reduced while the backward pass goes on.
+"""DistributedOptimizer: gradients in buckets, reduced during the backward pass.
 
 May import the context, elastic and what is below them; of spark_hvd.torch nothing else. Door: distributed.
 """

@@ -1,4 +1,4 @@
-"""The Adasum optimizer: each rank makes a step of its own, and the ranks' changes of the weights are combined."""
+"""The Adasum optimizer: each rank makes its own step, and the ranks' weight changes are combined."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from spark_hvd.world import launcher as elastic_launcher
 
 
 class AdasumOptimizer(TakenOver):
-    """What DistributedOptimizer(op=Adasum) adds to the methods of the optimizer it is given."""
+    """Methods that DistributedOptimizer(op=Adasum) adds to the optimizer it is given."""
 
     _deltas: _Deltas
 
     def synchronize(self) -> None:
-        """Does nothing: gradients stay this rank's own, and may be read or changed (clipped) at any time."""
+        """Do nothing: gradients stay this rank's own, and may be read or changed (clipped) at any time."""
 
     def skip_synchronize(self) -> NoReturn:
-        """There is no such thing.
+        """Refuse: Adasum does not reduce gradients.
 
         Raises:
             AssertionError: Always.
         """
         raise AssertionError(
-            "skip_synchronize() has no meaning with op=Adasum: gradients are not reduced, changes of the weights are. "
+            "skip_synchronize() has no meaning with op=Adasum, which reduces changes of the weights and not gradients. "
             "Clip gradients right before step()."
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Does nothing: gradients add up until step() takes them."""
+        """Do nothing: gradients accumulate until step() uses them."""
 
 
 class _Deltas:
-    """The changes of the weights that one step makes."""
+    """The weight changes of one step."""
 
     def __init__(self, process_set: ProcessSet | None, compression: Any) -> None:
         self._process_set = process_set
         self._compression = compression
-        # Ranks make their optimizers in the same order, so the numbers agree.
+        # Ranks create their optimizers in the same order, so the numbers agree.
         self._name = f"DistributedOptimizer.adasum.{ordinal('adasum')}"
         self._before: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @torch.no_grad()
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step is about to be made."""
-        # An elastic rank goes from world to world, so it is asked at each step who is there.
+        """Keep the weights before a step."""
+        # An elastic rank moves between worlds, so each step checks who is there.
         if self._process_set is not None and _has_others(self._process_set):
             self._before = [
                 (param, param.clone())
@@ -66,7 +66,7 @@ class _Deltas:
 
     @torch.no_grad()
     def end(self) -> None:
-        """A step has been made: combine what it changed with the other ranks' changes."""
+        """Combine the weight changes of a step with those of the other ranks."""
         before, self._before = self._before, []
         if self._process_set is None or not before:
             return
@@ -87,7 +87,7 @@ def _has_others(process_set: ProcessSet) -> bool:
 def take_over_with_adasum(
     optimizer: torch.optim.Optimizer, names: Sequence[str], process_set: ProcessSet, compression: Any
 ) -> AdasumOptimizer:
-    """Make `optimizer` combine the ranks' steps; on a rank that is not in the process set they stay its own.
+    """Make `optimizer` combine the ranks' steps; on ranks outside the process set, steps stay local.
 
     Raises:
         PlanMismatchError: Parameters or compression differ between ranks; raised on all of them.
@@ -100,9 +100,9 @@ def take_over_with_adasum(
             {"op": "ADASUM", "compression": getattr(compression, "__name__", type(compression).__name__)},
             lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
         )
-    others = process_set if elastic or _has_others(process_set) else None
+    combining = process_set if elastic or _has_others(process_set) else None
     optimizer = take_over(optimizer, AdasumOptimizer)
-    deltas = optimizer._deltas = _Deltas(others, compression)
+    deltas = optimizer._deltas = _Deltas(combining, compression)
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())
     return optimizer

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer is given, and what is wrong with it: arguments, and the weights that ranks start from."""
+"""Checks DistributedOptimizer's arguments, and the weights that ranks start from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PRIME = 1_048_573
 
 
 def check_passes(passes: int) -> None:
-    """Raise a ValueError unless this is a number of backward passes."""
+    """Raise a ValueError unless this is a valid number of backward passes."""
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step={passes}: must be 1 or more")
 
@@ -32,7 +32,7 @@ def check_passes(passes: int) -> None:
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[str]:
-    """A name for each parameter of the optimizer, in its order; ValueError if `named_parameters` does not give them."""
+    """Return the parameters' names in the optimizer's order; ValueError if `named_parameters` does not provide them."""
     if named_parameters is None:
         return [
             f"group{number}.param{i}"
@@ -62,14 +62,14 @@ def names_of(
 
 
 def spec_of(name: str, param: torch.Tensor) -> ParamSpec:
-    """What ranks compare of a parameter."""
+    """Return what ranks compare about a parameter."""
     return ParamSpec(
         name, tuple(param.shape), tuple(param.stride()), param.dtype, str(param.device), param.requires_grad
     )
 
 
 def placement(params: Sequence[torch.Tensor]) -> str:
-    """Which of them share a device: buckets of ranks that divide them otherwise would not fit together."""
+    """Describe which parameters share a device: ranks that divide them differently would have unequal buckets."""
     number_of: dict[torch.device, int] = {}
     numbers = [number_of.setdefault(param.device, len(number_of)) for param in params]
     if len(number_of) < 2:
@@ -79,12 +79,14 @@ def placement(params: Sequence[torch.Tensor]) -> str:
 
 
 def group_indices(
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, params: Sequence[torch.nn.Parameter]
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
+    params: Sequence[torch.nn.Parameter],
+    name: str = "groups",
 ) -> list[list[int]]:
-    """The indices of the parameters of each group; ValueError if `groups` is not understood."""
+    """Return the indices of each group's parameters; raise a ValueError, with the argument's name, if it is invalid."""
     if groups is None or isinstance(groups, int):
         if groups is not None and groups < 0:
-            raise ValueError(f"groups={groups}: must be 0 or more, or lists of parameters")
+            raise ValueError(f"{name}={groups}: must be 0 or more, or lists of parameters")
         return split_evenly(range(len(params)), groups or 0)
     index_of = {id(param): index for index, param in enumerate(params)}
     result: list[list[int]] = []
@@ -92,27 +94,27 @@ def group_indices(
     for number, group in enumerate(groups):
         if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
             raise ValueError(
-                f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}"
+                f"{name} must be a number or lists of parameters; entry {number} is {type(group).__name__}"
             )
         members = [index_of.get(id(param), -1) for param in group]
         if -1 in members:
             raise ValueError(
-                f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer"
+                f"{name}[{number}] has a tensor at place {members.index(-1)} that is not a parameter of the optimizer"
             )
         if len(set(members)) < len(members) or placed & set(members):
-            raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
+            raise ValueError(f"{name}[{number}] has a parameter that is already in a group: each may be in one only")
         placed.update(members)
         result.append(members)
     return result
 
 
 def mark_chosen(params: Sequence[torch.nn.Parameter], local: Iterable[torch.nn.Parameter]) -> None:
-    """Make some of the optimizer's parameters the rank's own; ValueError if one of them is none of `params`."""
+    """Make some of the optimizer's parameters rank-local; raise a ValueError if one is not in `params`."""
     own = set(map(id, params))
     for number, param in enumerate(chosen := list(local)):
         if id(param) not in own:
             raise ValueError(
-                f"local_parameters[{number}] is {type(param).__name__}, and no parameter of the optimizer: give "
+                f"local_parameters[{number}] is {type(param).__name__}, not a parameter of the optimizer: give "
                 "parameters that the optimizer was made for, such as model.embedding.weight"
             )
     for param in chosen:
@@ -121,7 +123,7 @@ def mark_chosen(params: Sequence[torch.nn.Parameter], local: Iterable[torch.nn.P
 
 
 def exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Parameter]) -> torch.device:
-    """A device on which small facts can travel over `group`."""
+    """Return a device on which small facts can be sent over `group`."""
     on_cpu = "cpu" in str(dist.get_backend_config(group))
     return torch.device("cpu") if on_cpu else params[0].device
 
@@ -129,7 +131,7 @@ def exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Paramete
 def chosen_groups(
     groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, num_groups: int
 ) -> int | Sequence[Sequence[torch.nn.Parameter]] | None:
-    """`groups`, or what Horovod once called `num_groups`."""
+    """Return `groups`, or the value of Horovod's former `num_groups`."""
     if num_groups:
         warnings.warn("num_groups= is deprecated; pass groups= instead.", DeprecationWarning, stacklevel=3)
         return groups if groups is not None else num_groups
@@ -137,7 +139,7 @@ def chosen_groups(
 
 
 def fingerprints(params: Sequence[torch.Tensor]) -> list[int]:
-    """A number for the bits of each tensor; where two tensors differ, so do their numbers, nearly always."""
+    """Return a number for the bits of each tensor; different tensors nearly always have different numbers."""
     if not params:
         return []
     with torch.no_grad():
@@ -147,34 +149,34 @@ def fingerprints(params: Sequence[torch.Tensor]) -> list[int]:
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.detach().contiguous().view(_INTEGERS[real.element_size()])
-    return bits.sum(dtype=torch.int64) % _PRIME  # by a prime, so that the high bits count, too
+    return bits.sum(dtype=torch.int64) % _PRIME  # modulo a prime, so that the high bits count, too
 
 
-def warn_of_start(
+def warn_about_start(
     params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], weights: Sequence[list[int]]
 ) -> None:
-    """Warn where ranks start from different weights, or where DistributedDataParallel reduces the same gradients."""
+    """Warn if ranks start from different weights, or if DistributedDataParallel reduces the same gradients."""
     different = [spec.name for spec, *numbers in zip(specs, *weights, strict=True) if len(set(numbers)) > 1]
     if different:
         warnings.warn(
             f"ranks start from different weights: {len(different)} of {len(specs)} parameters differ, such as "
-            f"{different[0]!r}. Equal gradients keep them apart for good. Before the first step, and where one rank "
+            f"{different[0]!r}. Equal gradients never bring them together. Before the first step, and when one rank "
             "loads a checkpoint, call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
             stacklevel=_level_of_caller(),
         )
     mine = set(map(id, params))
-    # Of the type, because isinstance() makes proxies load what they stand for; and the class is an abstract one, whose
-    # issubclass() takes three times as long: there are 300,000 objects once torch is loaded.
+    # By type: isinstance() makes proxies load their objects, and issubclass() of this abstract class takes three times
+    # as long. There are 300,000 objects once torch is loaded.
     wrapped = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     if any(id(param) in mine for each in wrapped for param in each.parameters()):
         warnings.warn(
-            "gradients are reduced twice, by DistributedDataParallel and by DistributedOptimizer: leave one out",
+            "gradients are reduced twice, by DistributedDataParallel and by DistributedOptimizer: use only one",
             stacklevel=_level_of_caller(),
         )
 
 
 def _level_of_caller() -> int:
-    """The ``stacklevel`` by which a warning of the calling function names the line of the user's program."""
+    """Return the ``stacklevel`` with which a warning of the calling function names a line of the user's program."""
     folders = (os.path.dirname(file) + os.sep for file in (spark_hvd.__file__, torch.__file__))
     below = (*folders, contextlib.__file__)
     level, frame = 1, sys._getframe(1)

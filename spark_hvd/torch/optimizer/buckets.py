@@ -1,7 +1,7 @@
-"""Which parameters share a bucket: the pure planning behind DistributedOptimizer, and the check that ranks agree on it.
+"""Plans which parameters share a bucket, for DistributedOptimizer, and checks that ranks agree on it.
 
 Nothing here touches a tensor or a network, so every rule can be tested on plain data. A bucket is a run of parameters
-of one dtype and one device whose gradients live in one flat buffer and travel in one all-reduce.
+of one dtype and one device whose gradients lie in one flat buffer and are reduced by one all-reduce.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-ALIGNMENT = 64  # bytes; each gradient starts on a cache line, which vectorised and CUDA foreach kernels want
+ALIGNMENT = 64  # bytes; each gradient starts on a cache line, which helps vectorised and CUDA foreach kernels
 MEGABYTE = 1 << 20
-SMALL = 16  # a gradient below this part of the cap never opens a bucket
+SMALL = 16  # a gradient smaller than 1/SMALL of the cap never opens a bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class ParamSpec:
     """What ranks must agree on about one parameter.
 
     Attributes:
-        name: the user's name for it, or one made from its place in the optimizer.
+        name: the user's name for it, or one generated from its position in the optimizer.
         shape: its sizes.
-        stride: its strides, in elements; the flat buffer is summed in memory order, so they count.
+        stride: its strides, in elements; they matter because the flat buffer is summed in memory order.
         dtype: its torch dtype.
         device: "cpu", "cuda:1" ...; ranks compare only the part before the colon.
-        requires_grad: whether it is trained; others take no place in a bucket.
+        requires_grad: whether it is trained; other parameters take no place in a bucket.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ParamSpec:
     requires_grad: bool = True
 
     def with_fields(self, fields: Mapping[str, Any], device: str) -> ParamSpec:
-        """The same with other :meth:`fields`, on a device of their type."""
+        """Return a copy with other :meth:`fields`, on a device of their type."""
         shape, stride = tuple(fields["shape"]), tuple(fields["stride"])
         dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
         return replace(self, shape=shape, stride=stride, dtype=dtype, device=device)
@@ -60,7 +60,7 @@ class ParamSpec:
         return self.numel * self.dtype.itemsize
 
     def fields(self) -> dict[str, Any]:
-        """The compared fields, in words that JSON can carry."""
+        """Return the compared fields, as values that JSON can carry."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -75,8 +75,8 @@ class ParamSpec:
 class BucketPlan:
     """One bucket.
 
-    ``members`` are indices in the order in which gradients become ready; ``offsets`` and ``numel``, padding included,
-    are elements.
+    ``members`` are indices in the order in which gradients become ready; ``offsets`` and ``numel`` (which includes
+    padding) count elements.
     """
 
     members: tuple[int, ...]
@@ -94,16 +94,15 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Pack parameters into buckets, listed in the order in which they complete.
 
-    Packing runs from the last gradient to the first: the bucket that completes last has no backward left to hide
-    behind, so it alone is held to `tail_bytes`, and all others to `cap_bytes`. A parameter larger than its cap fills a
-    bucket by itself, but a small one joins its neighbour even beyond the cap: a layer's bias becomes ready with its
-    weight, and in the bucket before it would hold that one up. Each group of `groups` is a bucket whatever its size
-    (one for each dtype and device in it).
+    Packing runs from the last gradient to the first. The bucket that completes last cannot overlap with backward, so
+    `tail_bytes` limits it alone, and `cap_bytes` all others. A parameter larger than its cap fills a bucket by itself,
+    but a small one joins its neighbour even beyond the cap: a layer's bias becomes ready with its weight, and would
+    delay the bucket before. Each group of `groups` is one bucket, whatever its size (one per dtype and device).
 
     Args:
         specs: all parameters.
         order: indices of those to place, in the order in which their gradients become ready.
-        groups: indices of parameters to keep together; those not in `order` are left out.
+        groups: indices of parameters to keep together; those not in `order` are ignored.
         cap_bytes: upper bound for a bucket.
         tail_bytes: upper bound for the bucket that completes last.
     """
@@ -151,14 +150,14 @@ def _lay_out(members: Sequence[int], specs: Sequence[ParamSpec]) -> BucketPlan:
 
 
 def split_evenly(indices: Sequence[int], parts: int) -> list[list[int]]:
-    """Cut `indices` into at most `parts` runs whose lengths differ by one at most (`groups=<int>`)."""
+    """Cut `indices` into at most `parts` runs whose lengths differ by at most one (`groups=<int>`)."""
     parts = min(parts, len(indices))
     bounds = [len(indices) * part // parts for part in range(parts + 1)] if parts else []
     return [list(indices[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def fingerprint(specs: Sequence[ParamSpec], settings: Mapping[str, Any]) -> str:
-    """A digest that is equal on two ranks only if their parameters and settings are."""
+    """Return a digest that is equal on two ranks only if their parameters and settings are equal."""
     text = json.dumps([[spec.fields() for spec in specs], dict(settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -166,7 +165,7 @@ def fingerprint(specs: Sequence[ParamSpec], settings: Mapping[str, Any]) -> str:
 def describe_mismatch(
     params_by_rank: Sequence[Sequence[Mapping[str, Any]]], settings_by_rank: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Say in one sentence where the first rank that differs from rank 0 does so."""
+    """Say in one sentence where the first differing rank differs from rank 0."""
     first = params_by_rank[0]
     for rank, params in enumerate(params_by_rank):
         for index, (ours, theirs) in enumerate(zip(first, params, strict=False)):

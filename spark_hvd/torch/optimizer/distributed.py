@@ -39,34 +39,34 @@ from spark_hvd.world import launcher as elastic_launcher
 
 
 class ReducedOptimizer(TakenOver):
-    """What DistributedOptimizer adds to the methods of the optimizer it is given."""
+    """Methods that DistributedOptimizer adds to the optimizer it is given."""
 
     _reducer: GradientReducer | None
     _recipe: Recipe
     _synchronizes: bool
-    _goes_along: bool
-    """Whether it was made outside the worlds of an elastic rank, and is bound to each."""
+    _spans_worlds: bool
+    """Whether it was made outside the worlds of an elastic rank, and is bound to each of them."""
     _unbound: str | None
-    """Why gradients cannot be reduced now."""
+    """Why gradients cannot be reduced now; None if they can."""
     _synchronized: bool
-    """Whether synchronize() was called since the last step."""
+    """Whether synchronize() was called after the last step."""
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """The names of the parameters, where programs for Horovod look for them."""
+        """Names of the parameters, under the attribute that programs for Horovod use."""
         params = (param for group in self.param_groups for param in group["params"])
         return dict(zip(params, self._recipe.names, strict=True))
 
     def synchronize(self) -> None:
         """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
 
-        Needed only if some parameters get no gradient in some backward passes. Otherwise all gradients are reduced when
-        backward ends, and this returns at once. A later `step` does not reduce again.
+        You need it only if some parameters get no gradient in some backward passes. Otherwise all gradients are reduced
+        when backward ends, and this returns at once. A later `step` does not reduce again.
 
         Raises:
-            CollectiveError: a peer or the network failed.
-            NotInitializedError: this is an elastic rank outside its worlds.
-            RuntimeError: a DistributedOptimizer that was made later trains a parameter of this one.
+            CollectiveError: A peer or the network failed.
+            NotInitializedError: This is an elastic rank outside its worlds.
+            RuntimeError: A DistributedOptimizer that was made later trains a parameter of this one.
         """
         require_bound(self)
         if self._reducer is not None:
@@ -116,8 +116,8 @@ class ReducedOptimizer(TakenOver):
         """See torch.optim.Optimizer.add_param_group. Call it on every rank, between steps.
 
         Raises:
-            PlanMismatchError: ranks add different parameters.
-            MismatchError: a rank has called join().
+            PlanMismatchError: Ranks add different parameters.
+            MismatchError: A rank has called join().
         """
         if self._reducer is not None:
             require_everyone("add_param_group", self._recipe.process_set)
@@ -131,16 +131,16 @@ class ReducedOptimizer(TakenOver):
         if self._reducer is not None:
             named = [(name, param) for name, param in zip(names, added, strict=True) if not is_local(param)]
             self._reducer.extend([param for _, param in named], [spec_of(*each) for each in named])
-        elif self._unbound is None:  # all former ones are local ones
+        elif self._unbound is None:  # only local parameters so far
             self._reducer = self._recipe.open(_params_of(self))
 
     def register_local_var(self, param: torch.nn.Parameter) -> None:
-        """Do not reduce the gradient of a parameter. Collective: every rank calls it before the first backward.
+        """Exclude a parameter's gradient from reduction. Collective: every rank calls this before the first backward.
 
         Raises:
             ValueError: `param` is not a parameter of the optimizer.
-            RuntimeError: gradients have been reduced, or are being reduced.
-            PlanMismatchError: ranks register different parameters.
+            RuntimeError: gradients have been or are being reduced.
+            PlanMismatchError: Ranks register different parameters.
         """
         mark_chosen(_params_of(self), [param])
         if self._reducer is not None:
@@ -178,14 +178,14 @@ def DistributedOptimizer(
 ) -> ReducedOptimizer | AdasumOptimizer:
     """Make `optimizer` reduce gradients over all ranks. Collective: every rank must call it.
 
-    In an elastic job, call it before the function decorated with hvd.elastic.run. It then waits for nobody, and the
-    optimizer is bound to the ranks of each generation. You may also call it inside the function, in each call.
+    In an elastic job, call it before the function decorated with hvd.elastic.run. It then does not wait for other
+    ranks, and each generation binds the optimizer to its ranks. You may also call it inside the function, in each call.
 
     Earlier DistributedOptimizers of the same parameters are replaced: their `step` then raises a RuntimeError.
 
-    The same object is returned. Its class has the same name and also the methods of ReducedOptimizer, so learning rate
-    schedulers and other holders of the optimizer keep working. Gradients are summed into flat buffers, bucket by bucket
-    during backward, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of them.
+    It returns the same object. The object's class keeps its name and gains the methods of ReducedOptimizer, so learning
+    rate schedulers and other holders of the optimizer keep working. Gradients are summed into flat buffers, bucket by
+    bucket during backward, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of a buffer.
 
     Args:
         optimizer: any torch optimizer over dense or sparse parameters, on CPU or GPU.
@@ -214,14 +214,14 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: `init()` was not called.
-        ValueError: an argument is wrong, as the message says.
+        ValueError: An argument is invalid; the message says why.
         TypeError: `optimizer` is not an optimizer.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """
     check_kind(optimizer)
     check_passes(backward_passes_per_step)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
-        raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average, Sum or Adasum")
+        raise ValueError(f"op={op!r}: DistributedOptimizer supports Average, Sum and Adasum")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
     params = _params_of(optimizer)
@@ -230,12 +230,12 @@ def DistributedOptimizer(
     mark_chosen(params, local_parameters)
     if isinstance(optimizer, torch.optim.LBFGS) and any(is_local(param) for param in params):
         raise ValueError(
-            "LBFGS decides by all gradients at once, and those of local parameters differ between ranks: give these to "
-            "an optimizer of their own"
+            "LBFGS decides by all gradients at once, but the gradients of local parameters differ between ranks: put "
+            "these parameters into an optimizer of their own"
         )
     if process_set is not global_process_set and elastic_launcher.installed() is not None and not in_world():
         raise ValueError(
-            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
+            f"process_set={process_set}: process sets end with the world, but an elastic rank moves from world to "
             "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
         )
     replace_owners(params)
@@ -268,7 +268,7 @@ def _take_over(
     optimizer._recipe = recipe
     optimizer._reducer = reducer
     optimizer._unbound = unbound
-    optimizer._goes_along = unbound is not None
+    optimizer._spans_worlds = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
     recipe.scale_gradients(optimizer)
     enlist(optimizer)
@@ -302,7 +302,7 @@ def _before_step(
             "reduce the gradients once more; they are not reduced again here",
             stacklevel=3,
         )
-    # Optimizer pre-hooks see the optimizer itself as first of args.
+    # Optimizer pre-hooks get the optimizer itself as the first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         reducer.synchronize()
@@ -329,7 +329,7 @@ def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: 
 
 
 def _fill_missing(optimizer: ReducedOptimizer) -> None:
-    """In Horovod's dialect parameters that no rank has used have zeros for gradients: weight decay moves them."""
+    """Give parameters that no rank has used zero gradients, in Horovod's dialect: weight decay changes them."""
     if speaks_horovod():
         for param in _params_of(optimizer):
             if param.requires_grad and param.grad is None:
@@ -337,7 +337,7 @@ def _fill_missing(optimizer: ReducedOptimizer) -> None:
 
 
 def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
-    """Where gradients were reduced as dense ones, but the optimizer takes sparse ones alone."""
+    """Convert gradients that were reduced as dense ones, if the optimizer accepts only sparse ones."""
     if optimizer._recipe.sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
         for param in _params_of(optimizer):
             if param.grad is not None and param.grad.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""One bucket at run time: a flat buffer, the gradients that are views into it, and the all-reduce in flight on it."""
+"""One bucket at run time: a flat buffer, the gradients that are views into it, and its all-reduce in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 
-# Above this mean size, one fused "scale into the buffer" per gradient is faster than a batched copy and a second pass.
+# Above this mean size, one fused copy with scaling per gradient is faster than a batched copy and a second pass.
 FUSED_COPY_NUMEL = 16_384
 
 
@@ -49,8 +49,8 @@ class Reduction:
     by_nccl: bool = False
 
     def scales(self, flat: torch.Tensor) -> tuple[float, float, Any]:
-        """The factors before and after the all-reduce of a buffer, and its operation."""
-        # NCCL's average divides before adding, so float16 does not overflow, but it cannot use NVLink SHARP, which only
+        """Return the factors before and after the all-reduce of a buffer, and its operation."""
+        # NCCL's average divides before adding, so float16 does not overflow. But it cannot use NVLink SHARP, which only
         # sums.
         if not (self.by_nccl and flat.is_cuda):
             return self.prescale, self.postscale, dist.ReduceOp.SUM
@@ -62,9 +62,9 @@ class Reduction:
 class FlatBucket:
     """A flat buffer shared by the gradients of some parameters of one dtype and device.
 
-    The buffer ends with a flag for each parameter, 1 if this rank has a gradient, and the notes of
-    :mod:`spark_hvd.torch.optimizer.participation`. The flags are summed with the gradients, so a rank that lacks a
-    gradient learns without a separate message whether any other rank has it.
+    After the gradients, the buffer has a flag for each parameter, 1 if this rank has a gradient, and the notes of
+    :mod:`spark_hvd.torch.optimizer.participation`. The flags are summed with the gradients. So a rank that lacks a
+    gradient learns, without a separate message, whether any other rank has it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FlatBucket:
         flat: torch.Tensor,
         memory: BucketMemory,
     ) -> None:
-        """Use `flat`, zeros, as the buffer: the elements of all gradients, a flag for each gradient, and the notes."""
+        """Use `flat`, zeros, as the buffer: the elements of all gradients, a flag per gradient, and the notes."""
         self.members = plan.members
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
@@ -91,13 +91,13 @@ class FlatBucket:
         self._tail = self._flat[plan.numel :]
         self._flags, notes = self._tail[: len(plan.members)], self._tail[len(plan.members) :]
         self.notes = torch.view_as_real(notes)[:, 0] if notes.is_complex() else notes
-        """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
+        """This rank's notes; after :meth:`receive`, the sum of all ranks' notes."""
         self._prescale, self._postscale, self._op = reduction.scales(flat)
-        # The tail is summed, whatever the gradients are.
+        # The tail is always summed, whatever happens to the gradients.
         self._one = float(reduction.size) if self._op == dist.ReduceOp.AVG else 1.0
         self._usual_tail = torch.full_like(self._tail, self._one)
         self._usual_tail[len(plan.members) + 1 :] = 0
-        # Users get only aliases of these, because they could give the tensors themselves other memory or strides.
+        # Users get only aliases, because they could give these tensors other memory or strides.
         self._views = [
             torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
             for index, offset in zip(plan.members, plan.offsets, strict=True)
@@ -107,35 +107,35 @@ class FlatBucket:
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
         self.misfits: list[int] = []
-        """Indices of the parameters that have changed, so that their gradients do not fit into their places."""
+        """Indices of parameters that have changed, so that their gradients no longer fit into their places."""
         self._work: dist.Work | MemorySum | None = None
         self._wire = self._payload
         self._context: Any = None
 
     @property
     def in_flight(self) -> bool:
-        """Whether its all-reduce was started and not yet waited for."""
+        """Whether its all-reduce is in flight."""
         return self._work is not None
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a parameter's gradient lies in its place."""
+        """Whether any parameter's gradient lies in its place."""
         return any(lies_in(param.grad, view) for param, view in zip(self.params, self._views, strict=True))
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The addresses at which the buffer starts and ends."""
+        """Addresses at which the buffer starts and ends."""
         start = self._flat.data_ptr()
         return start, start + self.nbytes
 
     @property
     def tells_of_misfits(self) -> bool:
-        """Whether a rank has found, at the latest when it filled the buffer, that parameters need other places."""
+        """Whether a rank found, no later than when it filled the buffer, that parameters need other places."""
         return bool(self.notes[1] > 0.5)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the host must wait for a device to read the buffer."""
+        """Whether the host must wait for a device before it reads the buffer."""
         return self._flat.is_cuda
 
     @property
@@ -145,7 +145,7 @@ class FlatBucket:
 
     @property
     def backend(self) -> str:
-        """The transport if it is not reduced in shared memory."""
+        """Name of the transport, if the buffer is not reduced in shared memory."""
         return mpi_backend.carrier(self._flat.is_cuda)
 
     @property
@@ -154,22 +154,22 @@ class FlatBucket:
         return self._flat.numel() * self._flat.element_size()
 
     def when_reduced(self, callback: Callable[[], None]) -> None:
-        """Call back when the all-reduce in flight has ended; not supported in shared memory, where nothing happens."""
+        """Call back when the all-reduce in flight has ended; shared memory does not support this."""
         if isinstance(self._work, dist.Work):
             self._work.get_future().add_done_callback(lambda _: callback())
 
     def share(self, memory: MemorySum) -> None:
-        """Reduce in memory from now on."""
+        """Reduce in shared memory from now on."""
         self._memory = memory
 
     def rearm(self) -> None:
-        """Forget the finished step."""
+        """Reset after a finished step."""
         self.pending = len(self.params)
 
     def fill(self, presence: Presence = Presence.HERE) -> None:
         """Copy every gradient into the buffer, scaled and compressed, and make `param.grad` a view of it.
 
-        The gradients of a rank that has joined are zeros.
+        If the rank has joined, its gradients are zeros.
         """
         self.misfits = []
         if presence >= Presence.JOINED:
@@ -207,7 +207,7 @@ class FlatBucket:
                 if lies_in(grad, view):
                     in_place += 1
                     continue
-                grad = grad.clone()  # something is about to be written there
+                grad = grad.clone()  # its memory is about to be overwritten
                 self._all.rescue(self)
             try:
                 param.grad = given = view.data
@@ -246,11 +246,11 @@ class FlatBucket:
                 self._handed.hand(place)
 
     def was_used(self, index: int) -> bool:
-        """Whether any rank had a gradient of a parameter in the last reduction."""
+        """Return whether any rank had a gradient of a parameter in the last reduction."""
         return bool(self._flags[self.members.index(index)].abs() > 0.5)
 
     def held_beside(self, index: int) -> list[bool]:
-        """For each gradient in its place, except that of parameter `index`: whether it has a nonzero element."""
+        """Return, for each gradient in its place except parameter `index`'s, whether it has a nonzero element."""
         return [
             bool(view.any())
             for member, param, view in zip(self.members, self.params, self._views, strict=True)
@@ -287,14 +287,14 @@ class FlatBucket:
             self._group = group
 
     def poll(self) -> bool:
-        """Do this rank's part of the reduction if that needs no waiting; otherwise return False."""
+        """Do this rank's part of the reduction if it need not wait; otherwise return False."""
         return self._work is not self._memory or self._memory is None or self._memory.poll()
 
     def advance(self) -> None:
         """Do this rank's part of the reduction, so that no other rank waits for it.
 
         Raises:
-            RuntimeError: as the backend raises it when a peer or the network failed.
+            RuntimeError: A peer or the network failed; the backend raises this.
         """
         if self._memory is not None and self._work is self._memory:
             self._memory.advance()
@@ -303,7 +303,7 @@ class FlatBucket:
         """Wait for the all-reduce (on CUDA: let the current stream wait).
 
         Raises:
-            RuntimeError: as the backend raises it when a peer or the network failed.
+            RuntimeError: A peer or the network failed; the backend raises this.
         """
         assert self._work is not None
         work, self._work = self._work, None
@@ -314,7 +314,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Bring the sum into the buffer, decompressed."""
+        """Put the decompressed sum into the buffer."""
         result = self.reduction.compressor.decompress(self._wire, self._context)
         if result is not self._payload:
             self._payload.copy_(result.view_as(self._payload))
@@ -322,11 +322,11 @@ class FlatBucket:
 
     @torch.no_grad()
     def complete(self, correction: float | torch.Tensor) -> None:
-        """Make what was received the gradients, those included that this rank lacked but others had.
+        """Turn the received sums into gradients, including those that only other ranks had.
 
-        ``correction`` is a further factor, beside the one for the reduction.
+        ``correction`` is a further factor, besides the one for the reduction.
         """
-        if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
+        if isinstance(correction, torch.Tensor):  # from the first bucket, which may be on another GPU
             self._body.mul_(self._postscale * correction.to(self._flat.device, non_blocking=True))
         elif (scale := self._postscale * correction) != 1.0:
             self._body.mul_(scale)
@@ -335,7 +335,7 @@ class FlatBucket:
             for place in self._missing:
                 if used[place]:
                     self._handed.hand(place)
-        if self._held_by_others:  # by tensors that nobody can find, which may write here: gradients go elsewhere
+        if self._held_by_others:  # unknown tensors may write here, so gradients go elsewhere
             self._handed.move_out()
 
     def abandon(self) -> None:
@@ -344,7 +344,7 @@ class FlatBucket:
         self.rearm()
 
     def release(self) -> None:
-        """Be of no use any more. Gradients that lie here may be half reduced: they are dropped."""
+        """Retire the bucket. Gradients that lie here may be half reduced, so they are dropped."""
         self.abandon()
         self.drop()
 
@@ -365,9 +365,9 @@ def make_buckets(
     exchange: Callable[[Any], list[Any]],
     memory: BucketMemory,
 ) -> list[FlatBucket]:
-    """Make the buckets of some plans; collective.
+    """Make the buckets for some plans; collective.
 
-    The plans are the same on every rank; with ``pipes``, buckets are reduced in memory.
+    The plans are the same on every rank. With ``pipes``, buckets are reduced in shared memory.
     """
     leads = [specs[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)

@@ -1,4 +1,4 @@
-"""The hooks that count gradients: what autograd runs after each of them, on the gradient reducer's behalf."""
+"""The hooks that autograd runs after each gradient, which count gradients for the reducer."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from spark_hvd.transport.torch_private import is_hooked
 
 
 class Backward(Protocol):
-    """What the hooks tell the reducer of a backward pass."""
+    """What the hooks report to the reducer during a backward pass."""
 
     def begin_backward(self, index: int) -> None:
-        """The first gradient of a pass is there: this parameter's."""
+        """Record the first gradient of a pass, which is this parameter's."""
 
     def advance(self) -> None:
-        """A bucket is complete."""
+        """Launch complete buckets, of which there is one more."""
 
     def overrun(self, index: int) -> None:
-        """A parameter has one gradient more than its step was to have."""
+        """Handle a parameter that got one gradient more than its step should have."""
 
 
 def overrun(name: str, passes: int) -> NoReturn:
-    """A parameter has a gradient once more than expected.
+    """Raise because a parameter got one gradient more than expected.
 
     Raises:
         AssertionError: Always.
     """
     raise AssertionError(
-        f"parameter {name!r} got a gradient more than backward_passes_per_step={passes} times before step(), or after "
+        f"parameter {name!r} got more than backward_passes_per_step={passes} gradients before step(), or after "
         f"synchronize(). To accumulate gradients over n calls of backward(), pass backward_passes_per_step=n; to drop "
         f"them, call optimizer.zero_grad()"
     )
 
 
 class Unplanned:
-    """Stands where a parameter has no bucket; its count never comes to zero."""
+    """Stands in where a parameter has no bucket; its count never reaches zero."""
 
     pending = -1
 
 
 class GradientCounts:
-    """What the hooks write. It knows no reducer: hooks live as long as the model, a reducer as its optimizer."""
+    """The counts that hooks write. They do not refer to the reducer: hooks live as long as the model."""
 
     __slots__ = ("idle", "left", "order", "units")
 
@@ -61,7 +61,7 @@ class GradientCounts:
 def make_hook(
     index: int, progress: GradientCounts, reducer_ref: weakref.ref[Backward]
 ) -> Callable[[torch.Tensor], None]:
-    """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
+    """Return the hook that runs after each gradient; for small models it is most of the cost of a step."""
     left, order, units = progress.left, progress.order, progress.units
 
     def hook(_: torch.Tensor) -> None:
@@ -80,14 +80,13 @@ def make_hook(
     return hook
 
 
-def one_after_another(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
-    """A hook that waits while another with the same lock runs, in whichever thread.
+def serialized(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
+    """Wrap a hook so that it waits while another with the same lock runs, in any thread.
 
-    Autograd has a thread for each GPU, and runs in the caller's thread what is on the CPU. So the hooks of parameters
-    on several devices come from several threads at once. All that they change, down to which bucket is launched next,
-    is changed under one lock: buckets are launched one after the other, in plan order, by whichever thread. A launch
-    waits for no other rank, so the lock is held for moments. Parameters on one device have one thread, and need no
-    lock.
+    Autograd has one thread per GPU, and runs CPU work in the caller's thread. So if parameters are on several devices,
+    their hooks run in several threads at once. One lock guards everything that they change, including which bucket is
+    launched next: buckets are launched one after another, in plan order, by any thread. A launch does not wait for
+    other ranks, so the lock is only held for moments. Parameters on one device share a thread and need no lock.
     """
 
     def locked(gradient: torch.Tensor) -> None:
@@ -104,7 +103,7 @@ def _alive(reducer_ref: weakref.ref[Backward]) -> Backward:
 
 
 def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-    """Take hooks away from their parameters, and empty the list."""
+    """Remove hooks from their parameters, and empty the list."""
     while handles:
         handles.pop().remove()
 
@@ -120,7 +119,7 @@ class Watch:
         """Indices of the parameters, in the order in which they were hooked."""
         self._params, self._progress, self._reducer_ref = params, progress, reducer_ref
         self._lock: threading.RLock | None = None
-        """Where the parameters are on several devices."""
+        """Used if the parameters are on several devices."""
 
     def add(self, indices: Iterable[int]) -> None:
         """Hook parameters, each once."""
@@ -135,17 +134,17 @@ class Watch:
         self.watched[index] = None
         hook = make_hook(index, self._progress, self._reducer_ref)
         if self._lock is not None:
-            hook = one_after_another(hook, self._lock)
+            hook = serialized(hook, self._lock)
         self.handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         remove_all(self.handles)
         self.watched.clear()
 
     @property
     def is_lost(self) -> bool:
-        """Whether parameters have become other tensors, without hooks; all of them do or none."""
+        """Whether parameters have become other tensors without hooks; either all have or none."""
         return any(not is_hooked(self._params[index]) for index in islice(self.watched, 1))
 
     def renew(self) -> None:
@@ -155,9 +154,9 @@ class Watch:
         self.add(watched)
 
     def require_hooks(self) -> None:
-        """Raise a RuntimeError if hooks are lost, so that backward could not tell of its gradients."""
+        """Raise a RuntimeError if hooks are lost, so that backward could not report its gradients."""
         if self.is_lost:
             raise RuntimeError(
-                "backward() has not told of its gradients, as the parameters have become other tensors "
+                "backward() has not reported its gradients, because the parameters have become other tensors "
                 "(torch.utils.swap_tensors does that). Call optimizer.zero_grad() after it, before backward()"
             )

@@ -19,7 +19,7 @@ from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.world.errors import MismatchError, NotInitializedError
 
 NOT_YET = (
-    "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there is nobody to "
+    "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there are no ranks to "
     "reduce gradients with: train inside the function that is decorated with hvd.elastic.run."
 )
 _OVER = (
@@ -32,17 +32,17 @@ _REPLACED = (
     "gradients that the later one has reduced: later.synchronize(), then step() under this one's skip_synchronize()."
 )
 _COPIED = (
-    "this optimizer is a copy of a distributed one, and no rank knows of it: it would make steps of this rank alone. "
-    "Step with the original, copy its state_dict() instead, or make the copy distributed as the original was: "
+    "this optimizer is a copy of a distributed one, but other ranks do not know of it: it would make steps of this "
+    "rank alone. Step with the original, copy its state_dict() instead, or make the copy distributed as well: "
     "hvd.DistributedOptimizer(copy)."
 )
 
 
 class _Swapped(torch.optim.Optimizer):
-    """An optimizer whose class was swapped. What is copied or loaded from a pickle of it becomes a :class:`_Copy`."""
+    """An optimizer whose class was swapped. Copies and unpickled ones become a :class:`_Copy`."""
 
     _base: type[torch.optim.Optimizer]
-    """The class that the program gave it."""
+    """The class of the program's own optimizer."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """See object.__reduce_ex__."""
@@ -50,13 +50,13 @@ class _Swapped(torch.optim.Optimizer):
 
 
 class TakenOver(_Swapped):
-    """A base of the classes that distributed optimizers get."""
+    """Base of the classes that distributed optimizers get."""
 
     made_by = "DistributedOptimizer"
 
 
 class _Copy(_Swapped):
-    """A base of the classes that copies of them have, until they are made distributed in their turn."""
+    """Base of the classes that copies get, until they are made distributed themselves."""
 
     _refusal: RemovableHandle
 
@@ -65,10 +65,10 @@ Taken = TypeVar("Taken", bound=TakenOver)
 
 
 def take_over(optimizer: torch.optim.Optimizer, added: type[Taken]) -> Taken:
-    """Give an optimizer another class: its own, with the methods of `added` besides.
+    """Give an optimizer another class: its own, with the methods of `added`.
 
-    A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid. A scheduler
-    has bound the old class's step to the instance, so that what is to be done around it needs hooks.
+    This swaps the class instead of wrapping or copying the object: state, schedulers and earlier references stay valid.
+    A scheduler has bound the old class's step to the instance, so actions around a step need hooks.
     """
     base = type(optimizer)
     if isinstance(optimizer, _Copy):
@@ -97,39 +97,40 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def check_kind(optimizer: object) -> None:
-    """Raise a TypeError if this is no optimizer: its class, its name, the model; a ValueError if it is distributed."""
+    """Raise a TypeError for anything but an optimizer (a class, a name, a model); a ValueError if it is distributed."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"optimizer={optimizer!r}: expected a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)"
         )
     if isinstance(optimizer, TakenOver):
-        raise ValueError(f"the optimizer is already one of hvd.{optimizer.made_by}: give a plain one, and wrap it once")
+        raise ValueError(f"the optimizer is already an hvd.{optimizer.made_by}: pass a plain one, and wrap it once")
 
 
 class Live(Protocol):
-    """What is needed of a DistributedOptimizer here."""
+    """What this module needs of a DistributedOptimizer."""
 
     param_groups: list[dict[str, Any]]
     _recipe: Recipe
     _reducer: GradientReducer | None
-    _goes_along: bool
+    _spans_worlds: bool
     _unbound: str | None
 
 
 _made: list[weakref.ref[Live]] = []
-"""In the order in which they were made, without those that were replaced."""
+"""Optimizers in the order in which they were made, without those that were replaced."""
 
 
 def enlist(optimizer: Live) -> None:
-    """Count an optimizer among those of this process."""
+    """Register an optimizer of this process."""
     _made.append(weakref.ref(optimizer))
 
 
 def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> None:
-    """Before an optimizer is made, or `by` one gets parameters: others that reduce gradients of these do so no more.
+    """Stop other optimizers from reducing gradients of these parameters, before an optimizer is made or gets them.
 
-    Both would reduce a gradient in one backward, in the memory of one of them. An earlier one that nobody holds any
-    more may be there still, until garbage is collected, at other times on other ranks: so it is no error.
+    Otherwise both would reduce a gradient in one backward, in the memory of one of them. An earlier optimizer that
+    nobody holds may exist until garbage is collected, which happens at other times on other ranks; so it is not an
+    error. ``by`` is the optimizer that gets the parameters, if it exists already.
     """
     trained = {id(param) for param in params if param.requires_grad and not is_local(param)}
     for other in _live():
@@ -140,15 +141,15 @@ def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> N
             if other._reducer is not None:
                 other._reducer.close()
             other._reducer, other._unbound = None, _REPLACED
-            # One that goes from world to world, replaced in one of them, is bound in the next, as on new ranks.
-            other._goes_along = other._goes_along and in_world()
+            # An optimizer that moves between worlds, replaced in one, is bound in the next, as on new ranks.
+            other._spans_worlds = other._spans_worlds and in_world()
     _made[:] = [
-        ref for ref in _made if (each := ref()) is not None and (each._goes_along or each._unbound is not _REPLACED)
+        ref for ref in _made if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
     ]
 
 
 def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:
-    """Go on only if an optimizer can reduce gradients, or takes them as they are.
+    """Raise unless an optimizer can reduce gradients, or uses them as they are.
 
     Raises:
         NotInitializedError: This is an elastic rank outside the optimizer's worlds.
@@ -162,9 +163,9 @@ def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:
 
 
 def bind_optimizers() -> None:
-    """Plan all optimizers that go from world to world anew, in the order in which they were made; collective.
+    """Plan all optimizers that move between worlds anew, in the order in which they were made; collective.
 
-    Those that were made inside an elastic function have ended with the world that they were made in.
+    Those made inside an elastic function have ended with their world.
 
     Raises:
         MismatchError: Ranks have not made the same number of optimizers. Raised on every rank.
@@ -176,8 +177,8 @@ def bind_optimizers() -> None:
     for rank, count in enumerate(counts):
         if count != counts[0]:
             raise MismatchError(
-                f"before its elastic function rank 0 made {counts[0]} DistributedOptimizers that are still there, rank "
-                f"{rank} made {count}; every rank must make the same ones in the same order, and keep them."
+                f"before its elastic function, rank 0 made {counts[0]} DistributedOptimizers that still exist, but "
+                f"rank {rank} made {count}; every rank must make the same ones in the same order, and keep them."
             )
     for optimizer in waiting:
         optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
@@ -185,12 +186,12 @@ def bind_optimizers() -> None:
 
 
 def release_optimizers() -> None:
-    """Take the optimizers out of a world that is over."""
+    """Unbind the optimizers from a world that is over."""
     for optimizer in _live():
         if optimizer._reducer is not None:
             optimizer._reducer.close()
             optimizer._reducer = None
-        optimizer._unbound = NOT_YET if optimizer._goes_along else _OVER
+        optimizer._unbound = NOT_YET if optimizer._spans_worlds else _OVER
 
 
 def _params_of(optimizer: Live) -> list[torch.nn.Parameter]:

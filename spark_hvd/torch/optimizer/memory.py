@@ -1,7 +1,7 @@
-"""Where gradients lie, and whether they were changed: one belongs to its bucket by its memory.
+"""Finds out where gradients lie and whether they were changed: a gradient belongs to a bucket if its memory does.
 
-The tensor object in ``param.grad`` says nothing: a cast of the module gives the same object other memory, and users
-make new objects of the same memory.
+The tensor object in ``param.grad`` says nothing: casting a module gives the same object other memory, and users make
+new objects with the same memory.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 
 
 class BucketMemory:
-    """The buckets of one reducer, and where in memory they lie.
+    """The buckets of one reducer, and where they lie in memory.
 
-    After a change of the list :meth:`changed` is to be called.
+    Call :meth:`changed` after a change of the list.
     """
 
     def __init__(self, buckets: list[FlatBucket]) -> None:
         self._buckets = buckets
-        self._bounds: list[int] = []  # addresses at which buffers start and end in turn, in ascending order
+        self._bounds: list[int] = []  # addresses at which buffers alternately start and end, ascending
 
     def changed(self) -> None:
-        """Look where the buckets lie now."""
+        """Look up where the buckets lie now."""
         self._bounds = sorted(bound for bucket in self._buckets for bound in bucket.bounds)
 
     def is_inside(self, address: int) -> bool:
-        """Whether an address lies in a bucket."""
+        """Return whether an address lies in a bucket."""
         return bisect_right(self._bounds, address) & 1 == 1
 
     def has(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient starts in a bucket."""
+        """Return whether a gradient starts in a bucket."""
         return grad.layout is torch.strided and self.is_inside(grad.data_ptr())
 
     def rescue(self, written: FlatBucket) -> None:
-        """Before one bucket is written: gradients of the others get memory of their own if they lie out of place."""
+        """Move gradients of other buckets that lie out of place to separate memory, before ``written`` is written."""
         for bucket in self._buckets:
             if bucket is not written:
                 bucket.rescue()
 
 
 class Handed:
-    """The tensors that a bucket handed to parameters as gradients, and which others may hold still.
+    """The tensors that a bucket handed to parameters as gradients, and which others may still hold.
 
     Attributes:
-        given: For each place the tensor that was handed out last, if it is alive.
+        given: For each place, the tensor that was handed out last, if it is alive.
     """
 
     def __init__(self, flat: torch.Tensor, params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
@@ -63,33 +63,33 @@ class Handed:
         self.given: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(params)
 
     def hand(self, place: int) -> None:
-        """Let a parameter's gradient be the memory of its place."""
-        given = self._views[place].data  # with a version counter of its own, so that a change of it is seen as such
+        """Make the memory of a parameter's place its gradient."""
+        given = self._views[place].data  # with its own version counter, so that a change is noticed
         self._params[place].grad = given
         self.given[place] = ref(given)
 
     def others(self, gradients: int) -> bool:
-        """Whether somebody uses the memory, beside the bucket and so many gradients in their places."""
+        """Return whether anything uses the memory, besides the bucket and this many gradients in their places."""
         count = users_of(self._storage) - gradients
         self._own = count if self._own is None else min(self._own, count)
         return count > self._own
 
     def give_way(self, given: Sequence[Callable[[], torch.Tensor | None]]) -> None:
-        """Before the buffer is written: those of ``given`` that are no gradients here any more get their own memory."""
+        """Move tensors of ``given`` that are no longer gradients to separate memory, before the buffer is written."""
         for param, view, alive in zip(self._params, self._views, given, strict=True):
             grad = alive()
             if grad is not None and grad is not param.grad and lies_in(grad, view):
                 grad.data = grad.clone()
 
     def move_out(self) -> None:
-        """Give the gradients that lie in their places memory of their own."""
+        """Move the gradients that lie in their places to separate memory."""
         for param, view in zip(self._params, self._views, strict=True):
             if lies_in(param.grad, view):
                 param.grad = view.clone()
 
 
 def lies_in(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
-    """Whether a gradient is the memory of a view, element for element."""
+    """Return whether a gradient is the memory of a view, element for element."""
     return (
         grad is not None
         and grad.layout is torch.strided
@@ -100,12 +100,12 @@ def lies_in(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
 
 
 def fits(param: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a view can be a parameter's gradient."""
+    """Return whether a view can be a parameter's gradient."""
     return param.dtype is view.dtype and param.shape == view.shape and param.device == view.device
 
 
 def dense_stride(spec: ParamSpec) -> tuple[int, ...]:
-    """The parameter's own strides if they fill memory without a gap (channels_last does), else a fresh tensor's."""
+    """Return the parameter's strides if they fill memory without gaps (as channels_last does), else default ones."""
     dims = sorted((dim for dim, length in enumerate(spec.shape) if length > 1), key=lambda dim: spec.stride[dim])
     expected = 1
     for dim in dims:
@@ -116,25 +116,25 @@ def dense_stride(spec: ParamSpec) -> tuple[int, ...]:
 
 
 class Marks:
-    """What gradients were when backward ended: object, memory and number of changes of each."""
+    """Object, memory and version of each gradient at the end of backward."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
 
     def set(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Mark what is there now."""
+        """Record the present gradients."""
         graded = [(index, param.grad) for index, param in enumerate(params) if param.grad is not None]
         self._marks = [(index, grad, grad.detach(), changes(grad)) for index, grad in graded]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget the recorded gradients."""
         self._marks.clear()
 
     def check(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
-        """Go on only if nothing has changed.
+        """Raise if a gradient has changed.
 
         Raises:
-            ValueError: A gradient has.
+            ValueError: A gradient has changed.
         """
         for index, grad, alias, version in self._marks:
             same = params[index].grad is grad and changes(grad) == version
@@ -146,6 +146,6 @@ class Marks:
                 )
 
     def are_cleared(self, params: Sequence[torch.nn.Parameter], index: int) -> bool:
-        """Whether gradients were zeroed, or dropped, before that of parameter `index` was added to."""
+        """Return whether gradients were zeroed or dropped before parameter `index`'s gradient was added to."""
         others = [params[each].grad for each, *_ in self._marks if each != index]
         return bool(others) and not any(grad is not None and bool(grad.to_dense().any()) for grad in others)

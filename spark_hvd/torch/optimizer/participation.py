@@ -1,10 +1,10 @@
-"""Who takes part in a step of a gradient reducer: all ranks learn it from what they exchange in that step anyway.
+"""Which ranks take part in a step of a gradient reducer: all ranks learn it from what they exchange in the step anyway.
 
-Behind the gradients of the first bucket stand a few elements that are summed with them: how many ranks make the step,
-and, zero nearly always, whether one of them trains parameters that have no fitting place, whether a rank stands in that
-has called join(), and how many of those Average does not divide by. Sums of ones, as a bucket may travel in bf16, in
-which 256 + 1 is 256, and where NCCL averages it is not quite ones that are added; so each 32 ranks count in an element
-of their own.
+After the gradients of the first bucket come a few elements that are summed with them: how many ranks make the step,
+whether one of them trains parameters without a fitting place, whether a rank that has called join() stands in, and how
+many of those ranks Average does not count. All but the first are nearly always zero. Each element is a sum of ones. A
+bucket may be sent in bf16, where 256 + 1 is 256, and NCCL's averages are not exact. So each element counts at most 32
+ranks.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Presence(enum.IntEnum):
 
     HERE = 0
     HERE_WITH_NEWCOMERS = 1
-    """It trains parameters that have no place yet, or none that fits any more."""
+    """The rank trains parameters whose place is missing or no longer fits."""
     JOINED = 2
-    """It has called join(), and Average divides by it."""
+    """The rank has called join(), and Average counts it."""
     GONE = 3
-    """It has called join(), and Average does not divide by it."""
+    """The rank has called join(), and Average does not count it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Participation:
-    """All ranks' presence.
+    """The presence of all ranks.
 
     Attributes:
         anyone: Whether any rank makes the step.
-        newcomers: Whether one of them trains parameters that have no place yet, or none that fits any more.
+        newcomers: Whether any rank trains parameters whose place is missing or no longer fits.
         joined: Whether any rank stands in.
-        gone: How many ranks Average does not divide by.
+        gone: How many ranks Average does not count.
     """
 
     anyone: bool = True
@@ -49,7 +49,7 @@ class Participation:
 
     @classmethod
     def of(cls, presences: Sequence[int]) -> Participation:
-        """Make it from what each rank has told."""
+        """Combine what each rank has reported."""
         return cls(
             any(presence < Presence.JOINED for presence in presences),
             Presence.HERE_WITH_NEWCOMERS in presences,
@@ -59,14 +59,14 @@ class Participation:
 
     @classmethod
     def read(cls, notes: torch.Tensor) -> Participation:
-        """Make it from the sum of all ranks' notes."""
+        """Decode the sum of all ranks' notes."""
         here, newcomers, joined, *gone = notes.tolist()
         if here > 0.5 and not (newcomers or joined or any(gone)):
             return EVERYONE
         return cls(here > 0.5, newcomers > 0.5, joined > 0.5, sum(map(round, gone)))
 
     def correction(self, size: int) -> float:
-        """What the sum of the gradients over `size` is multiplied by, so that it becomes Average."""
+        """Return the factor that turns the sum of the gradients over `size` into Average."""
         return size / (size - self.gone) if self.gone < size else 1.0
 
 
@@ -75,12 +75,12 @@ EVERYONE = Participation()
 
 
 def notes_numel(size: int) -> int:
-    """Elements of the notes among so many ranks."""
+    """Return the number of elements in the notes of this many ranks."""
     return _SLOTS + -(-size // _EXACT)
 
 
 def write(notes: torch.Tensor, presence: Presence, rank: int, one: float = 1.0) -> None:
-    """Write the notes of one rank; `one` is what comes to 1 on its way."""
+    """Write one rank's notes; `one` is the value that arrives as 1."""
     notes.zero_()
     if presence < Presence.JOINED:
         notes[0] = one
@@ -93,6 +93,6 @@ def write(notes: torch.Tensor, presence: Presence, rank: int, one: float = 1.0) 
 
 
 def correction_on_device(notes: torch.Tensor, size: int) -> torch.Tensor:
-    """As :meth:`Participation.correction`, without the host having to wait for the device."""
+    """Compute :meth:`Participation.correction` on the device, so that the host need not wait for it."""
     gone = notes[_SLOTS:].float().round().sum()
     return torch.where(gone < size, size / (size - gone).clamp(min=1), 1.0)

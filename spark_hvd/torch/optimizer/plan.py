@@ -1,4 +1,4 @@
-"""Where the gradients of one optimizer have their place: in buckets, among the sparse ones, or nowhere yet."""
+"""Where the gradients of one optimizer have their place: in buckets, among the sparse gradients, or nowhere yet."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from spark_hvd.torch.optimizer.memory import BucketMemory
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.world.errors import PlanMismatchError
 
-# The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
+# The last bucket cannot overlap with backward. This size is dominated by latency: it costs one round trip.
 TAIL_BYTES = MEGABYTE
 
 Exchange = Callable[[Any], list[Any]]
-"""Gives every rank the facts of all ranks, in rank order."""
+"""Returns the facts of all ranks, in rank order."""
 
 
 def require_same(
     specs: Sequence[ParamSpec], settings: dict[str, Any], exchange: Exchange, what: str = "DistributedOptimizer"
 ) -> None:
-    """Go on only if all ranks have the same parameters and settings, as `what` needs them.
+    """Raise unless all ranks have the same parameters and settings, which `what` needs.
 
     Raises:
         PlanMismatchError: They differ; raised on every rank.
@@ -41,9 +41,9 @@ def require_same(
 
 
 class GradientPlan:
-    """The same on every rank, as it is made from facts that all ranks have exchanged.
+    """The places of all gradients; equal on every rank, as it is made from facts that all ranks have exchanged.
 
-    ``params`` may grow, ``specs`` change with them; ``groups`` are indices of parameters to keep in one bucket.
+    ``params`` may grow, and ``specs`` with them. ``groups`` are indices of parameters to keep in one bucket.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class GradientPlan:
 
     @property
     def made(self) -> bool:
-        """Whether any parameter has its place."""
+        """Whether any parameter has a place."""
         return bool(self.buckets or self.sparse)
 
     def newcomers(self) -> list[int]:
-        """The parameters without a place that are trained by now: added since, or unfrozen."""
+        """Return parameters without a place that are trained now, because they were added or unfrozen."""
         return [index for index in self.unplanned if self._params[index].requires_grad]
 
     def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:
-        """Go on only if these are the same on all ranks.
+        """Raise unless these are the same on all ranks.
 
         Raises:
             PlanMismatchError: They differ; raised on every rank.
@@ -100,9 +100,9 @@ class GradientPlan:
         )
 
     def changed_here(self, indices: Iterable[int] | None = None) -> list[list[Any]]:
-        """Parameters that are not any more what the plan takes them for: the index and the fields of each.
+        """Return the index and the fields of each parameter that no longer matches the plan.
 
-        By default, all that are trained or have a place are looked at.
+        By default, this checks all parameters that are trained or have a place.
         """
         if indices is None:
             frozen = {index for index in self.unplanned if not self._params[index].requires_grad}
@@ -116,10 +116,10 @@ class GradientPlan:
         return found
 
     def take_changes(self, changes: Sequence[list[list[Any]]], ranks: Sequence[int]) -> None:
-        """Plan with parameters as they are now.
+        """Update the plan's specifications to the present parameters.
 
         Raises:
-            PlanMismatchError: Parameters have not changed alike; raised on every rank.
+            PlanMismatchError: Parameters have changed differently; raised on every rank.
         """
         for rank, found in zip(ranks, changes, strict=True):
             if found != changes[0]:
@@ -135,15 +135,15 @@ class GradientPlan:
         ours, theirs = first.get(index, before), other.get(index, before)
         key = next(key for key in ours if ours[key] != theirs[key])
         return (
-            f"parameter {before['name']!r} has changed since the optimizer was made, and not alike on all ranks: its "
+            f"parameter {before['name']!r} has changed since the optimizer was made, but differently on each rank: its "
             f"{key} is {ours[key]!r} on rank {first_rank} and {theirs[key]!r} on rank {rank}. Cast, move and reshape "
-            "parameters on every rank alike"
+            "parameters in the same way on every rank"
         )
 
     def withdraw(self, indices: Sequence[int]) -> None:
-        """Take parameters away from places that their gradients do not fit into.
+        """Remove parameters from places that their gradients do not fit into.
 
-        They are the same on every rank, in a step whose buckets have been received.
+        They must be the same on every rank, in a step whose buckets have been received.
 
         Raises:
             PlanMismatchError: A gradient fits on some ranks; raised on every rank.
@@ -151,36 +151,36 @@ class GradientPlan:
         for index in indices:
             if any(index in bucket.members and bucket.was_used(index) for bucket in self.buckets):
                 raise PlanMismatchError(
-                    f"the gradient of {self._specs[index].name!r} has not the dtype, shape and device of its parameter "
+                    f"the gradient of {self._specs[index].name!r} lacks the dtype, shape or device of its parameter "
                     "on some ranks, or its parameter was changed on some ranks only. Cast, move and reshape "
-                    "parameters on every rank alike, between step() and backward()"
+                    "parameters in the same way on every rank, between step() and backward()"
                 )
         self._order = [index for index in self._order if index not in indices]
         self.unplanned.extend(indices)
 
     def require_fit(self, first: int) -> None:
-        """Go on only if gradients fit into new buckets, which have been received, from number `first` on.
+        """Raise unless gradients fit into the new buckets from number `first` on, which have been received.
 
         Raises:
-            PlanMismatchError: One does not; raised on every rank.
+            PlanMismatchError: A gradient does not fit; raised on every rank.
         """
         for bucket in self.buckets[first:]:
             if bucket.tells_of_misfits:
                 raise PlanMismatchError(
                     f"a gradient of {', '.join(bucket.names)} cannot be kept by its parameter on some rank: expected "
-                    "the dtype, shape and device of the parameter. Leave grad_dtype as it is"
+                    "the dtype, shape and device of the parameter. Do not change grad_dtype"
                 )
 
     def is_cleared(self, index: int) -> bool:
-        """Whether reduced gradients were zeroed, or dropped, before that of parameter `index` was added to."""
+        """Return whether reduced gradients were zeroed or dropped before parameter `index`'s gradient was added to."""
         if not any(bucket.holds_gradients for bucket in self.buckets):
             return True
         held = [bucket.held_beside(index) for bucket in self.buckets]
-        # Where it is alone nothing tells. The average of equal numbers is the same number, so that no harm is done.
+        # If it is alone, nothing tells. An average of equal numbers is the same number, so this does no harm.
         return not any(map(any, held)) and (any(held) or self._reduction.average)
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
-        """Which parameters' gradients are to be gathered, going by what they are on this rank."""
+        """Return the parameters whose gradients must be gathered, as far as this rank can tell from them."""
         if self._reduction.sparse_as_dense:
             return []
         return [
@@ -192,10 +192,10 @@ class GradientPlan:
     def place(self, order: Sequence[int], sparse: Iterable[int], exchange: Exchange) -> list[FlatBucket]:
         """Give parameters their places; collective.
 
-        ``order`` has indices as their gradients become ready; ``sparse`` has those that are sparse on some rank.
+        ``order`` lists indices as their gradients become ready; ``sparse`` those that are sparse on some rank.
 
         Returns:
-            The new buckets, which are the last ones now.
+            The new buckets, which are now the last ones.
         """
         gathered = sorted(set(sparse))
         dense = [index for index in order if index not in gathered]
@@ -206,12 +206,12 @@ class GradientPlan:
         return self._pack(dense, exchange)
 
     def resize(self, cap_bytes: int, *, in_memory: bool) -> None:
-        """What :meth:`pack_again` is to make."""
+        """Set how :meth:`pack_again` makes buckets."""
         self._cap_bytes = cap_bytes
         self._in_memory = in_memory
 
     def pack_again(self, exchange: Exchange) -> list[FlatBucket]:
-        """Make other buckets for what has its place already; collective.
+        """Make new buckets for the parameters that already have a place; collective.
 
         Returns:
             All buckets.

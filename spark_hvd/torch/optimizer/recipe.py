@@ -58,7 +58,7 @@ class Recipe:
     def reduced(
         self, params: Sequence[torch.nn.Parameter]
     ) -> tuple[list[torch.nn.Parameter], list[ParamSpec], list[list[int]]]:
-        """The parameters that are not local, their specifications, and the indices of those to keep in one bucket."""
+        """Return the non-local parameters, their specifications, and the indices of those to keep in one bucket."""
         here = [index for index, param in enumerate(params) if not is_local(param)]
         place = {index: number for number, index in enumerate(here)}
         groups = [[place[index] for index in group if index in place] for group in self.grouped]
@@ -83,13 +83,13 @@ class Recipe:
             factor = self._local_scale(averaged)
             return None if factor == 1.0 else gradient * factor
 
-        trained = param.requires_grad  # torch hooks no other, but this one may be unfrozen
+        trained = param.requires_grad  # torch hooks only trained parameters, but this one may be unfrozen later
         handle: torch.utils.hooks.RemovableHandle = param.requires_grad_(True).register_hook(scale)  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
         return handle
 
     def agreed(self, loss: Any) -> Any:
-        """The loss of a closure. If the optimizer's steps depend on it, it is reduced like gradients, collectively.
+        """Return a closure's loss. If the optimizer's steps depend on it, it is reduced like gradients, collectively.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -101,7 +101,7 @@ class Recipe:
         return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
     def _local_scale(self, averaged: bool) -> float:
-        """The factor for the gradient of a local parameter; `averaged`: it is already a mean over all ranks."""
+        """Return the factor for a local parameter's gradient; `averaged`: it is already a mean over all ranks."""
         if not in_world():
             return 1.0
         included = self.process_set is global_process_set or self.process_set.included()
@@ -138,12 +138,12 @@ class Recipe:
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
         set_id = self.process_set.process_set_id or 0
-        # NCCL requires all ranks of a communicator to launch the same collectives in the same order. Buckets have such
-        # an order, that of the plan (launched by autograd's threads), and so do named calls, that of the coordinator
-        # (launched by the engine's thread). There is no common order of both: ranks could agree on one only by holding
-        # back buckets until every rank has made its calls, which may come after its step. So buckets have their own
-        # communicator. NCCL runs kernels of two communicators side by side, in any order, if the device has room for
-        # both, and neither stream waits for the other unless the program makes it wait.
+        # NCCL requires all ranks of a communicator to launch the same collectives in the same order. Buckets have an
+        # order, that of the plan (autograd's threads launch them), and so do named calls, that of the coordinator (the
+        # engine's thread launches them). There is no common order of both: to agree on one, ranks would have to hold
+        # back buckets until every rank has made its calls, which may come after its step. So buckets have a
+        # communicator of their own. NCCL runs kernels of two communicators at the same time, in any order, if the
+        # device has room for both, and neither stream waits for the other unless the program makes it wait.
         group = context.new_group(set_id)
         in_memory = self.shared_memory and self.compression is Compression.none
         one_host = len({context.layout.ranks[rank].host for rank in ranks}) == 1
@@ -187,7 +187,7 @@ class Recipe:
         return reducer
 
     def _settings(self, config: Config, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
-        """The settings that must be equal on all ranks, besides the parameters."""
+        """Return the settings that must be equal on all ranks, besides the parameters."""
         return {
             "op": self.op.name,
             "placement of the parameters": placement(params),
@@ -216,7 +216,7 @@ class HandedGradients:
         _handed.add(self)
 
     def ready(self) -> GradientReducer | None:
-        """The reducer in the current world; None if there is no other rank. Collective in a new world.
+        """Return the reducer in the current world; None if there is no other rank. Collective in a new world.
 
         Raises:
             NotInitializedError, PlanMismatchError: See :meth:`Recipe.open`.
@@ -228,9 +228,9 @@ class HandedGradients:
         return self._reducer
 
     def reduce(self, places: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The reduced gradients, in the buckets' memory, valid until the next step; None if no rank has one.
+        """Return the reduced gradients, in the buckets' memory, valid until the next step; None if no rank has one.
 
-        ``places`` has the indices of the parameters of ``gradients``, which are not changed.
+        ``places`` holds the indices of the parameters of ``gradients``, which are not changed.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -246,21 +246,21 @@ class HandedGradients:
         return [param.grad for param in params]
 
     def opened(self) -> GradientReducer | None:
-        """The reducer in the current world, if there is one yet."""
+        """Return the reducer in the current world, if there is one yet."""
         return self._reducer if in_world() and self._context is current() else None
 
     def stepped(self) -> None:
-        """Note that the gradients have been used."""
+        """Record that the gradients have been used."""
         if self._reducer is not None:
             self._reducer.stepped()
 
     def forget(self) -> None:
-        """As :meth:`stepped`, and drop the gradients, so that those not passed in next time count as missing."""
+        """Do :meth:`stepped` and drop the gradients, so that those not passed in next time count as missing."""
         self.stepped()
         self._clear()
 
     def drop(self) -> None:
-        """Begin the step again, without the gradients that have come; no bucket may have left."""
+        """Restart the step without the gradients that have arrived; no bucket may have been launched."""
         if self._reducer is not None:
             self._reducer.reset()
         self._clear()
@@ -277,7 +277,7 @@ class HandedGradients:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """A parameter without memory of its own, for gradients of variables that are no torch parameters."""
+    """Return a parameter without memory, for gradients of variables that are not torch parameters."""
     return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
 
 

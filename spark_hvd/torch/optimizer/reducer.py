@@ -1,15 +1,15 @@
-"""The gradient reducer: it sums gradients bucket by bucket while backward goes on, with no negotiation per step.
+"""The gradient reducer: it sums gradients bucket by bucket during backward, with no negotiation per step.
 
-A step goes through these moments. Hooks count gradients as autograd produces them; when a bucket has all of its own it
-is launched, strictly in plan order, so that all ranks issue the same all-reduces in the same order. At the end of
-backward the reducer waits for them ("eager"), so clipping and loss scaling need no extra call. If some rank's first
-backward left parameters without a gradient, waiting there could block one rank on another that has a second backward
-or a collective of its own to do first; the reducer then waits in `synchronize` only ("late").
+Hooks count gradients as autograd produces them. A bucket that has all its gradients is launched, strictly in plan
+order, so that all ranks start the same all-reduces in the same order. At the end of backward the reducer waits for them
+("eager"), so clipping and loss scaling need no extra call. If some rank's first backward left parameters without a
+gradient, waiting there could block one rank on another that must first run a second backward or a collective of its
+own. In that case the reducer waits only in `synchronize` ("late").
 
-The first step is for learning: nothing is launched before one rank's order of readiness and the parameters with sparse
-gradients are known to all ranks, in one exchange.
+The first step is for learning: nothing is launched until one exchange has told all ranks one rank's order of readiness
+and the parameters with sparse gradients.
 
-A rank that has called join() stands in: it takes part in the same collectives, with nothing of its own.
+A rank that has called join() stands in: it takes part in the same collectives, but contributes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
+from spark_hvd.torch.optimizer.arguments import fingerprints, warn_about_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, make_hook, overrun, remove_all
@@ -47,22 +47,23 @@ class Phase(enum.Enum):
 
 
 class Stepped(Protocol):
-    """Who is told of a reducer's steps."""
+    """Gets told of a reducer's steps."""
 
     def stepped(self) -> None:
-        """One has been made, as planned."""
+        """Handle a completed step of the plan."""
 
     def pause(self) -> None:
-        """The next one is no measure of the steps before."""
+        """Discard measurements: the next step is not comparable with the ones before."""
 
 
 class GradientReducer:
-    """Reduces the gradients of one optimizer over one process group of its own.
+    """Reduces the gradients of one optimizer over its own process group.
 
-    ``group`` is nobody else's, and exchanges small facts on ``device``; with ``pipes``, buckets are reduced in memory.
+    Nobody else uses ``group``, which exchanges small facts on ``device``. With ``pipes``, buckets are reduced in
+    memory.
 
     Raises:
-        PlanMismatchError: ranks have different parameters or settings; raised on every rank.
+        PlanMismatchError: Ranks have different parameters or settings; raised on every rank.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class GradientReducer:
         self._warned = False
         self._pack_again, self._marks = False, Marks()
         self._joined: Presence | None = None
-        self._newcomers: list[int] | None = None  # of this step, once it is known
+        self._newcomers: list[int] | None = None  # of this step, once they are known
         weakref.finalize(self, remove_all, self._watch.handles)
         self.extend(params, specs)
         activity.add_source(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buckets."""
+        """Total bytes of all buckets."""
         return sum(bucket.nbytes for bucket in self._buckets)
 
     @property
@@ -115,30 +116,30 @@ class GradientReducer:
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
-        """The names in each bucket, in plan order; empty before the first step."""
+        """The parameters' names in each bucket, in plan order; empty before the first step."""
         return tuple(tuple(bucket.names) for bucket in self._buckets)
 
     @property
     def in_flight(self) -> bool:
-        """Whether an all-reduce was launched that nobody has waited for."""
+        """Whether an all-reduce is in flight that nobody has waited for."""
         return self._pipeline.in_flight
 
     @property
     def started(self) -> bool:
-        """Whether gradients were produced since the last step that are not reduced yet."""
+        """Whether gradients were produced after the last step that are not reduced yet."""
         return self._backwards > 0 and not self._finished
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has brought gradients and has not ended; outside of it, it was broken off."""
+        """Whether a backward has produced gradients and has not ended; if none is running, it was interrupted."""
         return not self._progress.idle
 
     def underway(self, now: float) -> list[Underway]:
-        """Buckets that were launched and have not been waited for; from any thread."""
+        """Return the buckets that were launched and have not been waited for; from any thread."""
         return self._pipeline.underway(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
-        """Take in more parameters; collective, to be called between steps."""
+        """Add more parameters; collective; call it between steps."""
         if self.started:
             raise ValueError("add_param_group between backward() and step(): call it after step() instead")
         require_same(specs, self._settings, self._pipeline.exchange)
@@ -153,7 +154,7 @@ class GradientReducer:
     def restart(
         self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]]
     ) -> None:
-        """Reduce these instead, as if made with them; collective, to be called before the first backward."""
+        """Reduce these parameters instead, as if made with them; collective; call it before the first backward."""
         self._watch.clear()
         progress, unplanned = self._progress, self._plan.unplanned
         for each in (self._params, self._specs, progress.left, progress.units, unplanned):
@@ -162,13 +163,13 @@ class GradientReducer:
         self.extend(params, specs)
 
     def close(self) -> None:
-        """Let go of the parameters, because nothing will be reduced any more."""
+        """Release the parameters: nothing will be reduced any more."""
         self._watch.clear()
         while self._buckets:
             self._buckets.pop().release()
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes a step; counts from zero again."""
+        """Change the number of backward passes per step; the count restarts."""
         self._passes = passes
         self.reset()
 
@@ -187,7 +188,7 @@ class GradientReducer:
         self._newcomers = None
 
     def stepped(self) -> None:
-        """The optimizer has made its step."""
+        """Record that the optimizer has made its step."""
         activity.optimizer_steps += 1
         if activity.at_step is not None and activity.progress is None:
             activity.at_step()
@@ -200,12 +201,12 @@ class GradientReducer:
                 self.tuner.stepped()
 
     def stand_in(self, *, counts: bool) -> bool:
-        """Take part in the next step of the other ranks, without gradients; those that lie in buckets here are dropped.
+        """Take part in the next step of the other ranks, without gradients; those that lie in buckets are dropped.
 
-        ``counts`` says that Average divides by this rank.
+        ``counts`` says whether Average counts this rank.
 
         Returns:
-            Whether any rank has made a step; else all have joined.
+            Whether any rank has made a step; if not, all have joined.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -224,36 +225,36 @@ class GradientReducer:
         return self._pipeline.participation.anyone
 
     def hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        """Functions to call when a parameter's gradient is ready, by index, if autograd knows another tensor."""
+        """Return the functions to call when a gradient is ready, by parameter index, if autograd uses other tensors."""
         return [make_hook(index, self._progress, weakref.ref(self)) for index in range(len(self._params))]
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
     def begin_backward(self, index: int) -> None:
-        """The first gradient of a backward pass has come, that of parameter `index`."""
+        """Record the first gradient of a backward pass, which is parameter `index`'s."""
         if self._finished:
             if not self._plan.is_cleared(index):
                 self.overrun(index)
-            self.reset()  # the last step was not taken (GradScaler skips one on inf), and gradients were zeroed
+            self.reset()  # the last step was skipped (GradScaler does that on inf), and gradients were zeroed
         elif self._backwards >= self._passes and not self.in_flight and self._marks.are_cleared(self._params, index):
-            self.reset()  # so it was before they were reduced
+            self.reset()  # likewise, before they were reduced
         self._progress.idle = False
         self._trace.backward_began()
         at_end_of_backward(self._end_backward)
 
     def advance(self) -> None:
-        """Launch what is complete, in plan order."""
+        """Launch complete buckets, in plan order."""
         pipeline, buckets = self._pipeline, self._buckets
         while pipeline.launched < len(buckets) and buckets[pipeline.launched].pending == 0:
             pipeline.launch_next(self._presence())
 
     def overrun(self, index: int) -> NoReturn:
-        """Raise the AssertionError of a parameter that has a gradient once more than expected."""
+        """Raise the AssertionError of a parameter that got one gradient more than expected."""
         overrun(self._specs[index].name, self._passes)
 
     def _end_backward(self) -> None:
         if self._progress.idle:
-            return  # it was within another one, and the step has been made there
+            return  # it was inside another backward, which has made the step
         self._progress.idle = True
         self._trace.backward_ended()
         self._backwards += 1
@@ -268,17 +269,17 @@ class GradientReducer:
     # ---- reducing -------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Launch what is left, with zeros for parameters that got no gradient here, and wait for all of it.
+        """Launch the remaining buckets, with zeros for parameters without a gradient here, and wait for all of them.
 
         Raises:
-            CollectiveError: a peer or the network failed.
+            CollectiveError: A peer or the network failed.
             ValueError: gradients were changed after backward and before they were reduced.
         """
         if self._finished:
             return
         if self.phase is Phase.LEARNING:
             self._settle(last_chance=False)
-        # A rank that raises this does so before it waits for others, who may not come.
+        # A rank raises this before it waits for others, which may not come.
         self._marks.check(self._params, self._specs)
         if self._backwards == 0:
             self._watch.require_hooks()
@@ -288,7 +289,7 @@ class GradientReducer:
             self._finish()
 
     def _settle(self, *, last_chance: bool) -> None:
-        """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
+        """Tell all ranks what this one has seen. Plan once every rank has seen everything, or no more can come."""
         trained = [index for index in self._plan.unplanned if index in self._watch.watched]
         seen, unseen = self._progress.order, set(trained).difference(self._progress.order)
         facts = self._pipeline.gather_facts(
@@ -304,7 +305,7 @@ class GradientReducer:
         )
         if facts and facts[0]["rank"] == dist.get_rank() and not self._warned:
             self._warned = True
-            warn_of_start(self._params, self._specs, [fact["weights"] for fact in facts])
+            warn_about_start(self._params, self._specs, [fact["weights"] for fact in facts])
         complete = all(fact["complete"] for fact in facts)
         if not complete and not last_chance:
             self.phase = Phase.LATE
@@ -327,11 +328,11 @@ class GradientReducer:
                 self._progress.units[index] = bucket
 
     def replan(self, cap_bytes: int, group: dist.ProcessGroup, *, in_memory: bool) -> None:
-        """Use other buckets from the next step on; to be called between steps, with the same arguments on every rank.
+        """Use other buckets from the next step on; call it between steps, with the same arguments on every rank.
 
         Args:
             cap_bytes: upper bound of a bucket.
-            group: the process group to use; `in_memory` needs the one that the reducer was made with besides.
+            group: the process group to use; `in_memory` also needs the one that the reducer was made with.
             in_memory: whether to reduce in shared memory, if the reducer was made for that.
         """
         self._pipeline.group = group
@@ -355,7 +356,7 @@ class GradientReducer:
         self._marks.clear()
 
     def _presence(self) -> Presence:
-        """How this rank takes part in this step."""
+        """Return how this rank takes part in this step."""
         if self._joined is not None:
             return self._joined
         if self._newcomers is None:
@@ -368,10 +369,10 @@ class GradientReducer:
         pipeline.launch_rest(presence)
         pipeline.finish(0, [self._params[index] for index in self._plan.sparse], presence)
         if pipeline.participation.newcomers:
-            self._take_in_newcomers(presence)
+            self._place_newcomers(presence)
 
-    def _take_in_newcomers(self, presence: Presence) -> None:
-        """Place what was added, unfrozen or changed since the last plan; its gradients are complete by now."""
+    def _place_newcomers(self, presence: Presence) -> None:
+        """Place parameters that were added, unfrozen or changed after the last plan; their gradients are complete."""
         newcomers, plan = self._newcomers or [], self._plan
         misfits = [index for bucket in self._buckets for index in bucket.misfits]
         facts = self._pipeline.gather_facts(

@@ -19,17 +19,17 @@ def reduce_sparse(
     scale_for: Callable[[Participation], float],
     all_gather: AllGather,
 ) -> Participation:
-    """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective.
+    """Replace each parameter's sparse gradient with the sum over all ranks, times `scale`; collective.
 
-    A rank without a gradient, or that has joined, contributes none; a parameter that no rank has a gradient for keeps
+    A rank that has no gradient, or has joined, contributes nothing. If no rank has a gradient for a parameter, it stays
     None. The result is coalesced, so all ranks hold the same bits.
 
     Args:
         params: parameters with sparse gradients (one sparse dimension, as nn.Embedding(sparse=True) makes), the same
             on every rank.
-        presence: my own; where I have joined, my gradients stay as they are.
-        scale_for: 1 / number of ranks for Average, 1 for Sum.
-        all_gather: gives tensors of one shape of all ranks, in rank order.
+        presence: this rank's own; if it has joined, its gradients are not changed.
+        scale_for: returns 1 / number of ranks for Average, 1 for Sum.
+        all_gather: returns the tensors of all ranks, of one shape, in rank order.
 
     Returns:
         All ranks' presence.
@@ -40,14 +40,15 @@ def reduce_sparse(
     device = params[0].device
     joined = presence >= Presence.JOINED
     parts = [None if param.grad is None or joined else _coalesced(param.grad) for param in params]
-    # -1 tells "no gradient here" from "a gradient of no rows".
+    # -1 distinguishes "no gradient here" from "a gradient of no rows".
     counts = [-1 if part is None else part.indices().shape[1] for part in parts]
     kind = zlib.crc32(repr([(param.dtype, *param.shape) for param in params]).encode())
     table = torch.stack(all_gather(torch.tensor([*counts, kind, presence], device=device))).tolist()
     if any(row[-2] != kind for row in table):
         raise PlanMismatchError(
-            "parameters with sparse gradients differ between ranks in dtype or shape, on this one "
-            f"{[(str(param.dtype), *param.shape) for param in params]}. Cast and reshape parameters on every rank alike"
+            "parameters with sparse gradients differ between ranks in dtype or shape; on this rank: "
+            f"{[(str(param.dtype), *param.shape) for param in params]}. "
+            "Cast and reshape parameters in the same way on every rank"
         )
     participation = Participation.of([row[-1] for row in table])
     scale = scale_for(participation)

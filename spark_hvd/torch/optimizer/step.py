@@ -1,6 +1,6 @@
-"""A step's way through a gradient reducer's buckets: launched in plan order, summed, waited for, made gradients.
+"""Takes a step through a gradient reducer's buckets: launches them in plan order, waits, and makes gradients of sums.
 
-And what of it is told to the timeline.
+It also records steps in the timeline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from spark_hvd.world.vitals import Underway
 
 
 class BucketPipeline:
-    """See the module's description.
+    """Runs the collectives of one reducer's steps.
 
-    The list of ``buckets`` may grow. ``failed`` is a bound method, which is held weakly; it is called when a collective
+    The list of ``buckets`` may grow. ``failed`` is a bound method, which is held weakly and called when a collective
     has failed.
     """
 
@@ -55,20 +55,20 @@ class BucketPipeline:
         self.launched = 0
         """Buckets launched so far in this step."""
         self.must_look = False
-        """Whether the participation must be known to the host, whatever that takes."""
+        """Whether the host must learn the participation, even if it has to wait for the device."""
         self.participation = EVERYONE
-        """Who has taken part, as far as the host knows."""
+        """Which ranks have taken part, as far as the host knows."""
         self._correction: float | torch.Tensor = 1.0
         self._ended = 0
         self._since: list[float] = []  # when each bucket of this step was launched
 
     @property
     def in_flight(self) -> bool:
-        """Whether an all-reduce was launched that nobody has waited for."""
+        """Whether an all-reduce is in flight that nobody has waited for."""
         return any(bucket.in_flight for bucket in self._buckets)
 
     def underway(self, now: float) -> list[Underway]:
-        """Buckets that were launched and have not been waited for; from any thread."""
+        """Yield the buckets that were launched and have not been waited for; from any thread."""
         return [
             Underway(f"bucket {number} of the gradients", now - since, self.ranks)
             for number, since in enumerate(self._since.copy())
@@ -100,7 +100,7 @@ class BucketPipeline:
             self.launch_next(presence)
 
     def finish(self, first: int, sparse: Sequence[torch.nn.Parameter], presence: Presence) -> None:
-        """Wait for launched buckets, reduce sparse gradients, and make all of them the gradients."""
+        """Wait for the launched buckets, reduce sparse gradients, and turn all results into gradients."""
         if first == 0:
             self.participation, self._correction = EVERYONE, 1.0
         if sparse:
@@ -116,14 +116,14 @@ class BucketPipeline:
             self._ended += 1
             bucket.receive()
             if number == 0 and not sparse:
-                self._look_round(bucket, presence)
+                self._learn_participation(bucket, presence)
             elif (not bucket.on_gpu or bucket.misfits) and bucket.tells_of_misfits:
                 self.participation = replace(self.participation, newcomers=True)
             bucket.complete(self._correction)
 
-    def _look_round(self, first: FlatBucket, presence: Presence) -> None:
-        """See who has taken part."""
-        # The host would have to wait for a device. With one it looks only where it knows that there is news.
+    def _learn_participation(self, first: FlatBucket, presence: Presence) -> None:
+        """Find out which ranks have taken part."""
+        # The host would have to wait for a device. So with a device, it reads only if it expects news.
         if not first.on_gpu or self.must_look or presence is not Presence.HERE or first.misfits:
             self._take(Participation.read(first.notes))
         elif self._reduction.average:
@@ -143,7 +143,7 @@ class BucketPipeline:
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     def exchange(self, fact: Any) -> list[Any]:
-        """Give every rank the facts of all ranks, in rank order."""
+        """Return the facts of all ranks, in rank order."""
         with self._collective:
             return exchange(fact, self.group, self._device, "facts about the gradients")
 
@@ -172,7 +172,7 @@ class BucketPipeline:
 
 
 class _Collective:
-    """Within this context something is sent; a class, as steps of small models are made of such small costs."""
+    """A context in which a collective runs; a class, because a generator would cost small models too much."""
 
     __slots__ = ("_pipeline",)
 
@@ -207,19 +207,19 @@ class StepTrace:
         return self._tracing.recorder is not None
 
     def backward_began(self) -> None:
-        """The first gradient of a backward pass has come."""
+        """Record the first gradient of a backward pass."""
         if self.on:
             self._backward_ns = time.monotonic_ns()
             self._step_ns = self._step_ns or self._backward_ns
 
     def backward_ended(self) -> None:
-        """The last gradient of a backward pass has come."""
+        """Record the last gradient of a backward pass."""
         if self._backward_ns:
             self._span(_ROW, BACKWARD, self._backward_ns)
             self._backward_ns = 0
 
     def launched(self, number: int, bucket: FlatBucket, started_ns: int) -> None:
-        """A bucket was filled from `started_ns` on, and its all-reduce has started now."""
+        """Record that a bucket was filled from `started_ns` on, and that its all-reduce starts now."""
         if not self.on:
             return
         now = time.monotonic_ns()
@@ -228,15 +228,15 @@ class StepTrace:
         bucket.when_reduced(partial(self._reduced, number, bucket))
 
     def waited(self, buckets: list[FlatBucket], started_ns: int) -> None:
-        """Since `started_ns` the step has waited for its buckets, and now all are there."""
+        """Record that the step has waited for its buckets since `started_ns`, and that all have arrived."""
         if not self.on:
             return
         self._span(_ROW, WAIT, started_ns)
-        for number in list(self._launched_ns):  # those that cannot tell when they were
+        for number in list(self._launched_ns):  # buckets that cannot tell when they were reduced
             self._reduced(number, buckets[number])
 
     def stepped(self) -> None:
-        """An optimizer step has ended."""
+        """Record the end of an optimizer step."""
         if self._step_ns:
             self._span(_ROW, STEP, self._step_ns)
         self._step_ns = time.monotonic_ns() if self.on else 0

@@ -1,8 +1,8 @@
 """Autotuning of training steps: rank 0 tries values during the first steps, and all ranks switch at the same step.
 
-What is tried: the size of the buckets, where the ranks share a host the way in which they are reduced (Gloo or shared
-memory), the number of Gloo's threads, and the fusion threshold of named collectives. The score is bytes of gradients a
-second, of whole steps, so that what overlaps with computation counts for what it costs.
+It tries the size of the buckets, the way in which ranks on one host reduce them (Gloo or shared memory), the number of
+Gloo's threads, and the fusion threshold of named collectives. The score is bytes of gradients per second over whole
+steps, so it includes the effect of overlap with computation.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_hvd")
 
 GLOO_THREADS = (1, 2, 3, 4)
-"""What is tried."""
+"""Values to try."""
 _BUCKET_CAPS_MB = tuple(2.0**power for power in range(-1, 8))
 _FUSION_THRESHOLDS_MB = tuple(2.0**power for power in range(9))
 
 Point = tuple[float, ...]
-"""A value of every setting, in their order."""
+"""A value for every setting, in their order."""
 
 
 class Autotuner:
     """Tries settings, one sample of training each, and keeps the fastest. One rank has it and tells the others.
 
-    The first samples are thrown away: start-up is not what training is like. Each further one is a trial. The search
-    moves one setting at a time, up and then down its candidates, and stays where the score is higher. When no move
-    helps, it halves the distance. At the end the two best run once more, since the best of many noisy scores may be
-    luck; the better one stays.
+    The first samples are discarded, because start-up is not typical of training. Each further sample is a trial. The
+    search moves one setting at a time, up and then down its candidates, and stays where the score is higher. When no
+    move helps, it halves the distance. At the end the two best points run once more, since the best of many noisy
+    scores may be luck; the better one stays.
 
     Args:
-        candidates: What is tried for each setting, in ascending order. A setting with one candidate keeps it; if none
-            has more, `done` is true at once.
-        start: The values to begin with, of every setting; one that is no candidate becomes one.
-        warmup_samples: Samples to throw away.
+        candidates: Values to try for each setting, ascending. A setting with one candidate keeps it; if no setting has
+            more, `done` is true at once.
+        start: Initial values of all settings; a value that is not a candidate becomes one.
+        warmup_samples: Samples to discard.
         samples: Trials, before the two best are checked.
-        log_path: A CSV file with a line a sample: its number, the value of every setting, the score, and "warmup",
+        log_path: A CSV file with one line per sample: its number, the value of every setting, the score, and "warmup",
             "trial" or "final" for the check of the two best. An existing file is overwritten.
 
     Raises:
@@ -91,11 +91,11 @@ class Autotuner:
 
     @property
     def current(self) -> dict[str, float]:
-        """The values in force, of all settings in their order."""
+        """The present values of all settings, in their order."""
         return dict(zip(self._candidates, self._point, strict=True))
 
     def record(self, score: float) -> dict[str, float] | None:
-        """Take in what the values in force have achieved, and choose the next ones. Ignored once `done` is true.
+        """Record the score of the present values, and choose the next ones. Ignored once `done` is true.
 
         ``score`` is a rate, such as bytes per second: only ratios count.
 
@@ -166,16 +166,16 @@ class Autotuner:
             _append(self._log, [self._recorded, *self._point, score, phase])
         except OSError as error:
             warnings.warn(f"the autotune log {self._log} ends here: {error}", stacklevel=3)
-            self._log = None  # training goes on
+            self._log = None  # training continues
 
 
 @dataclass(frozen=True, slots=True)
 class TunedGroups:
-    """The process groups that a tuned reducer chooses from.
+    """The process groups that a tuned reducer can use.
 
     Attributes:
-        own: The reducer's first one.
-        by_threads: One for each of GLOO_THREADS; empty where Gloo carries nothing.
+        own: The reducer's original group.
+        by_threads: One group for each of GLOO_THREADS; empty if Gloo is not used.
     """
 
     own: dist.ProcessGroup
@@ -183,9 +183,9 @@ class TunedGroups:
 
 
 class StepTuner:
-    """Tunes one optimizer's reducer; every rank has one, rank 0's decides.
+    """Tunes one optimizer's reducer. Every rank has one; rank 0's decides.
 
-    ``bucket_cap_mb`` is the value to start with, and whether the user has set it, so that it stays.
+    ``bucket_cap_mb`` is the initial value, and whether the user has set it, in which case it stays.
     """
 
     def __init__(
@@ -229,11 +229,11 @@ class StepTuner:
             )
 
     def pause(self) -> None:
-        """A rank has joined: what a step takes now tells little, and not all ranks make it. The sample begins anew."""
+        """Restart the sample: a rank has joined, so the duration of a step says little, and not all ranks make it."""
         self._steps = 0
 
     def stepped(self) -> None:
-        """A step has ended; after every so many, rank 0 tells all what to use next."""
+        """Record the end of a step; after a fixed number of steps, rank 0 tells all ranks what to use next."""
         if self._steps == 0:
             self._began = time.perf_counter()
         self._steps += 1
@@ -245,7 +245,7 @@ class StepTuner:
         if self._tuner is not None:
             values = self._tuner.record(self._reducer.nbytes * self._steps_per_sample / seconds)
             done = self._tuner.done
-        # This is the one moment at which all ranks are known to be between the same two steps.
+        # Here, and only here, all ranks are known to be between the same two steps.
         values, done = exchange([values, done], self._groups.own, self._device)[0]
         if values is not None:
             self._use(values)
@@ -272,11 +272,11 @@ def _create(log: Path, header: Sequence[str]) -> None:
         _append(log, header, mode="w")
     except OSError as error:
         raise OSError(
-            f"cannot write the autotune log {log}: {error.strerror}. Name a file in a folder that you may write to."
+            f"cannot write the autotune log {log}: {error.strerror}. Choose a file in a folder that you can write to."
         ) from error
 
 
 def _append(log: Path, row: Sequence[object], mode: str = "a") -> None:
-    # Opened for every line: nothing is lost if training is killed, and there is no file to close.
+    # Opened for every line: so nothing is lost if training is killed, and there is no file to close.
     with log.open(mode, newline="") as file:
         csv.writer(file, lineterminator="\n").writerow(row)

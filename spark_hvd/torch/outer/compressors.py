@@ -1,14 +1,15 @@
-"""The mean over the ranks of a flat tensor, and compressors for it whose results cannot be added up on the way.
+"""The mean of a flat tensor over the ranks, and compressors whose results cannot be summed in transit.
 
-With one of those, each rank gathers what all ranks have sent, and decodes it. What is lost is kept by the rank that
-lost it and added to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression
+has lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
 (Interspeech 2014).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
@@ -19,43 +20,54 @@ from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.collectives.start import Reducing, start_allgather, start_allreduce
 from spark_hvd.transport.communicator import ReduceOp
 
-_LEVELS = 127
-_MOST = 2**31
-"""Elements that an int32 can number."""
+_TINY = torch.finfo(torch.float32).tiny
+_PIECE = 2**18
+"""Number of elements of a CPU tensor that are processed at a time, so that they and the results stay in the cache."""
+_PIECE_ELSEWHERE = 2**30
+"""The same for other devices, where a kernel is worth its launch only if it is large. An int32 can index as many."""
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of tensors of equal shapes, part by part. A part is small enough to stay in a core's cache."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= _PIECE:
+        yield tensors
+    else:
+        rows = max(1, _PIECE * len(first) // first.numel())
+        yield from zip(*(torch.split(each, rows) for each in tensors), strict=True)
 
 
 @runtime_checkable
 class RowCompressor(Protocol):
-    """What turns numbers into a row of bytes, as long on every rank, and back."""
+    """Turns numbers into a row of bytes, of equal length on every rank, and back; a piece of a tensor at a time."""
+
+    def unit(self) -> int:
+        """Return a number of values that divides the length of each piece, except of a tensor's last one."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes.
+        """Return the bytes of some values, which are replaced with what the bytes have lost of them.
 
         Args:
-            values: One-dimensional, float32 or float64.
+            values: One-dimensional, float32 or float64, at least one.
 
         Returns:
-            One-dimensional, uint8, a multiple of four long, which depends on the number of values alone.
+            One-dimensional, uint8. Its length is a multiple of four that depends only on the number of values.
         """
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the values of a row to `out`, which is like what was encoded."""
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the mean of encoded rows (rows, bytes) to `out`, which has the shape and dtype of the values."""
 
 
-class Int8Compressor:
-    """Sends an int8 for each number and a float32 scale for each block: about a quarter of float32's bytes.
+class _BlockCompressor:
+    """Sends an integer of a few bits for each number, and a float32 scale for each block of numbers.
 
-    Every rank receives the rows of all others, so with n ranks a link carries (n - 1) bytes per number. An all-reduce
-    of float32 carries 8 (n - 1) / n, which is more below 8 ranks.
-
-    Args:
-        block_size: How many numbers share a scale. The scale is the largest absolute value divided by 127.
-
-    Raises:
-        ValueError: `block_size` is not a positive whole number.
+    The scale is the largest absolute value of the block, divided by the largest integer. All blocks of a piece
+    have the same length, so that little is padded.
     """
 
-    __module__ = "spark_hvd.torch"
+    _levels: ClassVar[int]
+    """The largest integer."""
+    _per_byte: ClassVar[int]
 
     def __init__(self, block_size: int = 256) -> None:
         if not isinstance(block_size, int) or block_size < 1:
@@ -63,27 +75,113 @@ class Int8Compressor:
         self.block_size = block_size
 
     def __repr__(self) -> str:
-        return f"Int8Compressor(block_size={self.block_size})"
+        return f"{type(self).__name__}(block_size={self.block_size})"
+
+    def unit(self) -> int:
+        """See RowCompressor."""
+        return self.block_size * self._per_byte
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """See RowCompressor."""
-        blocks = pad(values.float(), (0, -len(values) % self.block_size)).view(-1, self.block_size)
-        scales = blocks.abs().amax(1) / _LEVELS
-        # A block of zeros has any scale; numbers that are not finite make theirs so, and come back as not finite.
-        numbers = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8)
-        # Rows lie one after the other, and the scales of each must begin at a multiple of four bytes.
-        return torch.cat([scales.view(torch.uint8), pad(numbers.view(-1).view(torch.uint8), (0, -numbers.numel() % 4))])
+        blocks = self._blocks(values)
+        # A block of zeros can have any scale. A non-finite number makes its scale non-finite, and so all decoded
+        # numbers of its block. The integers are 0 there, as another block may share their bytes.
+        scales = torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(self._levels).clamp_(min=_TINY).float()
+        exact = scales.to(blocks.dtype)[:, None]
+        whole = (blocks * exact.reciprocal()).round_().nan_to_num_(0.0, 0.0, 0.0)
+        numbers = self._pack(whole).flatten().view(torch.uint8)
+        blocks.addcmul_(whole, exact, value=-1)
+        self._write(blocks, values)
+        # Rows are stored one after another, and the scales of each must begin at a multiple of four bytes.
+        rest = -len(numbers) % 4
+        return torch.cat([scales.view(torch.uint8), pad(numbers, (0, rest)) if rest else numbers])
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowCompressor."""
-        count = -(-len(out) // self.block_size)
-        scales = row[: 4 * count].view(torch.float32)
-        numbers = row[4 * count :][: count * self.block_size].view(torch.int8).view(count, self.block_size)
-        out += (numbers * scales[:, None]).view(-1)[: len(out)]
+        mean = self._blocks(out)
+        length = mean.numel() // self._per_byte
+        for number, row in enumerate(rows):
+            scales = row[: 4 * len(mean)].view(torch.float32).to(mean.dtype)[:, None] / len(rows)
+            numbers = row[4 * len(mean) :][:length].view(torch.int8).to(mean.dtype).view(-1, mean.shape[1])
+            parts = (each.chunk(self._per_byte) for each in (mean, scales))
+            for part, scale, whole in zip(*parts, self._unpack(numbers), strict=True):
+                if number:
+                    part.addcmul_(whole, scale)
+                else:
+                    torch.mul(whole, scale, out=part)
+        self._write(mean, out)
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as (blocks, numbers); each part of a byte has as many blocks. A view or a copy."""
+        count = -(-len(values) // self.unit()) * self._per_byte
+        missing = -len(values) % count
+        return (pad(values, (0, missing)) if missing else values).view(count, -1)
+
+    def _write(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
+        if blocks.data_ptr() != values.data_ptr():
+            values.copy_(blocks.view(-1)[: len(values)])
+
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        """Pack integers (blocks, numbers) into bytes, int8."""
+        raise NotImplementedError
+
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the integers in some bytes (floats), as many tensors as a byte has numbers."""
+        raise NotImplementedError
+
+
+class Int8Compressor(_BlockCompressor):
+    """Sends an int8 for each number and a float32 scale for each block: about a quarter of float32's bytes.
+
+    Every rank receives the rows of all others, so with n ranks a link carries (n - 1) bytes per number. An all-reduce
+    of float32 carries 8 (n - 1) / n, which is more below 8 ranks.
+
+    Args:
+        block_size: How many numbers share a scale, at most. The scale is the largest absolute value divided by 127.
+
+    Raises:
+        ValueError: `block_size` is not a positive whole number.
+    """
+
+    __module__ = "spark_hvd.torch"
+    _levels, _per_byte = 127, 1
+
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.to(torch.int8)
+
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (numbers,)
+
+
+class Int4Compressor(_BlockCompressor):
+    """Sends four bits for each number and a float32 scale for each block: about an eighth of float32's bytes.
+
+    As with :class:`Int8Compressor` every rank receives the rows of all others: with n ranks a link carries (n - 1) / 2
+    bytes per number, less than an all-reduce of float32 below 16 ranks.
+
+    Args:
+        block_size: How many numbers share a scale, at most. The scale is the largest absolute value divided by 7.
+
+    Raises:
+        ValueError: `block_size` is not a positive whole number.
+    """
+
+    __module__ = "spark_hvd.torch"
+    _levels, _per_byte = 7, 2
+
+    def _pack(self, whole: torch.Tensor) -> torch.Tensor:
+        low, high = whole.chunk(2)
+        return low.add(high, alpha=16).to(torch.int8)
+
+    def _unpack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        high = (numbers / 16).round_()  # the low one is less than half of 16
+        return numbers.sub_(high, alpha=16), high
 
 
 class TopKCompressor:
     """Sends only the numbers with the largest absolute values, as a float32 and an int32 each.
+
+    They are chosen among all parameters of a fragment; on a CPU, among each 262,144 consecutive numbers of it.
 
     With n ranks a link carries 8 (n - 1) ratio bytes for each number of the tensor.
 
@@ -98,37 +196,38 @@ class TopKCompressor:
 
     def __init__(self, ratio: float = 0.01) -> None:
         if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"ratio={ratio!r}: expected a part of all numbers, above 0 and up to 1, such as 0.01")
+            raise ValueError(f"ratio={ratio!r}: expected a share of all numbers, above 0 and up to 1, such as 0.01")
         self.ratio = ratio
 
     def __repr__(self) -> str:
         return f"TopKCompressor(ratio={self.ratio})"
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """See RowCompressor.
+    def unit(self) -> int:
+        """See RowCompressor."""
+        return 1
 
-        Raises:
-            ValueError: There are more numbers than an int32 can count.
-        """
-        if len(values) > _MOST:
-            raise ValueError(f"TopKCompressor: {len(values)} parameters are more than {_MOST}; use Int8Compressor")
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """See RowCompressor."""
         count = math.ceil(self.ratio * len(values))
         places = values.abs().topk(count, sorted=False).indices
-        return torch.cat([values[places].float().view(torch.uint8), places.int().view(torch.uint8)])
+        sent = values[places].float()
+        values[places] -= sent
+        return torch.cat([sent.view(torch.uint8), places.int().view(torch.uint8)])
 
-    def decode(self, row: torch.Tensor, out: torch.Tensor) -> None:
+    def mean(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See RowCompressor."""
-        half = len(row) // 2
-        out.index_add_(0, row[half:].view(torch.int32), row[:half].view(torch.float32).to(out.dtype))
+        out.zero_()
+        half = rows.shape[1] // 2
+        for row in rows:
+            out.index_add_(0, row[half:].view(torch.int32), row[:half].view(torch.float32).to(out.dtype))
+        out.div_(len(rows))
 
 
 class Averaging:
-    """The mean over the ranks of one flat tensor, started when this is made.
-
-    ``values`` are one-dimensional and overwritten.
+    """The mean of one flat tensor over the ranks.
 
     Attributes:
-        lost: What compression has lost of `values`; None where nobody is to keep it.
+        lost: What compression has lost of `values`; None if nobody needs to keep it.
     """
 
     lost: torch.Tensor | None = None
@@ -136,31 +235,60 @@ class Averaging:
     def __init__(
         self, values: torch.Tensor, name: str, compression: Any = Compression.none, *, process_set: ProcessSet
     ) -> None:
-        self._compression = compression
+        """`values` are one-dimensional. They may be written later, up to where :meth:`written` says."""
+        self._compression, self._name, self._process_set = compression, name, process_set
         self._values = values
-        if isinstance(compression, RowCompressor):
-            row = compression.encode(values)
-            sent = torch.zeros_like(values)
-            compression.decode(row, sent)
-            self.lost = values.sub_(sent)
-            self._handle = start_allgather([row[None]], name, process_set, single_result)
-        else:
-            wire, self._context = compression.compress(values)
-            reducing = Reducing(ReduceOp.AVERAGE)
-            self._handle = start_allreduce([wire], name, reducing, process_set, single_result, in_place=True)
-        self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
+        self._by_row = isinstance(compression, RowCompressor)
+        if self._by_row:
+            most, unit = _PIECE if values.device.type == "cpu" else _PIECE_ELSEWHERE, compression.unit()
+            self._piece = max(most // unit, 1) * unit
+        self._ready = 0
+        self._rows: list[torch.Tensor] = []
 
-    def wait(self) -> torch.Tensor:
-        """The mean over the ranks that have taken part: all but those that have joined.
+    def written(self, count: int) -> None:
+        """Compress what has been written, while it is in the cache; another `count` values have been."""
+        self._ready += count
+        while self._by_row and self._ready - len(self._rows) * self._piece >= self._piece:
+            self._encode()
+
+    def _encode(self) -> None:
+        start = len(self._rows) * self._piece
+        self._rows.append(self._compression.encode(self._values[start : start + self._piece]))
+
+    def start(self) -> None:
+        """Start the exchange; all values have been written, and the exchange overwrites them."""
+        if self._by_row:
+            if len(self._rows) * self._piece < len(self._values):
+                self._encode()
+            self.lost = self._values
+            self._lengths = [len(row) for row in self._rows]
+            row = torch.cat([*self._rows, self._values.new_empty(0, dtype=torch.uint8)])[None]
+            self._rows = []
+            self._handle = start_allgather([row], self._name, self._process_set, single_result)
+        else:
+            wire, self._context = self._compression.compress(self._values)
+            reducing = Reducing(ReduceOp.AVERAGE)
+            self._handle = start_allreduce(
+                [wire], self._name, reducing, self._process_set, single_result, in_place=True
+            )
+        self._handle.poll()  # tells the coordinator now, not when somebody waits
+
+    def wait(self) -> None:
+        """Wait until the exchange is complete.
 
         Raises:
             MismatchError, StalledError, CollectiveError: See NamedHandle.wait.
         """
-        result = self._handle.wait()
-        if not isinstance(self._compression, RowCompressor):
-            mean: torch.Tensor = self._compression.decompress(result, self._context)
-            return mean
-        total = torch.zeros_like(self._values)
-        for row in result:
-            self._compression.decode(row, total)
-        return total.div_(len(result))
+        self._result = self._handle.wait()
+
+    def mean(self, memory: torch.Tensor) -> torch.Tensor:
+        """What has come, over the ranks that have taken part: all but those that have joined.
+
+        It may lie in `memory`, which is like the values.
+        """
+        if not self._by_row:
+            return cast(torch.Tensor, self._compression.decompress(self._result, self._context))
+        rows = torch.split(self._result, self._lengths, dim=1)
+        for each, out in zip(rows, torch.split(memory, self._piece), strict=False):  # of nothing, split makes one piece
+            self._compression.mean(each, out)
+        return memory

@@ -1,61 +1,32 @@
-"""The outer loop of LocalSGD and DiLoCo: when ranks exchange, what they exchange, and what all have in common since."""
+"""The outer loop of LocalSGD and DiLoCo: when ranks exchange, what they exchange, and the last common parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 
-from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
-from spark_hvd.collectives.start import start_broadcast
+from spark_hvd.collectives.process_set import global_process_set, queue_of
 from spark_hvd.context.standing import current, in_world
 from spark_hvd.torch.optimizer.arguments import fingerprints, spec_of
 from spark_hvd.torch.optimizer.plan import require_same
-from spark_hvd.torch.outer.compressors import Averaging, RowCompressor
+from spark_hvd.torch.outer.compressors import RowCompressor
+from spark_hvd.torch.outer.fragment import FlatTensors, Fragment, OuterSettings
 from spark_hvd.world.errors import MismatchError
 
-
-@dataclass(frozen=True, slots=True)
-class OuterSettings:
-    """The options of LocalSGD or DiLoCo."""
-
-    kind: str
-    """``LocalSGD`` or ``DiLoCo``."""
-    name: str
-    """The same on all ranks, for what belongs to one optimizer."""
-    sync_every: int
-    overlap: int
-    compression: Any
-    process_set: ProcessSet
-
-
-@dataclass(slots=True)
-class _OuterExchange:
-    """An exchange in flight."""
-
-    steps: int
-    """How many local steps are in it."""
-    start: list[torch.Tensor]
-    """The parameters that went into it."""
-    deltas: list[Averaging]
-    buffer_start: list[torch.Tensor]
-    buffers: list[Averaging]
+T = TypeVar("T")
 
 
 class OuterLoop:
-    """Counts the local steps of one optimizer, and exchanges what they came to with the other ranks.
-
-    Floating-point ``buffers`` are averaged along.
+    """Counts the local steps of one optimizer, and exchanges their effect with the other ranks.
 
     Attributes:
-        steps: Local steps since the last exchange that was applied, this rank's own.
-        count: Exchanges applied.
-        outer: The outer optimizer. It comes with parameters of the same shapes, and gets :attr:`anchors` to step on.
-            None: the parameters are averaged.
+        count: Number of exchanges that were applied.
+        outer: The outer optimizer. It is passed with parameters of the same shapes, and steps on :attr:`anchors`
+            instead. None: the parameters are averaged.
     """
 
     def __init__(
@@ -63,21 +34,40 @@ class OuterLoop:
         settings: OuterSettings,
         names: Sequence[str],
         params: Sequence[torch.nn.Parameter],
+        fragments: Sequence[Sequence[int]],
         buffers: Sequence[torch.Tensor],
         outer: torch.optim.Optimizer | None,
     ) -> None:
+        """`fragments` has the places of each one's parameters in `params`, which are in the inner optimizer's order."""
         self._settings = settings
-        self._names = list(names)
-        self._params, self._buffers = FlatTensors(params), FlatTensors(buffers)
-        self._flats = self._params.read()
-        self.anchors = [torch.nn.Parameter(view) for view in self._params.views(self._flats)]
-        """The parameters after the last exchange, equal on all ranks; float32 at least."""
-        self._lost = [torch.zeros_like(flat) for flat in self._flats]
+        self._names, self._params, self._divided = list(names), list(params), [list(group) for group in fragments]
+        self._buffers = buffers
+        count = len(fragments)
+        # Exchanges are spread over the first round, and so over all later ones; the last begins when the round ends.
+        self._fragments = [
+            Fragment(
+                settings,
+                number,
+                [params[place] for place in group],
+                buffers if number == count else (),
+                -(-settings.sync_every * number // count),
+            )
+            for number, group in enumerate(fragments, 1)
+        ]
         self.outer = outer
         self._begun = False
         self._checked = False
-        self._exchange: _OuterExchange | None = None
-        self.steps = self.count = 0
+        self.count = 0
+
+    @property
+    def anchors(self) -> list[torch.nn.Parameter]:
+        """The parameters after the last exchange, equal on all ranks; in the inner optimizer's order."""
+        return self._ordered([fragment.anchors for fragment in self._fragments], self._divided)
+
+    @property
+    def steps(self) -> int:
+        """This rank's local steps since the last exchange of the fragment that was exchanged the longest time ago."""
+        return max(fragment.steps for fragment in self._fragments)
 
     @property
     def _takes_part(self) -> bool:
@@ -89,12 +79,12 @@ class OuterLoop:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """A local step is about to be made. The first takes the weights that are there for what training starts from.
+        """Prepare for a local step. The first call takes the present weights as the start of training.
 
         Raises:
             NotInitializedError: Outside a world.
-            PlanMismatchError: The first time in a world: parameters or settings differ; raised on every rank.
-            MismatchError: The first time in a world: ranks start from different weights; raised on every rank.
+            PlanMismatchError: First call in a world: parameters or settings differ; raised on every rank.
+            MismatchError: First call in a world: ranks start from different weights; raised on every rank.
             CollectiveError: A peer or the network failed.
         """
         if self._begun and self._checked:
@@ -107,7 +97,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """A local step has been made: start an exchange, or end one, when it is time.
+        """Count a local step, and start or end an exchange when it is due.
 
         Raises:
             NotInitializedError: Outside a world.
@@ -115,12 +105,12 @@ class OuterLoop:
         """
         if not self._takes_part:
             return
-        self.steps += 1
-        settings = self._settings
-        if self._exchange is None and self.steps >= settings.sync_every:
-            self._exchange = self._begin()
-        if self._exchange is not None and self.steps - self._exchange.steps >= settings.overlap:
-            self._end()
+        for fragment in self._fragments:
+            fragment.steps += 1
+            if fragment.exchange is None and fragment.steps >= fragment.wait:
+                fragment.begin()
+            if fragment.exchange is not None and fragment.steps - fragment.exchange.steps >= self._settings.overlap:
+                self._end(fragment)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -128,23 +118,34 @@ class OuterLoop:
         if not self._takes_part:
             return
         self.before_step()
-        if self._exchange is not None:
-            self._end()
+        for fragment in self._fragments:
+            if fragment.exchange is not None:
+                self._end(fragment)
         process_set = self._settings.process_set
         name = f"{self._settings.name}.synchronize"
-        facts = allgather_object((self.count, self.steps), name=name, process_set=process_set)
+        mine = self.count, [fragment.owes for fragment in self._fragments]
+        facts = allgather_object(mine, name=name, process_set=process_set)
         last = max(count for count, _ in facts)
         leaders = [place for place, (count, _) in enumerate(facts) if count == last]
         if len(leaders) < len(facts):
             self._catch_up(queue_of(process_set).ranks[leaders[0]], last)
-        if any(facts[place][1] for place in leaders):
-            here = facts[queue_of(process_set).communicator.rank]
-            self._exchange = self._begin(len(facts) / len(leaders) if here[0] == last else 0.0)
-            self._end()
+        scale = len(facts) / len(leaders) if mine[0] == last else 0.0
+        owed = [
+            fragment
+            for number, fragment in enumerate(self._fragments)
+            if any(facts[place][1][number] for place in leaders)
+        ]
+        for fragment in owed:
+            fragment.begin(scale, whole=True)
+        for fragment in owed:
+            self._end(fragment)
+        for fragment in self._fragments:
+            fragment.wait = fragment.first_wait
 
     def _take_weights(self) -> None:
-        for anchor, param in zip(self.anchors, self._params.tensors, strict=True):
-            anchor.copy_(param)
+        for fragment in self._fragments:
+            for anchor, param in zip(fragment.anchors, fragment.params, strict=True):
+                anchor.copy_(param)
         self._begun = True
 
     def _check(self) -> None:
@@ -153,13 +154,15 @@ class OuterLoop:
         def everywhere(fact: Any) -> list[Any]:
             return allgather_object(fact, name=f"{settings.name}.check", process_set=settings.process_set)
 
-        specs = [spec_of(*each) for each in zip(self._names, self._params.tensors, strict=True)]
+        specs = [spec_of(*each) for each in zip(self._names, self._params, strict=True)]
         chosen = {
             "kind": settings.kind,
             "sync_every": settings.sync_every,
             "overlap": settings.overlap,
+            "alpha": settings.alpha,
+            "fragments": self._divided,
             "compression": _name_of(settings.compression),
-            "buffers": [list(buffer.shape) for buffer in self._buffers.tensors],
+            "buffers": [list(buffer.shape) for buffer in self._buffers],
         }
         require_same(specs, chosen, everywhere, settings.kind)
         weights = everywhere(fingerprints(self.anchors))
@@ -171,166 +174,112 @@ class OuterLoop:
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step."
             )
 
-    # ---- exchanges ----------------------------------------------------------------------------------------------
-
-    def _begin(self, scale: float = 1.0) -> _OuterExchange:
-        """Send how far the parameters have come, and what was lost before, times `scale`."""
-        settings = self._settings
-        start, buffer_start = self._params.read(), self._buffers.read()
-        deltas = []
-        for number, (flat, lost) in enumerate(zip(self._base(), self._lost, strict=True)):
-            delta = flat.sub_(start[number]).add_(lost).mul_(scale)
-            name = f"{settings.name}.delta.{number}"
-            deltas.append(Averaging(delta, name, settings.compression, process_set=settings.process_set))
-        buffers = [
-            Averaging(flat * scale, f"{settings.name}.buffers.{number}", process_set=settings.process_set)
-            for number, flat in enumerate(buffer_start)
-        ]
-        return _OuterExchange(self.steps, start, deltas, buffer_start, buffers)
-
-    def _base(self) -> list[torch.Tensor]:
-        """The anchors as the parameters had them: rounded, where those are of lower precision."""
-        base = [flat.clone() for flat in self._flats]
-        for view, param in zip(self._params.views(base), self._params.tensors, strict=True):
-            view.copy_(view.to(param.dtype))
-        return base
-
-    def _end(self) -> None:
-        """Wait for the mean, make the outer step, and go on from there with what was trained meanwhile."""
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None
-        means = [each.wait() for each in exchange.deltas]
-        buffers = [each.wait() for each in exchange.buffers]
-        self._lost = [
-            lost if each.lost is None else each.lost for each, lost in zip(exchange.deltas, self._lost, strict=True)
-        ]
-        if self.outer is None:
-            for flat, mean in zip(self._flats, means, strict=True):
-                flat.sub_(mean)
-        else:
-            for anchor, gradient in zip(self.anchors, self._params.views(means), strict=True):
-                anchor.grad = gradient
-            self.outer.step()
-            self.outer.zero_grad(set_to_none=True)
+    def _end(self, fragment: Fragment) -> None:
+        fragment.end(self.outer)
         self.count += 1
-        self.steps -= exchange.steps
-        if self.steps:
-            _add(buffers, self._buffers.read(), exchange.buffer_start)
-            now, start = self._params.read(), exchange.start
-            _add(now, self._flats, start)
-            self._params.write(now)
-        else:
-            self._params.write(self._flats)
-        self._buffers.write(buffers)
 
     def _catch_up(self, root_rank: int, count: int) -> None:
-        """Some ranks have joined before the others' last exchange: all take over what a rank has that has not."""
+        """Copy the state of a rank that has not joined: some joined before the others' last exchange."""
         process_set, name = self._settings.process_set, f"{self._settings.name}.leader"
-        for number, flat in enumerate(self._flats):
-            start_broadcast(
-                [flat], root_rank, f"{name}.{number}", process_set, single_result, in_place=True, urgent=True
-            ).wait()
+        for fragment in self._fragments:
+            fragment.take_over(root_rank, behind=self.count < count)
         mine = {} if self.outer is None else self.outer.state_dict()
         state = broadcast_object(mine, root_rank, name=name, process_set=process_set)
         if self.count == count:
             return
         if self.outer is not None:
             self.outer.load_state_dict(state)
-        self._params.write(self._flats)
-        for lost in self._lost:
-            lost.zero_()
-        self.count, self.steps = count, 0
+        self.count = count
 
     # ---- state --------------------------------------------------------------------------------------------------
 
-    def forget_exchange(self) -> None:
-        """Drop the exchange in flight; what went into it goes into the next."""
-        self._exchange = None
-
     def leave_world(self) -> None:
-        """Prepare for another world: the exchange in flight is dropped, and ranks are compared again."""
-        self.forget_exchange()
+        """Prepare for another world: drop exchanges in flight, and compare the ranks again."""
+        for fragment in self._fragments:
+            fragment.exchange = None  # the next one includes its steps
         self._checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What training resumes from. An exchange in flight is not included: its steps are sent again."""
+        """Return the state to resume from. It excludes exchanges in flight, whose steps are sent again."""
         return {
-            "anchors": list(self._flats),
-            "lost": list(self._lost),
+            "anchors": [flat for fragment in self._fragments for flat in fragment.flats],
+            # The next exchange uses their memory for something else.
+            "lost": [lost.clone() for fragment in self._fragments for lost in fragment.lost],
             "optimizer": None if self.outer is None else self.outer.state_dict(),
-            "steps": self.steps,
+            "fragments": self._divided,
+            "steps": [fragment.steps for fragment in self._fragments],
+            "waits": [fragment.wait for fragment in self._fragments],
             "rounds": self.count,
             "begun": self._begun,
         }
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError if :meth:`load_state_dict` cannot load a state."""
+        missing = {"anchors", "lost", "optimizer", "steps", "rounds", "begun"} - state.keys()
+        if missing:
+            raise ValueError(
+                f"the state of the exchanges lacks {', '.join(map(repr, sorted(missing)))}: load a complete result of "
+                "state_dict()"
+            )
+        divided, steps, _ = self._schedule(state)
+        fits = sorted(place for group in divided for place in group) == list(range(len(self._params)))
+        mine = [[size for layout in self._layouts(divided) for size in layout.sizes]] * 2 if fits else None
+        theirs = [[flat.numel() for flat in state[key]] for key in ("anchors", "lost")]
+        if mine != theirs or len(steps) != len(divided) or (state["optimizer"] is None) is not (self.outer is None):
+            raise ValueError(
+                f"the state is of {'LocalSGD' if state['optimizer'] is None else 'DiLoCo'} with "
+                f"{sum(theirs[0])} numbers in {len(steps)} fragments, this is {self._settings.kind} with "
+                f"{sum(param.numel() for param in self._params)}: load it into an optimizer of the same kind for the "
+                "same parameters."
+            )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state_dict` was made of.
-
-        Raises:
-            ValueError: It is of other parameters, or of the other kind.
-        """
-        mine, theirs = ([list(flat.shape) for flat in flats] for flats in (self._flats, state["anchors"]))
-        if mine != theirs or (state["optimizer"] is None) is not (self.outer is None):
-            raise ValueError(
-                f"the state is of {'LocalSGD' if state['optimizer'] is None else 'DiLoCo'} with {theirs} parameters, "
-                f"this is {self._settings.kind} with {mine}: load it into an optimizer of the same kind and parameters."
-            )
-        if self._exchange is not None and in_world():
-            for each in (*self._exchange.deltas, *self._exchange.buffers):
-                each.wait()  # all ranks have started it
-        self.forget_exchange()
-        for flat, theirs_flat in zip([*self._flats, *self._lost], [*state["anchors"], *state["lost"]], strict=True):
-            flat.copy_(theirs_flat)
+        """Load a result of :meth:`state_dict` that :meth:`check_state` accepts, whatever its fragments are."""
+        for fragment in self._fragments:
+            if fragment.exchange is not None and in_world():
+                fragment.exchange.wait()
+            fragment.exchange = None
         if self.outer is not None:
             self.outer.load_state_dict(state["optimizer"])
-        self.steps, self.count, self._begun = state["steps"], state["rounds"], state["begun"]
+        divided, steps, waits = self._schedule(state)
+        for key, own in (("anchors", "flats"), ("lost", "lost")):
+            mine = self._views([flat for fragment in self._fragments for flat in getattr(fragment, own)], self._divided)
+            for view, their_view in zip(mine, self._views(state[key], divided), strict=True):
+                view.copy_(their_view)
+        if divided != self._divided:  # all parameters then have as many steps as those with the most
+            waits = [max(steps) + fragment.first_wait for fragment in self._fragments]
+            steps = [max(steps)] * len(waits)
+        for fragment, its_steps, its_wait in zip(self._fragments, steps, waits, strict=True):
+            fragment.steps, fragment.wait = its_steps, its_wait
+        self.count, self._begun = state["rounds"], state["begun"]
 
+    def _schedule(self, state: dict[str, Any]) -> tuple[list[list[int]], list[int], list[int]]:
+        """Return a state's fragments, and the steps and wait of each. There was one, when states did not say so."""
+        every, whole = self._settings.sync_every, [list(range(len(self._params)))]
+        steps = [state["steps"]] if isinstance(state["steps"], int) else state["steps"]
+        return state.get("fragments", whole), steps, state.get("waits", [every])
 
-def _add(targets: Sequence[torch.Tensor], now: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
-    for target, new, old in zip(targets, now, start, strict=True):
-        target.add_(new).sub_(old)
+    def _layouts(self, divided: list[list[int]]) -> list[FlatTensors]:
+        return [FlatTensors([self._params[place] for place in group]) for group in divided]
+
+    def _views(self, flats: Sequence[torch.Tensor], divided: list[list[int]]) -> list[torch.Tensor]:
+        """Return the parts of the flat tensors of all fragments, in the inner optimizer's order."""
+        rest, views = list(flats), []
+        for layout in self._layouts(divided):
+            own, rest = rest[: len(layout.sizes)], rest[len(layout.sizes) :]
+            views.append(layout.views(own))
+        return self._ordered(views, divided)
+
+    @staticmethod
+    def _ordered(parts: Sequence[Sequence[T]], divided: list[list[int]]) -> list[T]:
+        """Bring what each fragment has of its parameters into the inner optimizer's order."""
+        places = [place for group in divided for place in group]
+        placed = dict(zip(places, chain.from_iterable(parts), strict=True))
+        return [placed[place] for place in sorted(placed)]
 
 
 def _name_of(compression: Any) -> str:
     if isinstance(compression, RowCompressor):
         return repr(compression)
     return compression.__name__ if isinstance(compression, type) else type(compression).__name__
-
-
-class FlatTensors:
-    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(tensors)
-        double = torch.float64
-        kinds = [(each.device, double if each.dtype == double else torch.float32) for each in self.tensors]
-        self._kinds = list(dict.fromkeys(kinds))
-        self._sizes = [0] * len(self._kinds)
-        self._places: list[tuple[int, int]] = []
-        for tensor, kind in zip(self.tensors, kinds, strict=True):
-            number = self._kinds.index(kind)
-            self._places.append((number, self._sizes[number]))
-            self._sizes[number] += tensor.numel()
-
-    def read(self) -> list[torch.Tensor]:
-        """New flat tensors with the values that the tensors have now."""
-        flats = [
-            torch.empty(size, dtype=dtype, device=device)
-            for size, (device, dtype) in zip(self._sizes, self._kinds, strict=True)
-        ]
-        for view, tensor in zip(self.views(flats), self.tensors, strict=True):
-            view.copy_(tensor.detach())
-        return flats
-
-    def write(self, flats: Sequence[torch.Tensor]) -> None:
-        """Give the tensors the values of flat ones."""
-        for view, tensor in zip(self.views(flats), self.tensors, strict=True):
-            tensor.detach().copy_(view)
-
-    def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of flat tensors, in the order and the shapes of the tensors."""
-        return [
-            flats[number][start : start + tensor.numel()].view(tensor.shape)
-            for tensor, (number, start) in zip(self.tensors, self._places, strict=True)
-        ]

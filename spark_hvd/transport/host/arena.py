@@ -1,4 +1,4 @@
-"""Memory without a name that other ranks of the host can map; it goes with its last user."""
+"""Nameless memory that other ranks of the host can map; it goes with its last user."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MARK_BYTES = 16
 
 
 class SharedArena:
-    """Buffers of this rank, in one piece of memory that other ranks of the host can map.
+    """Buffers of this rank, in one block of memory that other ranks of the host can map.
 
-    ``kinds`` are numbers of elements and dtypes; buffers start as zeros.
+    ``kinds`` lists numbers of elements and dtypes; buffers start as zeros.
     """
 
     def __init__(self, kinds: Sequence[tuple[int, torch.dtype]]) -> None:
         self._kinds = kinds
         self._end = sum(_padded(numel * dtype.itemsize) for numel, dtype in kinds)
         self._size = self._end + _ALIGNMENT
-        # Behind the buffers: by it the other ranks know this memory, as numbers of processes and descriptors mean
-        # something else in another container.
+        # Follows the buffers. Other ranks recognize this memory by it: in another container, the numbers of processes
+        # and descriptors mean something else.
         self._mark = secrets.token_bytes(_MARK_BYTES)
         with contextlib.ExitStack() as undo:
             self._fd = os.memfd_create("spark_hvd", os.MFD_CLOEXEC)
@@ -37,16 +37,16 @@ class SharedArena:
             undo.pop_all()
 
     def discard(self) -> None:
-        """Nobody will map it any more; the mappings stay. May be called twice."""
+        """Close the descriptor, since nobody will map the memory any more; mappings stay. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
     def map_all(self, rank: int, exchange: Callable[[Any], list[Any]]) -> list[list[torch.Tensor]] | None:
-        """Map the arenas of all ranks; collective, every rank has buffers of the same kinds.
+        """Map the arenas of all ranks; collective. Every rank must have buffers of the same kinds.
 
         Returns:
-            For each buffer every rank's tensor, in rank order; None, on every rank, if some rank cannot map another's.
+            Every rank's tensor for each buffer, in rank order; None, on every rank, if one cannot map another's arena.
         """
         try:
             places = exchange([os.getpid(), self._fd, self._mark.hex()])
@@ -60,14 +60,14 @@ class SharedArena:
         return [list(gathered) for gathered in zip(*arenas, strict=True)] if arenas and possible else None
 
     def _attach(self, place: Sequence[Any]) -> list[torch.Tensor]:
-        """Map another rank's arena; OSError if it cannot be reached: another host, container or user."""
+        """Map another rank's arena. Raise OSError if it is on another host, in another container or another user's."""
         pid, fd, mark = place
-        # Opening through /proc needs no name in a file system and no socket to pass the descriptor over.
+        # Opening through /proc needs neither a name in a file system nor a socket to pass the descriptor.
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK)
         try:
-            # Somebody else's, if the rank is in another container and the numbers mean another process here.
+            # The rank may be in another container, where the numbers belong to another process.
             if os.fstat(own).st_size != self._size or os.pread(own, _MARK_BYTES, self._end).hex() != mark:
-                raise OSError(f"file descriptor {fd} of process {pid} is not the arena that the other rank means")
+                raise OSError(f"file descriptor {fd} of process {pid} is not the other rank's arena")
             return self._map(own)
         finally:
             os.close(own)

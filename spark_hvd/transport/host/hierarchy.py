@@ -1,12 +1,12 @@
-"""All-reduce of ranks on several hosts with several ranks each: in memory inside a host, over the network in slices.
+"""All-reduce over several hosts with several ranks each: in memory within a host, over the network in slices.
 
-A ring over all ranks sends 2 (n - 1) / n times the data over each host's link, where n counts ranks. Here every host
-first sums in memory that its ranks share, then one rank a slice sums it with its fellows on the other hosts, all slices
-at once, and at last writes it to its host's ranks: the link carries 2 (h - 1) / h times the data, where h counts hosts.
-There are as many slices as the host with the fewest ranks has ranks; the other ranks of larger hosts carry none.
+A ring over all ranks sends 2 (n - 1) / n times the data over each host's link, where n counts ranks. Here, every host
+first sums in memory that its ranks share. Then one rank per slice sums that slice with its peers on the other hosts,
+all slices at once, and writes the result to its host's ranks. So the link carries 2 (h - 1) / h times the data, where h
+counts hosts. There are as many slices as the smallest host has ranks; the other ranks of larger hosts carry none.
 
-All ranks take the stages of all sums in the order in which the sums were started, so none waits in a circle. A rank
-that hears of a failure ends its own connections, so that those who wait for it hear of it too.
+All ranks go through the stages of all sums in the order in which the sums were started, so there is no circular wait. A
+rank that detects a failure ends its own connections, so that the ranks that wait for it detect it too.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from spark_hvd.transport.host.shared_memory import CHUNK, MemorySum
 from spark_hvd.transport.waits import wait_for
 
 _PIECE = 2 << 20
-"""Bytes that go over the network at a time: the next piece is summed meanwhile, the last one handed round."""
+"""Bytes sent over the network at a time; meanwhile the next piece is summed and the last one is distributed."""
 
 _log = logging.getLogger("spark_hvd")
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Where a rank stands among the ranks of its host and the hosts."""
+    """A rank's place within its host and among the hosts."""
 
     home: Sequence[int]
-    """The places in the process set of the ranks on this host, ascending."""
+    """Places in the process set of this host's ranks, ascending."""
     place: int
-    """Mine among them."""
+    """This rank's index among them."""
     slices: int
-    """Into how many slices a buffer is cut: the number of ranks on the host with the fewest."""
+    """Number of slices of a buffer: the number of ranks on the smallest host."""
     group: dist.ProcessGroup | None
-    """Of the ranks that have my slice, one a host; None where I have none."""
+    """Process group of the ranks with this rank's slice, one per host; None if this rank has no slice."""
     connections: Connections
-    """Those of that group."""
+    """Connections of that group."""
 
     def among_home(self, ask: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-        """An exchange between all ranks of the set, of which each host's ranks see their own facts only."""
+        """Return an exchange between all ranks of the set that shows each rank the facts of its own host only."""
         return lambda fact: [facts[place] for facts in [ask(fact)] for place in self.home]
 
     def bounds(self, numel: int) -> tuple[int, int]:
-        """First element of my slice, and the one behind its last."""
+        """Return the first element of this rank's slice, and the one past its last."""
         if self.group is None:
             return 0, 0
         return numel * self.place // self.slices, numel * (self.place + 1) // self.slices
@@ -66,10 +66,10 @@ class Levels:
     def map_all(
         self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
     ) -> list[list[torch.Tensor]] | None:
-        """Make buffers that the ranks of each host share; collective, with the same kinds on every rank.
+        """Make buffers that the ranks of each host share; collective. Every rank must pass the same kinds.
 
         Returns:
-            For each buffer that of every rank on this host; None, on every rank, if one has no memory to share.
+            For each buffer, those of all ranks of this host; None, on every rank, if one has no memory to share.
         """
         arena, why = None, None
         try:
@@ -79,40 +79,40 @@ class Levels:
         if refused := [(place, text) for place, text in enumerate(ask(why)) if text is not None]:
             if arena is not None:
                 arena.discard()
-            self.say_off(f"rank {refused[0][0]} of it has no memory to share ({refused[0][1]})")
+            self.warn_disabled(f"rank {refused[0][0]} of it has no memory to share ({refused[0][1]})")
             return None
         assert arena is not None
         gathered = arena.map_all(self.place, self.among_home(ask))
         possible = ask(gathered is not None)
         if not all(possible):
-            self.say_off(f"rank {possible.index(False)} of it cannot map the memory of its host's other ranks")
+            self.warn_disabled(f"rank {possible.index(False)} of it cannot map the memory of its host's other ranks")
             return None
         return gathered
 
-    def say_off(self, why: str) -> None:
-        """Say it once, on the process set's first rank."""
+    def warn_disabled(self, why: str) -> None:
+        """Warn once, on the process set's first rank."""
         if self.place == 0 and self.home[0] == 0:
-            say_off(why)
+            warn_disabled(why)
 
 
-_said: list[str] = []
+_warned: list[str] = []
 
 
-def say_off(why: str) -> None:
-    """Say why a process set reduces without levels; in a process that has said so, do not say it again."""
-    if _said:
+def warn_disabled(why: str) -> None:
+    """Warn why a process set reduces without levels, once per process and reason."""
+    if _warned:
         return
-    _said.append(why)
+    _warned.append(why)
     _log.warning(
         "hierarchical all-reduce is off for a process set: %s. All ranks reduce in one ring over Gloo instead, which "
-        "sends more over each host's link. HOROVOD_HIERARCHICAL_ALLREDUCE=0 says so without this warning.",
+        "sends more over each host's link. HOROVOD_HIERARCHICAL_ALLREDUCE=0 turns it off without this warning.",
         why,
     )
 
 
 @torch.no_grad()
 def reduce_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> torch.Tensor:
-    """Sum some elements of all ranks of a host into those of one of them, which are returned."""
+    """Sum some elements of all of a host's ranks into those of one rank, and return these."""
     mine = buffers[place]
     for start in range(low, high, CHUNK):
         chunk = slice(start, min(start + CHUNK, high))
@@ -125,7 +125,7 @@ def reduce_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int
 
 @torch.no_grad()
 def spread_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> None:
-    """Copy some elements of one rank of a host to all the others."""
+    """Copy some elements of one rank of a host to all its other ranks."""
     mine = buffers[place]
     for start in range(low, high, CHUNK):
         chunk = slice(start, min(start + CHUNK, high))
@@ -135,13 +135,13 @@ def spread_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int
 
 
 class Hierarchy:
-    """The two levels of a process set, for buffers summed again and again in one order; one thread at a time."""
+    """The two levels of a process set, for buffers summed repeatedly in one order; one thread at a time."""
 
     def __init__(self, levels: Levels, pipes: Pipes) -> None:
         self.levels = levels
         self.pipes = pipes
         self._line = deque[HierarchicalSum]()
-        """Sums that were started and are not handed round, in the order of their start: all ranks have the same."""
+        """Sums that have begun and are not distributed yet, in the order of their start, the same on all ranks."""
 
     @classmethod
     def open(
@@ -156,8 +156,8 @@ class Hierarchy:
         """Make the groups of the slices, and the pipes; collective over `group`.
 
         Returns:
-            None, on every rank, if there is one level only, one does not agree (``wanted``), Gloo carries nothing, or
-            one has no memory to share.
+            None, on every rank, if there is only one level, if a rank declines (``wanted``), if Gloo is not used, or if
+            a rank has no memory to share.
         """
         counts = Counter(hosts)
         if not 1 < len(counts) < len(ranks) or "gloo" not in str(dist.get_backend_config(group)):
@@ -187,7 +187,9 @@ class Hierarchy:
             if pipes is not None:
                 pipes.abort()
             unable = (reached if False in reached else possible).index(False)
-            levels.say_off(f"rank {unable} of it has no memory to share, or cannot open that of its host's other ranks")
+            levels.warn_disabled(
+                f"rank {unable} of it has no memory to share, or cannot open that of its host's other ranks"
+            )
             return None
         assert pipes is not None
         groups.keep(process_set_id, pipes)
@@ -196,22 +198,22 @@ class Hierarchy:
     def sums(
         self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
     ) -> list[tuple[torch.Tensor, HierarchicalSum]] | None:
-        """Make buffers, zeros, and what sums each; arguments and None as in :meth:`Levels.map_all`."""
+        """Make buffers of zeros, and the sum of each; arguments and None are those of :meth:`Levels.map_all`."""
         gathered = self.levels.map_all(kinds, ask)
         if gathered is None:
             return None
         return [(buffers[self.pipes.place], HierarchicalSum(buffers, self)) for buffers in gathered]
 
     def begin(self, started: HierarchicalSum) -> None:
-        """Put a sum that has begun in line."""
+        """Append a sum that has begun."""
         self._line.append(started)
 
     def under_way(self, started: HierarchicalSum) -> bool:
-        """Whether a sum has begun and its slice is not copied to the host's ranks yet."""
+        """Return whether a sum has begun and its slice has not been copied to the host's ranks yet."""
         return started in self._line
 
     def poll(self) -> None:
-        """Take all sums as far as they come without waiting."""
+        """Advance all sums as far as possible without waiting."""
         for each in self._line:
             if not each.reduced:
                 if not self.pipes.arrived(SyncPoint.FILLED, each.filled):
@@ -221,7 +223,7 @@ class Hierarchy:
             self._line.popleft().spread()
 
     def advance(self, last: HierarchicalSum) -> None:
-        """Wait until the host has filled all sums up to this one, and hand my slices of them to the network."""
+        """Wait until the host's ranks have filled all sums up to this one, and send this rank's slices of them."""
         for each in self._line if last in self._line else ():
             if not each.reduced:
                 self.pipes.wait(SyncPoint.FILLED, each.filled)
@@ -230,14 +232,14 @@ class Hierarchy:
                 return
 
     def finish(self, last: HierarchicalSum) -> None:
-        """Wait until my slices of all sums up to this one are copied to the host's ranks."""
+        """Wait until this rank's slices of all sums up to this one are copied to the host's ranks."""
         self.advance(last)
         while last in self._line:
             self._line.popleft().spread()
 
     @contextlib.contextmanager
     def ending_with_it(self) -> Iterator[None]:
-        """Within this context, an error here is one for all who wait for this rank."""
+        """Within this context, let an error here fail all ranks that wait for this one."""
         try:
             yield
         except RuntimeError:
@@ -245,7 +247,7 @@ class Hierarchy:
             raise
 
     def cut(self) -> None:
-        """Let all who wait for this rank hear that it has failed."""
+        """Tell all ranks that wait for this one that it has failed, by ending its connections."""
         self.pipes.abort()
         self.levels.connections.abort()
         self._line.clear()
@@ -255,10 +257,10 @@ class HierarchicalSum(MemorySum):
     """The sum of a buffer over all ranks of several hosts, in place.
 
     Args:
-        buffers: Those of all ranks on this host, in rank order; mine belongs to the reduction from :meth:`start` to
+        buffers: The buffers of all ranks of this host, in rank order. This rank's own is in use from :meth:`start` to
             :meth:`wait`.
         hierarchy: The levels.
-        finish: Makes the result of a sum, in place and of each element by itself.
+        finish: Turns a sum into the result, in place and element by element.
     """
 
     def __init__(
@@ -274,13 +276,13 @@ class HierarchicalSum(MemorySum):
         self._works: list[tuple[int, int, dist.Work]] = []
         self._spread = 0
         self.filled = 0
-        """How often the others must have filled buffers before I may sum."""
+        """How often the others must have filled their buffers before this rank may sum."""
         self.reduced = False
-        """Whether my slice is summed over the host."""
+        """Whether this rank's slice is summed over the host."""
 
     def start(self) -> None:
         with self._hierarchy.ending_with_it():
-            if self._hierarchy.under_way(self):  # abandoned, but others count on my part of it
+            if self._hierarchy.under_way(self):  # abandoned, but other ranks depend on this rank's part
                 self._hierarchy.finish(self)
             self.filled, self.reduced = self._hierarchy.pipes.send(SyncPoint.FILLED), False
             self._hierarchy.begin(self)
@@ -301,11 +303,11 @@ class HierarchicalSum(MemorySum):
 
     @property
     def summed(self) -> bool:
-        """Whether my slice is summed over the hosts."""
+        """Whether this rank's slice is summed over the hosts."""
         return all(work.is_completed() for _, _, work in self._works)
 
     def reduce(self) -> None:
-        """Sum my slice over the host and hand it to the network, piece by piece."""
+        """Sum this rank's slice over the host and send it to the other hosts, piece by piece."""
         low, high = self._bounds
         size = max(1, _PIECE // self._buffers[0].element_size())
         for start in range(low, high, size):
@@ -317,7 +319,7 @@ class HierarchicalSum(MemorySum):
         self.reduced = True
 
     def spread(self) -> None:
-        """Wait for the network, and hand my slice round."""
+        """Wait for the network, and distribute this rank's slice on the host."""
         works, self._works = self._works, []
         for start, end, work in works:
             wait_for(work, self._hierarchy.levels.group)
@@ -328,4 +330,4 @@ class HierarchicalSum(MemorySum):
 
 
 HostSharing = Pipes | Hierarchy
-"""How ranks share buffers: those of one host by pipes alone, those of several by levels."""
+"""How ranks share buffers: on one host by pipes alone, on several by levels."""

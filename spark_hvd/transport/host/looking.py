@@ -1,4 +1,4 @@
-"""How a rank looks at memory that other ranks of its host write to: for a moment before it sleeps, and in order."""
+"""How a rank reads memory that other ranks of its host write: it polls for a moment before it sleeps, and in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 
 _LONGEST = 5e-4
-"""Seconds for which a rank looks before it sleeps: longer than most waits of a small model's step."""
+"""Seconds for which a rank polls before it sleeps: longer than most waits in a small model's step."""
 _SHORTEST = 1e-6
 
 
 class Spin:
-    """Looks again and again, for longer where that has been of use and for less where it was in vain.
+    """Polls repeatedly, longer if polling has helped before and shorter if it has not.
 
     Args:
-        ranks: Number of ranks that wait for each other. Where they outnumber cores, to look without sleeping keeps from
-            its core the rank that is waited for: there nobody does.
+        ranks: Number of ranks that wait for each other. If there are more ranks than cores, polling would keep the rank
+            that it waits for off its core, so nobody polls.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -26,24 +26,24 @@ class Spin:
         self._seconds = self._longest
 
     def sees(self, arrived: Callable[[], bool]) -> bool:
-        """Look for a moment; returns whether it has come true."""
+        """Poll for a moment; return whether the condition became true."""
         until = time.perf_counter() + self._seconds
         while time.perf_counter() < until:
             if arrived():
                 self._seconds = min(2 * self._seconds, self._longest)
                 return True
             os.sched_yield()
-        # In vain: the others are late, or have no core. Try less the next time.
+        # The others are late, or have no core. Poll for less time next time.
         self._seconds = max(self._seconds / 2, min(_SHORTEST, self._longest))
         return False
 
 
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Whether processors keep stores in order, and loads: only a load may overtake a store there (x86-TSO)."""
+"""Whether processors keep stores in order, and loads too: there, only a load may overtake a store (x86-TSO)."""
 
 
 class Fence:
-    """For one thread at a time: what it has written is seen by all before it reads on."""
+    """Makes everything that a thread has written visible before it reads on; for one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,22 +51,23 @@ class Fence:
         self._guard = threading.Lock()
 
     def __call__(self) -> None:
-        """Let all that this thread has written be seen."""
-        # To let go of a lock orders what was before, to take one what comes after, and both are one order. On Arm: what
-        # is before a store-release stays before it, what is after a load-acquire stays after it, and a load-acquire is
-        # not done before an earlier store-release (Arm ARM B2.3: po;[L], [A];po and [L];po;[A] are ordered). glibc's
-        # semaphores, which Python's locks are up to 3.12, and the atomics of later ones are made of these.
+        """Make all writes of this thread visible."""
+        # Releasing a lock orders what came before, acquiring one what comes after, and both together are one order.
+        # On Arm, what precedes a store-release stays before it, what follows a load-acquire stays after it, and a
+        # load-acquire does not happen before an earlier store-release (Arm ARM B2.3: po;[L], [A];po and [L];po;[A] are
+        # ordered). glibc's semaphores, which implement Python's locks up to 3.12, and the atomics of later versions
+        # consist of these.
         self._lock.release()
         self._lock.acquire()
 
     def publish(self) -> None:
-        """Before a flag is written: whoever sees it sees what was written before. From any thread."""
+        """Call before writing a flag: whoever sees the flag also sees everything written before. From any thread."""
         if not ORDERED:
             with self._guard:
                 self()
 
     def look(self) -> None:
-        """After a flag was seen: what is read from now on is what was there when it was written. From any thread."""
+        """Call after seeing a flag: later reads see at least what was there when it was written. From any thread."""
         if not ORDERED:
             with self._guard:
                 self()

@@ -1,12 +1,10 @@
-"""Memory of the host in good pieces: huge pages for large results, and pinned memory without waste.
+"""Efficient host memory: huge pages for large results, and pinned memory without waste.
 
-Huge pages: the kernel hands out fresh memory page by page, which costs more than to reduce it.
+Huge pages: the C library gets memory of 32 MiB and more from the kernel at each allocation, and returns it when it is
+freed. The kernel provides fresh memory page by page. With pages of 4 KiB, this takes longer than the whole all-reduce:
+50 ms for 64 MiB on a virtual machine, where pages of 2 MiB take a third of that.
 
-The C library takes memory of 32 MiB and more from the kernel at each allocation, and gives it back when it is freed.
-Pages of 4 KiB then take longer than the whole all-reduce: 50 ms for 64 MiB on a virtual machine, where pages of 2 MiB
-take a third of that.
-
-Pinned memory: torch rounds each allocation up to a power of two, so that one of 9 GB takes 16.
+Pinned memory: torch rounds each allocation up to a power of two, so 9 GB would take 16.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _LEAST = 32 << 20
 
 
 def prefer_huge(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages under a tensor that nothing has written to yet; where there are none, nothing changes.
+    """Request huge pages for a tensor that has not been written yet; where there are none, this does nothing.
 
     Returns:
         The tensor.
@@ -35,15 +33,15 @@ def prefer_huge(tensor: torch.Tensor) -> torch.Tensor:
 
 
 PINNED_PIECE = 1 << 30
-"""Most bytes of an allocation of pinned memory, a power of two; what is larger has one of its own."""
+"""Maximum bytes of a pinned allocation, a power of two; anything larger gets an allocation of its own."""
 _ALIGNMENT = 64
 
 
 def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple[int, int]]]:
-    """Lay parts out in pieces. A part larger than ``most`` bytes is a piece alone.
+    """Divide parts among pieces. A part larger than ``most`` bytes gets its own piece.
 
     Returns:
-        For each piece, where each of its parts starts and ends; the parts in their order.
+        For each piece, the start and end of each of its parts; the parts stay in order.
     """
     pieces: list[list[tuple[int, int]]] = []
     for size in sizes:
@@ -56,7 +54,7 @@ def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple
 
 
 def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Pinned memory, which a GPU writes to directly.
+    """Allocate pinned memory, which a GPU can write to directly.
 
     Returns:
         Each part, as a tensor of uint8.
@@ -69,9 +67,9 @@ def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor on a device. The host does not wait for the copy, for which CUDA needs pinned memory."""
+    """Return a tensor on a device. The host does not wait for the copy, for which CUDA needs pinned memory."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and tensor.layout is torch.strided:
-        # Dense: pin_memory() would keep the strides of a column of a matrix, and refuses those of expand().
+        # Dense: pin_memory() would keep the strides of a matrix column, and refuses those of expand().
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 

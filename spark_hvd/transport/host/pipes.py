@@ -1,9 +1,9 @@
-"""How ranks of one host wait for each other: counters in memory that all of them see, and pipes to sleep on.
+"""How the ranks of one host wait for each other: counters in memory that all of them see, and pipes to sleep on.
 
-Gloo needs four switches of threads from rank to rank, each at the mercy of the scheduler where processes share cores. A
-rank that has come to a point writes so into memory, which costs no call of the system; who waits looks at that memory
-for a moment, and then sleeps until a byte in a pipe wakes it. Only those who sleep are sent one. Each rank keeps the
-only writing end of its pipes, so that the kernel tells the others when it closes them or its process ends.
+Gloo needs four thread switches from rank to rank, each at the scheduler's mercy if processes share cores. Here, a rank
+that reaches a point writes so into memory, without a system call. A waiting rank polls that memory for a moment, then
+sleeps until a byte in a pipe wakes it. Only sleeping ranks are sent a byte. Each rank holds the only write end of its
+pipes, so the kernel tells the others when it closes them or its process ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spark_hvd.transport.waits import why_broken
 
 _READ = 4096
 _LOOK_SECONDS = 1.0
-"""Seconds after which a sleeping rank looks by itself."""
+"""Seconds after which a sleeping rank checks by itself."""
 
 
 class SyncPoint(enum.IntEnum):
-    """What a rank can have come to; each kind is counted by itself."""
+    """A point that a rank can reach; each kind has its own counter."""
 
     FILLED = 0
     SUMMED = 1
@@ -39,20 +39,20 @@ class SyncPoint(enum.IntEnum):
 
 _NOBODY = -1
 _ASLEEP = len(SyncPoint)
-"""Behind a rank's counters: whether it sleeps."""
+"""Index, after a rank's counters, of the flag that says whether it sleeps."""
 BOARD = _ASLEEP + 1
-"""Numbers of 64 bits on a rank's board."""
+"""Number of 64-bit integers on a rank's board."""
 
 Board = memoryview
-"""One rank's counters, which the others read; an item is read and written at once."""
+"""One rank's counters, which the others read; each item is read and written atomically."""
 
 
 class Pipes(Forkable):
-    """The counters and pipes of one rank and others; one thread at a time sends and waits, any cuts.
+    """The counters and pipes between one rank and others; one thread at a time sends and waits, any thread aborts.
 
-    ``ranks`` are numbers in the world. By place among them, ``incoming`` has the reading ends of the others' pipes,
-    ``outgoing`` the writing ends to them, and ``boards`` everyone's counters, zeros at first. ``timeout`` is how many
-    seconds to wait for the others at one point.
+    ``ranks`` are numbers in the world. Indexed by place among them, ``incoming`` has the read ends of the others'
+    pipes, ``outgoing`` the write ends to them, and ``boards`` everyone's counters, initially zero. ``timeout`` is the
+    number of seconds to wait for the others at one point.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pipes(Forkable):
         self._mine = boards[self.place]
         self._others = [(place, boards[place], outgoing[place]) for place in outgoing]
         self._timeout = timeout
-        self._lock = threading.Lock()  # held over each write: abort() closes these ends from any thread
+        self._lock = threading.Lock()  # held during each write, as abort() closes these ends from any thread
         self._ended = set[int]()
         self._spin = Spin(len(ranks))
         self._fence = Fence()
@@ -93,12 +93,13 @@ class Pipes(Forkable):
     ) -> Pipes | None:
         """Make counters and pipes between all ranks; collective.
 
-        ``ranks`` are numbers in the world, and ``place`` is mine among them. ``timeout`` is how many seconds to wait
-        for the others at one point. ``exchange`` gives every rank the facts of all, in the order of ``ranks``.
-        ``agree`` tells whether a fact holds for all who exchange facts, where these are more than ``ranks``.
+        ``ranks`` are numbers in the world, and ``place`` is this rank's index among them. ``timeout`` is the number of
+        seconds to wait for the others at one point. ``exchange`` returns the facts of all ranks, in the order of
+        ``ranks``. ``agree`` returns whether a fact is true on all ranks that exchange facts, if there are more than
+        ``ranks``.
 
         Returns:
-            None, on every rank, if one cannot reach another's.
+            None, on every rank, if a rank cannot reach another's pipes.
         """
         others = [other for other in range(len(ranks)) if other != place]
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
@@ -106,7 +107,7 @@ class Pipes(Forkable):
             incoming: dict[int, int] = {}
             arena = None
             try:
-                # What a pipe is called goes through memory, as there is one for each pair of ranks.
+                # There is a pipe for each pair of ranks; their numbers are exchanged through memory.
                 arena = SharedArena([(BOARD, torch.int64), (1 + 2 * len(ranks), torch.int64)])
                 undo.callback(arena.discard)
                 offers = arena.buffers[1].numpy()
@@ -132,7 +133,7 @@ class Pipes(Forkable):
                         undo.callback(os.close, incoming[other])
                 except OSError:
                     gathered = None
-            # All have opened them now, or nobody uses them: `theirs` are closed in either case.
+            # All ranks have opened them now, or nobody uses them. `theirs` are closed in either case.
             if not all(exchange(gathered is not None)) or gathered is None:
                 return None
             undo.pop_all()
@@ -144,32 +145,33 @@ class Pipes(Forkable):
         return len(self._ranks)
 
     def send(self, point: SyncPoint) -> int:
-        """Tell all others that I have come to a point.
+        """Tell all others that this rank has reached a point.
 
         Returns:
-            How often I have come to one of this kind: what to wait for.
+            How often this rank has reached such a point: the number to wait for.
 
         Raises:
-            RuntimeError: A rank that slept has gone, or the pipes are closed.
+            RuntimeError: A sleeping rank is gone, or the pipes are closed.
         """
         if self._open < 0:
             raise RuntimeError(self._closed_here())
         times: int = self._mine[point] + 1
         self._published.publish()
         self._mine[point] = times
-        # Before I look who sleeps: who is about to sleep says so, and then looks at my counter. One sees the other.
+        # Before reading who sleeps: a rank about to sleep says so, then reads this counter. One of the two sees the
+        # other.
         self._fence()
-        if (lacking := self._lacking(point, times)) is None:
+        if (lacking := self._missing(point, times)) is None:
             return times
         for place, board, fd in self._others:
             if board[_ASLEEP] and lacking in (_NOBODY, place):
                 self._wake(place, fd)
         return times
 
-    def _lacking(self, point: SyncPoint, times: int) -> int | None:
-        """The place of the only other rank that has not come yet, _NOBODY, or None: there are several.
+    def _missing(self, point: SyncPoint, times: int) -> int | None:
+        """Return the only other rank that is missing, as its place, _NOBODY if none is, or None if there are several.
 
-        A waiting rank is woken by the last rank that it waits for. Were it woken by each, n ranks would write n² bytes.
+        Only the last rank that it waits for wakes a rank. If each did, n ranks would write n² bytes.
         """
         lacking = _NOBODY
         for place, board, _ in self._others:
@@ -180,17 +182,17 @@ class Pipes(Forkable):
         return lacking
 
     def arrived(self, point: SyncPoint, times: int) -> bool:
-        """Whether all others have come to a kind of point so many times; does not wait."""
+        """Return whether all others have reached a kind of point this many times; do not wait."""
         if not all(board[point] >= times for _, board, _ in self._others):
             return False
         self._published.look()
         return True
 
     def wait(self, point: SyncPoint, times: int) -> None:
-        """Wait until all others have come to a kind of point so many times.
+        """Wait until all others have reached a kind of point this many times.
 
         Raises:
-            RuntimeError: A rank has gone before it came there, all have waited for too long, or the pipes are closed.
+            RuntimeError: A rank is gone that has not reached it, the timeout has expired, or the pipes are closed.
         """
         if self.arrived(point, times) or self._spin.sees(lambda: self.arrived(point, times)):
             return
@@ -218,7 +220,7 @@ class Pipes(Forkable):
                 self._read(self._places[fd])
 
     def abort(self) -> None:
-        """Have gone, for the others and for whoever waits here. From any thread."""
+        """Leave: the others, and threads that wait here, see this rank as gone. From any thread."""
         with self._lock:
             if self._open >= 0:
                 for fd in [*(fd for _, _, fd in self._others), self._open]:
@@ -231,25 +233,25 @@ class Pipes(Forkable):
         self.abort()
 
     def __del__(self) -> None:
-        """Nobody waits any more."""
+        """Close the pipes; no thread waits any more."""
         self.abort()
         for fd in [*self._places, self._closing]:
             os.close(fd)
 
     def _wake(self, place: int, fd: int) -> None:
-        with self._lock:  # abort() might give the number to another file
+        with self._lock:  # otherwise abort() might close the descriptor, and another file get its number
             if self._open < 0:
                 raise RuntimeError(self._closed_here())
             try:
                 os.write(fd, b"\0")
             except BlockingIOError:
-                pass  # full of bytes, each of which wakes
+                pass  # full of bytes, each of which wakes the rank
             except BrokenPipeError as error:
                 raise RuntimeError(self._end_of(place)) from error
 
     def _read(self, place: int) -> None:
         if not os.read(self._incoming[place], _READ):
-            # What it had written before is seen by now.
+            # Everything that it wrote earlier is visible by now.
             self._ended.add(place)
             self._poller.unregister(self._incoming[place])
 
@@ -261,14 +263,14 @@ class Pipes(Forkable):
 
 
 def open_pipe(pid: int, fd: int, inode: int, mode: int) -> int:
-    """Another rank's pipe; OSError if it cannot be reached: another host, container or user.
+    """Open another rank's pipe. Raise OSError if it is on another host, in another container or another user's.
 
     ``fd`` is any end of the pipe, as a number of process ``pid``; ``mode`` is os.O_RDONLY or os.O_WRONLY.
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", mode | os.O_NONBLOCK)
     status = os.fstat(own)
-    # Somebody else's, if the rank is in another container and the numbers mean another process here.
+    # The rank may be in another container, where the numbers belong to another process.
     if not stat.S_ISFIFO(status.st_mode) or status.st_ino != inode:
         os.close(own)
-        raise OSError(f"file descriptor {fd} of process {pid} is not the pipe that the other rank means")
+        raise OSError(f"file descriptor {fd} of process {pid} is not the other rank's pipe")
     return own

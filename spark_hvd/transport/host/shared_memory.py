@@ -1,11 +1,12 @@
-"""All-reduce of buffers that all ranks of one host can see: each rank sums its share of everyone's, in place.
+"""All-reduce of buffers that all ranks of one host can see: each rank sums its share of all buffers, in place.
 
-Gloo moves every byte through the loopback interface, twice, at the cost of four copies. Ranks on one host can instead
-map each other's buffers. A reduction has three parts: I say that my buffer is filled; when all have said so, I sum my
-share over all ranks, in rank order, and write it into every rank's buffer (reduce-scatter and all-gather in one, as in
-Patarasuk and Yuan, 2009, without the ring); then I say that I have. For small buffers the time is not in the bytes but
-in waiting: there each rank sums all of them for itself, and the third part falls away. What is said goes through pipes,
-so a peer that dies is noticed at once. The memory has no name and goes with its last user.
+Gloo moves every byte through the loopback interface twice, which costs four copies. Ranks on one host can map each
+other's buffers instead. A reduction has three parts. Each rank announces that its buffer is filled. When all have done
+so, it sums its share over all ranks, in rank order, and writes it into every rank's buffer (reduce-scatter and
+all-gather in one, as in Patarasuk and Yuan, 2009, without the ring). Then it announces that it has. For small buffers,
+waiting costs more than moving bytes, so each rank sums all of them for itself, and the third part is not needed. The
+announcements go through pipes, so a peer that dies is noticed at once. The memory has no name and goes with its last
+user.
 """
 
 from __future__ import annotations
@@ -19,39 +20,39 @@ from spark_hvd.transport.host.arena import SharedArena
 from spark_hvd.transport.host.pipes import Pipes, SyncPoint
 
 CHUNK = 1 << 16
-"""Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
+"""Elements summed at a time: few enough that a chunk is still in the cache when it is written to the other ranks."""
 SMALL = 1 << 19
-"""Bytes of all ranks' buffers together up to which to sum them all costs less than to wait a second time."""
+"""Total bytes of all ranks' buffers up to which summing them all costs less than waiting a second time."""
 
 
 class MemorySum(Protocol):
-    """The sum of a buffer over all ranks, time and again. Mine belongs to it from :meth:`start` to :meth:`wait`.
+    """The repeated sum of a buffer over all ranks. This rank's buffer is in use from :meth:`start` to :meth:`wait`.
 
     Raises:
-        RuntimeError: From each method: a peer has gone, or the network failed.
+        RuntimeError: Each method raises it if a peer is gone or the network failed.
     """
 
     def start(self) -> None:
-        """My buffer is filled."""
+        """Announce that this rank's buffer is filled."""
 
     def poll(self) -> bool:
-        """Do my part of it if that needs no waiting; returns whether it is done.
+        """Do this rank's part if that needs no waiting; return whether it is done.
 
-        As :meth:`advance`, to be called for one buffer after the other, in the order in which they were filled.
+        Like :meth:`advance`, call it for the buffers in the order in which they were filled.
         """
 
     def advance(self) -> None:
-        """Wait until the others have filled their buffers, and do my part."""
+        """Wait until the others have filled their buffers, and do this rank's part."""
 
     def wait(self) -> None:
-        """Wait until my buffer holds the sum."""
+        """Wait until this rank's buffer holds the sum."""
 
 
 class SharedSum(MemorySum):
     """Repeated sums of a large buffer: each rank sums its share, in place.
 
-    ``buffers`` are those of all ranks, in rank order; this rank's belongs to the sum from :meth:`start` to
-    :meth:`wait`. ``finish`` is as in :func:`sum_share`.
+    ``buffers`` are those of all ranks, in rank order; this rank's is in use from :meth:`start` to :meth:`wait`.
+    ``finish`` is that of :func:`sum_share`.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class SharedSum(MemorySum):
 
 
 class CopiedSum(MemorySum):
-    """The sum of a small buffer, time and again: each rank copies its own out and sums all copies.
+    """Repeated sums of a small buffer: each rank copies its own out and sums all copies.
 
-    The ranks wait for each other once a sum and not twice, as there are two copies that take turns. A rank overwrites
-    the copy of the sum before last, and it does so only when all have come to the last sum: then nobody reads it.
-    ``copies`` has every rank's for either turn, in rank order. ``buffer`` is mine, which nobody else sees; it belongs
-    to the sum from :meth:`start` to :meth:`wait`.
+    The ranks wait for each other once per sum and not twice, because two copies take turns. A rank overwrites the copy
+    of the sum before last, and only once all ranks have reached the last sum: then nobody reads that copy. ``copies``
+    has every rank's copy for either turn, in rank order. ``buffer`` is this rank's, which nobody else sees; it is in
+    use from :meth:`start` to :meth:`wait`.
     """
 
     def __init__(self, buffer: torch.Tensor, copies: Sequence[Sequence[torch.Tensor]], pipes: Pipes) -> None:
@@ -101,13 +102,13 @@ class CopiedSum(MemorySum):
         self._filled = 0
 
     def start(self) -> None:
-        self._pipes.wait(SyncPoint.FILLED, self._filled)  # the last sum's, if it was abandoned
+        self._pipes.wait(SyncPoint.FILLED, self._filled)  # the previous sum's, if it was abandoned
         self._turn = 1 - self._turn
         self._copies[self._turn][self._pipes.place].copy_(self._buffer)
         self._filled = self._pipes.send(SyncPoint.FILLED)
 
     def poll(self) -> bool:
-        return True  # there is nothing that another rank waits for
+        return True  # no other rank waits for anything here
 
     def advance(self) -> None:
         """See base class."""
@@ -127,7 +128,7 @@ def in_memory(
     """Make buffers that are summed in memory, each in the way that suits its size; collective.
 
     Returns:
-        Each buffer, zeros, and what sums it; None, on every rank, if some rank cannot map another's memory.
+        Each buffer, filled with zeros, and its sum; None, on every rank, if a rank cannot map another's memory.
     """
     small = [numel * dtype.itemsize * pipes.size <= SMALL for numel, dtype in kinds]
     arena = SharedArena([kind for kind, is_small in zip(kinds, small, strict=True) for _ in range(1 + is_small)])
@@ -151,8 +152,8 @@ def sum_share(
 ) -> None:
     """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
 
-    ``buffers`` are flat, of one dtype and length, and in rank order; ``place`` says whose share. ``finish`` makes the
-    result of a sum in place and element by element, while it is in the cache.
+    ``buffers`` are flat, of one dtype and length, in rank order; ``place`` says whose share. ``finish`` turns a sum
+    into the result, in place and element by element, while it is in the cache.
     """
     numel, size = buffers[0].numel(), len(buffers)
     start, end = numel * place // size, numel * (place + 1) // size

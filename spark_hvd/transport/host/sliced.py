@@ -1,7 +1,7 @@
-"""Large all-reduces by name through memory that the ranks of a host share: on one host, or in two levels on several.
+"""Large named all-reduces through memory that a host's ranks share: on one host, or in two levels on several.
 
-A tensor goes piece by piece: while the other ranks or the network work on some pieces, the next one is filled and the
-first one is taken out. A thread does this for one tensor after the other, on all ranks in the same order, so other
+A tensor is reduced piece by piece. While the other ranks or the network work on some pieces, the next one is filled and
+the first one is taken out. One thread does this for one tensor after another, in the same order on all ranks, so other
 collectives can be negotiated meanwhile.
 """
 
@@ -27,27 +27,25 @@ from spark_hvd.transport.host.shared_memory import MemorySum, SharedSum
 from spark_hvd.world.activity import activity
 
 LEAST = 1 << 18
-"""Minimum bytes on several hosts: below, two more waits cost what is saved on the link."""
+"""Minimum bytes on several hosts: below this, two more waits cost more than the link saves."""
 LEAST_AT_HOME = 3 << 19
-"""Minimum bytes on one host: from here on, two waits cost less than moving that much through Gloo."""
-_PARTS = 5
-"""Pieces that are in memory at a time."""
+"""Minimum bytes on one host: from here on, two waits cost less than moving the data through Gloo."""
+_BUFFERS = 5
+"""Number of pieces that are in memory at a time."""
 PIECE = 2 << 20
-"""Bytes of a piece. Smaller ones cost small tensors more than it spares them to work on memory meanwhile."""
+"""Bytes of a piece. Smaller pieces would cost small tensors more than the overlap saves."""
+PARTS = [(PIECE, torch.uint8)] * _BUFFERS
+"""Number of elements and dtype of each rank's buffers for pieces."""
 
 Change = Callable[[torch.Tensor], None]
-"""What is done to some elements, in place and to each by itself."""
+"""A change of some elements, in place and element by element."""
 _Job = Callable[[], None]
-
-
-PARTS = [(PIECE, torch.uint8)] * _PARTS
-"""Number of elements and dtype of each rank's pieces."""
 
 
 class SlicedStaging(Forkable):
     """Memory of the ranks of this host, and the thread that sums in it.
 
-    ``parts`` has, for each piece, those of all ranks of this host, in rank order.
+    ``parts`` has, for each buffer, the memory of all ranks of this host, in rank order.
     """
 
     def __init__(self, sharing: HostSharing, parts: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -62,13 +60,14 @@ class SlicedStaging(Forkable):
         self._jobs = queue.SimpleQueue[_Job | None]()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        """Orders :meth:`allreduce` and :meth:`abort`, so that no job is queued behind the None that ends the thread."""
         self._ended = False
 
     @classmethod
     def open(
         cls, hierarchy: Hierarchy, process_set_id: int, groups: Groups, group: dist.ProcessGroup
     ) -> SlicedStaging | None:
-        """Make and map memory; collective over `group`. None, on every rank, if one has none to share."""
+        """Make and map memory; collective over `group`. Returns None on every rank if a rank has none to share."""
         ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
         parts = hierarchy.levels.map_all(PARTS, ask)
         if parts is None:
@@ -80,7 +79,7 @@ class SlicedStaging(Forkable):
     def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:
         """Start to sum a tensor over all ranks.
 
-        ``ins`` and ``outs`` are flat, and may be the same; ``prepare`` scales what goes in.
+        ``ins`` and ``outs`` are flat, and may be the same; ``prepare`` scales the input.
         """
         future = Future[None]()
         with self._lock:
@@ -94,7 +93,7 @@ class SlicedStaging(Forkable):
         return SlicedSum(future)
 
     def abort(self) -> None:
-        """Have gone, for the other ranks of this host and for whoever waits here. From any thread."""
+        """Leave: the other ranks of this host, and threads that wait here, see this rank as gone. From any thread."""
         with self._lock:
             self._ended = True
         self._pipes.abort()
@@ -102,7 +101,7 @@ class SlicedStaging(Forkable):
 
     def forked(self) -> None:
         """See Forkable.forked."""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
         self._ended = True
         self._pipes.forked()
 
@@ -135,21 +134,23 @@ class SlicedStaging(Forkable):
         under_way = deque[tuple[MemorySum, torch.Tensor, torch.Tensor]]()
 
         def take_out() -> None:
-            each, buffer, out = under_way.popleft()
-            each.wait()
+            oldest, buffer, out = under_way.popleft()
+            oldest.wait()
             out.copy_(buffer)
 
         for number, low in enumerate(range(0, numel, size)):
-            if number >= _PARTS:
+            if number >= _BUFFERS:
                 take_out()
             high = min(low + size, numel)
-            buffers = [each[: (high - low) * dtype.itemsize].view(dtype) for each in self._parts[number % _PARTS]]
+            buffers = [each[: (high - low) * dtype.itemsize].view(dtype) for each in self._parts[number % _BUFFERS]]
             mine = buffers[self._pipes.place]
             mine.copy_(ins[low:high])
             prepare(mine)
             started = self._sum(buffers, finish)
             started.start()
-            if under_way:  # give the others, or the network, all pieces but this one, however late some are
+            # Blocks until this rank has done its part of the previous piece. The other ranks, or the network, then have
+            # all pieces but this one, and need not wait for this rank while it waits for the oldest.
+            if under_way:
                 under_way[-1][0].advance()
             started.poll()
             under_way.append((started, mine, outs[low:high]))
@@ -162,11 +163,11 @@ class SlicedStaging(Forkable):
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds tensors that nobody else may need by the time the next one comes
+        del job  # it holds tensors that may be free long before the next job comes
 
 
 class SlicedSum(Handle[None]):
-    """A sum that the thread has, or had."""
+    """A sum that the thread runs or has run."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -180,11 +181,11 @@ class SlicedSum(Handle[None]):
                     self._future.result()
         except RuntimeError as error:
             raise failed("allreduce", error) from error
-        # Its callbacks refer to those who waited for it, and so to the tensors, until the next garbage collection.
+        # The future's callbacks refer to waiting threads and so to the tensors, until the next garbage collection.
         self._future = _ENDED
 
     def fault(self) -> Exception | None:
-        """An error of this rank's own, such as a lack of memory. None if all went well or a peer or the wire failed."""
+        """Return an error of this rank's own, such as a lack of memory; None if nothing, a peer or the wire failed."""
         error = self._future.exception()
         if not isinstance(error, Exception) or (isinstance(error, RuntimeError) and not is_out_of_memory(error)):
             return None

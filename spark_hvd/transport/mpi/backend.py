@@ -1,4 +1,4 @@
-"""A backend of torch.distributed by the name of mpi4py; nothing of MPI is loaded before a group is made."""
+"""A backend of torch.distributed called mpi4py; MPI is not loaded before a group is made."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _parent: MPI.Intracomm | None = None
 
 
 def register() -> None:
-    """Let torch.distributed know the backend; doing it again changes nothing."""
+    """Register the backend with torch.distributed; repeated calls change nothing."""
     dist.Backend.register_backend(MPI_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def carrier(on_gpu: bool) -> str:
-    """What carries the world's tensors: "mpi", "nccl" or "gloo"."""
+    """Return the name of what carries the world's tensors: "mpi", "nccl" or "gloo"."""
     if dist.is_initialized() and dist.get_backend() == MPI_BACKEND:
         return "mpi"
     return "nccl" if on_gpu else "gloo"
 
 
 def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
-    """Make process groups from now on out of the ranks of a communicator. Starts MPI.
+    """Make process groups from the ranks of a communicator from now on. Starts MPI.
 
     Args:
-        parent: Its ranks are those of the default process group; None for MPI_COMM_WORLD.
-        rank: My rank.
+        parent: The communicator whose ranks form the default process group; None for MPI_COMM_WORLD.
+        rank: This process's rank.
         size: World size.
 
     Raises:
         ImportError: There is no mpi4py, or no MPI library.
-        RuntimeError: MPI counts the ranks in another way.
+        RuntimeError: MPI numbers the ranks differently.
     """
     global _parent
     from spark_hvd.transport.mpi.library import MPI
@@ -50,13 +50,13 @@ def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
 
 
 def release() -> None:
-    """Make process groups out of the ranks of MPI_COMM_WORLD again."""
+    """Go back to making process groups from the ranks of MPI_COMM_WORLD."""
     global _parent
     _parent = None
 
 
 def endpoint_of(group: Any) -> MpiEndpoint:
-    """What a process group of this backend talks over."""
+    """Return the endpoint of a process group of this backend."""
     from spark_hvd.transport.mpi.group import MpiProcessGroup
 
     assert isinstance(group, MpiProcessGroup)
@@ -64,7 +64,7 @@ def endpoint_of(group: Any) -> MpiEndpoint:
 
 
 def on_loss(prefix: str) -> Callable[[int, str], None]:
-    """What to call with a lost rank, and what is known of it; see :func:`spark_hvd.transport.mpi.endpoint.lose`."""
+    """Return a function that takes a lost rank and what is known about it; see :func:`.endpoint.lose`."""
     from spark_hvd.transport.mpi.endpoint import lose
 
     return functools.partial(lose, prefix=prefix)
@@ -87,13 +87,13 @@ def _require_same(parent: MPI.Intracomm, rank: int, size: int) -> None:
     if (rank, size) == (parent.rank, parent.size):
         return
     said = f"this process is rank {rank} of {size} for its launcher, but rank {parent.rank} of {parent.size} for MPI. "
-    if parent.size == 1:  # a library that knows nothing of whoever has started this process
+    if parent.size == 1:  # the library knows nothing of whoever started this process
         from spark_hvd.transport.mpi.library import MPI
 
         name, version = MPI.get_vendor()
         raise RuntimeError(
             f"{said}mpi4py has loaded {name} {'.'.join(map(str, version))}. If the tools of another MPI have started "
-            "the process, have both of one: pip install mpi4py mpich, network=Network(mpi='openmpi') for Open MPI 4, "
+            "the process, use one of them: pip install mpi4py mpich, network=Network(mpi='openmpi') for Open MPI 4, "
             "or that library's own mpiexec."
         )
-    raise RuntimeError(f"{said}Over MPI both must count alike: let one mpiexec start all ranks, one process each.")
+    raise RuntimeError(f"{said}Both must use the same numbers: let one mpiexec start all ranks, one process each.")

@@ -1,4 +1,4 @@
-"""One rank's end of an MPI communicator: its operations under way, its timeout, and how it is left."""
+"""One rank's end of an MPI communicator: its operations in flight, its timeout, and how it leaves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from spark_hvd.transport.mpi.progress import PROGRESS, Operation
 from spark_hvd.world.errors import CollectiveError
 
 _LAST_SECONDS = 1.0
-"""How long what is under way has left when a rank leaves: it may still end well, and the other ranks may need it."""
+"""How long operations in flight may continue after a rank has left: they may succeed, and others may need them."""
 
 
 class MpiEndpoint(Abortable):
-    """Owns its MPI communicator. Nobody else uses the communicator, which is freed with the endpoint.
+    """Owns its MPI communicator, which nobody else uses and which is freed with the endpoint.
 
-    ``ranks`` are the communicator's in the default process group. ``name`` is what torch.distributed calls the process
-    group that uses it. ``timeout`` is how many seconds an operation waits for the other ranks.
+    ``ranks`` are the communicator's, as numbers in the default process group. ``name`` is torch.distributed's name of
+    the process group that uses it. ``timeout`` is the number of seconds that an operation waits for the other ranks.
     """
 
     def __init__(self, communicator: MPI.Intracomm, ranks: Sequence[int], name: str, timeout: float) -> None:
-        # What fails is to raise, not to end every process of the program.
+        # Errors must raise instead of ending every process of the program.
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self.communicator = communicator
         self.ranks = ranks
@@ -34,19 +34,20 @@ class MpiEndpoint(Abortable):
         self.size: int = communicator.size
         self.timeout = timeout
         self._closed: str | None = None
-        self._lock = threading.Lock()  # held over each start: abort() finds it among those under way, or it is refused
+        # Held during each start, so that abort() either finds an operation in flight or makes it fail to start.
+        self._lock = threading.Lock()
         _open.add(self)
 
     @classmethod
     def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> MpiEndpoint:
-        """Make one for some ranks of a communicator; each of them must call this, and no other.
+        """Make an endpoint for some ranks of a communicator; exactly these must call this.
 
-        ``ranks`` are numbers in ``parent``, in the order that they are to have; None: all. ``timeout`` is how many
-        seconds an operation waits for the other ranks. The name is the same on all of them, and different from what
-        others make at the same time.
+        ``ranks`` are numbers in ``parent``, in their new order; None: all. ``timeout`` is the number of seconds that an
+        operation waits for the other ranks. The name must be the same on all of them, and differ from names that others
+        use at the same time.
 
         Raises:
-            CollectiveError: MPI cannot make it.
+            CollectiveError: MPI cannot make the communicator.
         """
         ranks = range(parent.size) if ranks is None else ranks
         try:
@@ -62,14 +63,14 @@ class MpiEndpoint(Abortable):
             return PROGRESS.start(self, name, call, arguments, keep)
 
     def abort(self, error: str = "this rank has left the communicator.") -> None:
-        """Give up what is under way on this rank; MPI itself cannot be told to. From any thread."""
+        """Give up operations in flight on this rank; MPI itself cannot cancel them. From any thread."""
         with self._lock:
             self._closed = self._closed or error
         for operation in PROGRESS.of(self):
             operation.fail(error)
 
     def close(self) -> None:
-        """Let what is under way end, for a second at most, give up the rest, and free the communicator."""
+        """Let operations in flight end, for a second at most, give up the rest, and free the communicator."""
         _open.discard(self)
         until = time.monotonic() + _LAST_SECONDS
         while (left := PROGRESS.of(self)) and time.monotonic() < until:
@@ -85,14 +86,14 @@ _open: set[MpiEndpoint] = set()
 
 
 def lose(rank: int, text: str, prefix: str) -> None:
-    """A rank has left or is gone: in a moment, in which what is under way may still end, give up what needs it.
+    """Give up the operations that need a lost rank, after a moment in which they may still end.
 
-    Over Gloo a rank that leaves closes its connections, and those who wait for it know. MPI has nothing of the kind.
+    Over Gloo, a rank that leaves closes its connections, so the others know. MPI has nothing like that.
 
     Args:
-        rank: In the default process group.
-        text: What has become of it, for an error.
-        prefix: Of the names of the process groups that this concerns.
+        rank: Number in the default process group.
+        text: What has happened to it, for an error.
+        prefix: Prefix of the names of the process groups concerned.
     """
     lost = [each for each in list(_open) if rank in each.ranks and each.name.startswith(prefix)]
 
@@ -105,15 +106,15 @@ def lose(rank: int, text: str, prefix: str) -> None:
 
 
 def part_of(parent: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-    """A communicator of some ranks of another; each of them must call this, and no other.
+    """Return a communicator of some ranks of another; exactly these must call this.
 
-    The name is the same on all of them, and different from what others make at the same time.
+    The name must be the same on all of them, and differ from names that others use at the same time.
     """
     with TURNS:
         everyone = parent.Get_group()
         members = everyone.Incl(list(ranks))
         try:
-            # Every MPI has tags up to 32767.
+            # Every MPI supports tags up to 32767.
             return parent.Create_group(members, zlib.crc32(name.encode()) & 0x7FFF)
         finally:
             members.Free()

@@ -1,8 +1,8 @@
-"""What a process that ends owes MPI. It can be asked without loading MPI, which may not be there."""
+"""What a process that ends must do for MPI. Importing this does not load MPI, which may not be installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 at_exit: list[Callable[[], None]] = []
-"""What a process that ends calls when it has left its world: the end of MPI, once that is loaded."""
+"""Called by a process that ends, once it has left its world: ends MPI, if that is loaded."""

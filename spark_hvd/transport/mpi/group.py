@@ -1,6 +1,6 @@
-"""A process group of torch.distributed over MPI, by mpi4py: DDP, FSDP2 and all else run on it as on Gloo.
+"""A process group of torch.distributed over MPI, through mpi4py: DDP, FSDP2 and the rest run on it as on Gloo.
 
-torch's own "mpi" backend exists only in a torch that was compiled against one MPI.
+torch's own "mpi" backend exists only in builds of torch that were compiled against one MPI.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPS = {
 _BITWISE = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
 
 Part = tuple[Operation, Callable[[], None]]
-"""An operation under way, and what is left to do when it has ended."""
+"""An operation in flight, and what remains to be done when it has ended."""
 
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ else:
 
 
 class MpiProcessGroup(_ProcessGroup):
-    """See torch.distributed.ProcessGroup. Ranks in its methods count in the group."""
+    """See torch.distributed.ProcessGroup. Ranks in its methods are numbers in the group."""
 
     def __init__(self, name: str, endpoint: MpiEndpoint) -> None:
         super().__init__(endpoint.rank, endpoint.size)
@@ -53,11 +53,11 @@ class MpiProcessGroup(_ProcessGroup):
         self._mpi = endpoint.communicator
 
     def getBackendName(self) -> str:  # noqa: N802 # torch's name
-        """The name of this backend."""
+        """Return the name of this backend."""
         return "mpi4py"
 
     def getGroupName(self) -> str:  # noqa: N802 # torch's name
-        """The name by which torch.distributed knows it; torch itself would ask a backend below."""
+        """Return torch.distributed's name of the group; torch itself would ask an inner backend."""
         return self._name
 
     @property
@@ -75,7 +75,7 @@ class MpiProcessGroup(_ProcessGroup):
         return self._work(tensors, [self._allreduce(tensor, opts) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """As :meth:`allreduce`, of several tensors."""
+        """Reduce several tensors; see :meth:`allreduce`."""
         return self.allreduce(tensors, opts)
 
     def _allreduce(self, tensor: torch.Tensor, opts: Any) -> Part:
@@ -84,7 +84,7 @@ class MpiProcessGroup(_ProcessGroup):
         return operation, lambda: back(wire, tensor)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
-        """Reduce over all ranks, in place on the root alone."""
+        """Reduce over all ranks, in place on the root only."""
         (tensor,), root = tensors, opts.rootRank
         wire, op, back = self._to_wire(tensor, opts)
         if self.endpoint.rank != root:
@@ -96,26 +96,26 @@ class MpiProcessGroup(_ProcessGroup):
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> MpiWork:
-        """Reduce a list of tensors, one for each rank, and keep mine."""
+        """Reduce a list of tensors, one for each rank, and keep this rank's."""
         parts = []
         for output, shares in zip(outputs, inputs, strict=True):
             parts.append(self._reduce_scatter(output, _joined(shares), [share.numel() for share in shares], opts))
         return self._work(outputs, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Reduce a tensor and keep my share, all shares being of one size."""
+        """Reduce a tensor and keep this rank's share; all shares have the same size."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], wholes: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """As :meth:`reduce_scatter_single`, of several tensors."""
+        """Reduce several tensors; see :meth:`reduce_scatter_single`."""
         parts = []
         for output, whole in zip(outputs, wholes, strict=True):
             parts.append(self._reduce_scatter(output, whole, [output.numel()] * self.endpoint.size, opts))
         return self._work(outputs, parts)
 
-    # torch before 2.13 knows the last two under other names.
+    # torch before 2.13 has other names for the last two.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -129,7 +129,7 @@ class MpiProcessGroup(_ProcessGroup):
     def _to_wire(
         self, tensor: torch.Tensor, opts: Any
     ) -> tuple[torch.Tensor, MPI.Op, Callable[[torch.Tensor, torch.Tensor], None]]:
-        """What MPI is to reduce, how, and what brings its result into a tensor of the first one's dtype."""
+        """Return the tensor for MPI to reduce, the operation, and a function that copies the result back."""
         require_dense(tensor)
         wanted = "SUM" if opts is None else opts.reduceOp.op.name
         _, dense = to_dense(tensor)
@@ -137,7 +137,7 @@ class MpiProcessGroup(_ProcessGroup):
         if wanted in _BITWISE:
             return dense, _BITWISE[wanted], lambda result, target: copy_unless_shared(target.detach(), result)
         if wanted not in _OPS:
-            raise ValueError(f"the mpi4py backend has no reduction {wanted}; use SUM, AVG, MIN, MAX or PRODUCT.")
+            raise ValueError(f"the mpi4py backend does not support {wanted}; use SUM, AVG, MIN, MAX or PRODUCT.")
         op = _OPS[wanted]
         check_op(tensor.dtype, op)
         wire, mpi_op, restore = to_mpi(dense, op)
@@ -152,7 +152,7 @@ class MpiProcessGroup(_ProcessGroup):
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
-        """Overwrite tensors by those of the root."""
+        """Overwrite tensors with those of the root."""
         return self._work(tensors, [self._broadcast(tensor, opts.rootRank) for tensor in tensors])
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Part:
@@ -165,23 +165,23 @@ class MpiProcessGroup(_ProcessGroup):
         parts = []
         for shares, mine in zip(outputs, inputs, strict=True):
             wire, counts = self._outward(mine), [share.numel() for share in shares]
-            room = _side_by_side(shares)
+            room = _adjacent(shares)
             if room is None:
                 room = memory.room(wire, (sum(counts),))
             operation = self._start(
                 "all_gather", self._mpi.Iallgatherv, in_bytes(wire), in_parts(room, counts), keep=(wire, room)
             )
-            parts.append((operation, functools.partial(_share_out, room, shares)))
+            parts.append((operation, functools.partial(_distribute, room, shares)))
         return self._work([share for shares in outputs for share in shares], parts)
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Fill a tensor with those of all ranks, which are of one size."""
+        """Fill a tensor with those of all ranks, which have the same size."""
         return self.all_gather_single_coalesced([output], [mine], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """As :meth:`all_gather_single`, of several tensors."""
+        """Gather several tensors; see :meth:`all_gather_single`."""
         parts = []
         for output, mine in zip(outputs, inputs, strict=True):
             wire, room = self._outward(mine), self._inward(output)
@@ -211,7 +211,7 @@ class MpiProcessGroup(_ProcessGroup):
         operation = self._start(
             "gather", self._mpi.Igatherv, in_bytes(wire), in_parts(room, counts), root, keep=(wire, room)
         )
-        return self._work(shares, [(operation, lambda: _share_out(room, shares))])
+        return self._work(shares, [(operation, lambda: _distribute(room, shares))])
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
         """Fill a tensor on each rank from the root's list of tensors."""
@@ -227,7 +227,7 @@ class MpiProcessGroup(_ProcessGroup):
         return self._work(outputs, [(operation, lambda: copy_unless_shared(output.detach(), room))])
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Send each rank a tensor of a list, and fill another with what they send."""
+        """Send each rank one tensor of a list, and fill another list with what the ranks send."""
         wire = memory.within_reach(_joined(inputs))
         counts = [output.numel() for output in outputs]
         room = memory.room(wire, (sum(counts),))
@@ -238,12 +238,12 @@ class MpiProcessGroup(_ProcessGroup):
             in_parts(room, counts),
             keep=(wire, room),
         )
-        return self._work(outputs, [(operation, lambda: _share_out(room, outputs))])
+        return self._work(outputs, [(operation, lambda: _distribute(room, outputs))])
 
     def all_to_all_single(
         self, output: torch.Tensor, whole: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> MpiWork:
-        """Send each rank some rows of a tensor, equally many if `sent` is empty; and fill another likewise."""
+        """Send each rank some rows of a tensor, equally many if `sent` is empty, and fill another tensor likewise."""
         wire, room = self._outward(whole), self._inward(output)
         operation = self._start(
             "all_to_all",
@@ -269,17 +269,17 @@ class MpiProcessGroup(_ProcessGroup):
         return self._work(tensors, [(operation, lambda: copy_unless_shared(tensors[0].detach(), room))])
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """End when every rank has called it."""
+        """Complete when every rank has called it."""
         return self._work([], [(self._start("barrier", self._mpi.Ibarrier), _nothing)])
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Give up what is under way on this rank."""
+        """Give up operations in flight on this rank."""
         self.endpoint.abort()
 
     def shutdown(self) -> None:
-        """Let what is under way end, give up the rest, and free what MPI has for the group."""
+        """Let operations in flight end, give up the rest, and free MPI's resources for the group."""
         self.endpoint.close()
 
     # ---- helpers --------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class MpiProcessGroup(_ProcessGroup):
         return memory.within_reach(to_dense(tensor)[1])
 
     def _inward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if MPI can write to it, else memory for what is to be copied into it."""
+        """Return the tensor itself if MPI can write to it, else memory from which it is filled later."""
         require_dense(tensor)
         if tensor.is_contiguous() and memory.reaches(tensor):
             return memory.within_reach(tensor.detach())
@@ -308,7 +308,7 @@ class MpiProcessGroup(_ProcessGroup):
     def _evenly(self, tensor: torch.Tensor) -> list[int]:
         size = self.endpoint.size
         if tensor.shape[0] % size:
-            raise ValueError(f"{tensor.shape[0]} rows cannot be shared out evenly among {size} ranks; pass splits.")
+            raise ValueError(f"{tensor.shape[0]} rows cannot be divided evenly among {size} ranks; pass splits.")
         return [tensor.shape[0] // size] * size
 
 
@@ -322,13 +322,13 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([to_dense(tensor)[1].reshape(-1) for tensor in tensors])
 
 
-def _share_out(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+def _distribute(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     for target, part in zip(targets, torch.split(flat, [each.numel() for each in targets]), strict=True):
         copy_unless_shared(target.detach(), part.view(target.shape))
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors that lie side by side as one tensor, if MPI can write to that memory; else None."""
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return adjacent tensors as one tensor, if MPI can write to that memory; else None."""
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     end = filled[0].data_ptr() if filled else 0
     for tensor in filled:
@@ -336,7 +336,7 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += tensor.nbytes
     if not filled or end > filled[0].untyped_storage().data_ptr() + filled[0].untyped_storage().nbytes():
-        return None  # neighbours by chance
+        return None  # adjacent by chance
     return memory.within_reach(filled[0].as_strided((sum(tensor.numel() for tensor in filled),), (1,)))
 
 

@@ -1,6 +1,6 @@
-"""MPI, by way of mpi4py: importing this module starts it, unless the program has done so already.
+"""MPI, through mpi4py: importing this module starts MPI, unless the program has already done so.
 
-Nothing else imports mpi4py, and this module is imported only where a world is made by MPI.
+Nothing else imports mpi4py, and this module is imported only if MPI forms a world.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _NEEDED = "backend='mpi' needs mpi4py and an MPI library; pip install mpi4py mpi
 
 
 def _start() -> tuple[Any, bool]:
-    """mpi4py's module, and whether it was us who started MPI."""
+    """Return mpi4py's module, and whether it was this function that started MPI."""
     theirs = "mpi4py.MPI" in sys.modules
     try:
         import mpi4py
 
         if not theirs:
-            # We start and end MPI ourselves: ending it would block for ever in a world that has failed.
+            # We start and end MPI ourselves: mpi4py's end would block for ever in a world that has failed.
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI as module  # noqa: N811
     except (ImportError, RuntimeError) as error:
-        raise ImportError(f"{_NEEDED}. What Python says: {error}") from error
+        raise ImportError(f"{_NEEDED}. Python says: {error}") from error
     if module.Is_finalized():
         raise RuntimeError("MPI has been finalized in this process, and cannot start again; start a new process.")
     ours = not module.Is_initialized()
@@ -42,7 +42,7 @@ def _start() -> tuple[Any, bool]:
         names = {module.THREAD_SINGLE: "MPI_THREAD_SINGLE", module.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
         raise RuntimeError(
             f"MPI was started with {names[level]}, but collectives run in several threads; ask for "
-            "MPI_THREAD_MULTIPLE, as mpi4py does of itself, or let hvd.init() start MPI."
+            "MPI_THREAD_MULTIPLE, as mpi4py does by itself, or let hvd.init() start MPI."
         )
     return module, ours
 
@@ -53,21 +53,21 @@ else:
     _ours = False
 
 THREADS = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-"""Whether several threads may be in MPI at the same time; else they take turns."""
+"""Whether several threads may be in MPI at the same time; otherwise they take turns."""
 
 
 TURNS: AbstractContextManager[Any] = contextlib.nullcontext() if THREADS else threading.RLock()
-"""Held in every call of MPI: a lock where MPI lets in one thread at a time."""
+"""Held during every call of MPI: a lock if MPI admits one thread at a time."""
 
 
 before_end: list[Callable[[], bool]] = []
-"""What ends first; each tells whether nothing is left under way."""
+"""Called before MPI ends; each returns whether nothing is left in flight."""
 
 
 def finalize() -> None:
-    """Stop keeping MPI moving, and end it if it was us who started it, which blocks until every process does.
+    """Stop polling MPI, and end it if we started it, which blocks until every process does the same.
 
-    MPI is not ended where operations were given up: it would wait for ever for what belongs to them.
+    MPI is not ended if operations were given up: it would wait for them for ever.
     """
     if all([end() for end in before_end]) and _ours and not MPI.Is_finalized():
         MPI.Finalize()

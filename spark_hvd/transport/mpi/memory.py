@@ -17,10 +17,10 @@ from spark_hvd.world.env import read_mpi_cuda
 
 @functools.cache
 def takes_cuda() -> bool:
-    """Whether MPI accepts addresses of CUDA memory.
+    """Return whether MPI accepts addresses of CUDA memory.
 
-    The environment variable SPARK_HVD_MPI_CUDA decides. Without it, MPI itself is asked, in the ways of MPI 4.1, MPICH
-    and Open MPI.
+    The environment variable SPARK_HVD_MPI_CUDA decides. Without it, MPI itself is asked, by the functions of MPI 4.1,
+    MPICH and Open MPI.
     """
     told = read_mpi_cuda()
     if told is not None:
@@ -32,17 +32,17 @@ def takes_cuda() -> bool:
         return True
     try:
         return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except AttributeError:  # the library has no such function, or its names are not global
+    except AttributeError:  # the library has no such function, or its symbols are not global
         return False
 
 
 def reaches(tensor: torch.Tensor) -> bool:
-    """Whether MPI can access the tensor's memory."""
+    """Return whether MPI can access the tensor's memory."""
     return not tensor.is_cuda or takes_cuda()
 
 
 def within_reach(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy on the host. Pending writes to it have finished."""
+    """Return the tensor itself, or a copy on the host, once pending writes to it have finished."""
     if reaches(tensor):
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -52,7 +52,7 @@ def within_reach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def room(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised tensor that MPI can access, of the dtype and device of `like` if possible."""
+    """Return an uninitialised tensor that MPI can access, with the dtype and device of `like` if possible."""
     if reaches(like):
         return like.new_empty(shape)
     return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")

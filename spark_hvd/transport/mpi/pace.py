@@ -1,21 +1,21 @@
-"""How often to ask MPI whether an operation has ended: at once again while bytes move, ever more seldom while not."""
+"""How often to ask MPI whether an operation has ended: without pause while bytes move, ever less often otherwise."""
 
 from __future__ import annotations
 
 _MOVED_SECONDS = 4e-6
-"""A call that finds nothing to do takes a tenth of this; one that takes longer has copied something."""
+"""A call that finds nothing to do takes a tenth of this; a longer one has copied something."""
 _SPIN_SECONDS = 3e-4
-"""How long to ask again at once: less than that and small collectives would be slowed down by a sleep."""
+"""How long to ask without pause; with less, a sleep would slow down small collectives."""
 _FIRST_PAUSE = 2e-5
 _LAST_PAUSE = 1e-3
 _GROWTH = 1.05
-"""Growth of the pauses, from the first to the last in some 20 ms: a peer that is late by that is mostly later still."""
+"""Growth of the pauses, from the first to the last in about 20 ms: a peer that late is usually much later."""
 
 
 class PollingPace:
-    """How long a thread that polls pauses between two looks.
+    """Decides how long a polling thread pauses between two polls.
 
-    For ``patience`` seconds without movement it asks again at once.
+    For ``patience`` seconds without progress it polls without a pause.
     """
 
     def __init__(self, patience: float = _SPIN_SECONDS) -> None:
@@ -24,9 +24,9 @@ class PollingPace:
         self._pause = _FIRST_PAUSE
 
     def after(self, before: float, now: float) -> float:
-        """Seconds to sleep before the next call, 0 for none.
+        """Return the seconds to sleep before the next call, 0 for none.
 
-        The last call began at ``before`` and ended at ``now``, in seconds of any clock.
+        The last call began at ``before`` and ended at ``now``, in seconds on any clock.
         """
         if self._moved is None or now - before > _MOVED_SECONDS:
             self._moved, self._pause = (before if self._moved is None else now), _FIRST_PAUSE

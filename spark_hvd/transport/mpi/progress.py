@@ -1,7 +1,7 @@
-"""Keeps MPI's non-blocking operations moving: MPI moves only while some thread is inside one of its calls.
+"""Drives MPI's non-blocking operations: MPI makes progress only while some thread is inside one of its calls.
 
-Whoever waits for an operation polls it in its own thread, so a small collective costs no switch of threads. A daemon
-thread polls the operations that nobody waits for, so that all of them go on behind a backward pass, and callbacks come.
+A thread that waits for an operation polls it itself, so a small collective costs no thread switch. A daemon thread
+polls the operations that nobody waits for, so that all of them progress behind a backward pass, and callbacks run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from spark_hvd.world.errors import CollectiveError
 _log = logging.getLogger("spark_hvd")
 
 _TESTS_AT_ONCE = 64
-"""How often a waiter asks before it looks at the clock: that many take some 20 microseconds."""
+"""How often a waiting thread polls before it checks the clock; this takes about 20 microseconds."""
 _WATCH_SECONDS = 1e-4
-"""Seconds between two looks of the thread at operations that nobody waits for."""
+"""Seconds between two polls of operations that nobody waits for."""
 _REST_SECONDS = 1e-3
 _REST_LASTS = 0.02
-"""How long the thread stays awake after it last saw an operation; then it costs nothing, and has to be woken."""
+"""How long the thread stays awake after it last saw an operation. After that it costs nothing, and must be woken."""
 
 
 class Operation:
-    """One request under way. It ends once, by whichever thread finds out first; from any thread.
+    """One request in flight. It ends once, in the thread that notices first; usable from any thread.
 
     Its buffers, ``keep``, stay alive until it has ended.
     """
@@ -40,7 +40,7 @@ class Operation:
         self.name = name
         self.done = False
         self.error: str | None = None
-        """Why it failed, once it is done."""
+        """Why it failed, if it did, once it is done."""
         self.waiters = 0
         self._request = request
         self._keep = keep
@@ -49,17 +49,17 @@ class Operation:
         self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self, times: int = 1) -> bool:
-        """Whether it has ended; moves all that MPI has under way a little."""
+        """Return whether it has ended; this also moves everything that MPI has in flight a little."""
         if self.done:
             return True
-        with self._lock:  # a request must not be in two calls of MPI at once
+        with self._lock:  # two calls of MPI must not use one request at once
             if not self._test(times):
                 return False
         self._ended()
         return True
 
     def _test(self, times: int) -> bool:
-        if not self.done:  # meanwhile, by another thread
+        if not self.done:  # another thread may have ended it meanwhile
             test = self._request.Test
             try:
                 for _ in range(times):
@@ -76,7 +76,7 @@ class Operation:
         """Block until it has ended.
 
         Raises:
-            CollectiveError: It failed, or the time is up; in the latter case it goes on.
+            CollectiveError: It failed, or the time is up; in the latter case it continues.
         """
         if not self.poll(_TESTS_AT_ONCE):
             self.waiters += 1
@@ -104,7 +104,7 @@ class Operation:
                 time.sleep(pause)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call back once it has ended, from whichever thread finds out; at once if it has."""
+        """Call back once it has ended, from the thread that notices; at once if it has ended already."""
         with self._lock:
             if not self.done:
                 self._callbacks = [*(self._callbacks or ()), callback]
@@ -112,7 +112,7 @@ class Operation:
         callback()
 
     def fail(self, error: str) -> None:
-        """End it as failed. MPI may still have its request, and with it the buffers."""
+        """End it as failed. MPI may keep its request, and so its buffers."""
         with self._lock:
             if self.done:
                 return
@@ -129,7 +129,7 @@ class Operation:
             for callback in callbacks:
                 try:
                     callback()
-                except Exception:  # another's defect must end neither the thread that finds out nor the next callback
+                except Exception:  # a defect in a callback must stop neither this thread nor the next callback
                     _log.exception("a callback of %s has failed", self.name)
 
 
@@ -150,10 +150,10 @@ class ProgressThread:
     def start(
         self, owner: object, name: str, call: Callable[..., MPI.Request], arguments: Sequence[Any], keep: Any
     ) -> Operation:
-        """Start an operation, which goes on whether anybody waits for it or not.
+        """Start an operation, which progresses whether or not anybody waits for it.
 
-        What ``call``, a method of a communicator, returns is the request; its arguments and ``keep`` stay alive
-        meanwhile.
+        ``call`` is a method of a communicator that returns a request. Its arguments and ``keep`` stay alive until the
+        operation has ended.
 
         Raises:
             CollectiveError: MPI refuses.
@@ -173,20 +173,20 @@ class ProgressThread:
         return operation
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call something in a while, from the thread."""
+        """Call a function after some seconds, in the thread."""
         self._later.append((time.monotonic() + seconds, call))
         self._wake()
 
     def of(self, owner: object) -> list[Operation]:
-        """The operations of an owner that are under way."""
+        """Return the operations of an owner that are in flight."""
         return [each for each in list(self._operations.values()) if each.owner is owner]
 
     def remove(self, operation: Operation) -> None:
-        """Look after an operation no more: it has ended."""
+        """Stop polling an operation that has ended."""
         self._operations.pop(id(operation), None)
 
     def close(self) -> bool:
-        """End the thread; returns whether nothing is left under way, so that MPI can be ended."""
+        """End the thread; return whether nothing is left in flight, so that MPI can be ended."""
         self._closed = True
         self._awake.set()
         if self._thread is not None:
@@ -206,7 +206,7 @@ class ProgressThread:
     def _begin(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed:
-                # A daemon: it must not keep a process alive.
+                # A daemon, so that it does not keep a process alive.
                 thread = threading.Thread(target=self._run, name="spark_hvd-mpi", daemon=True)
                 thread.start()
                 self._thread = thread
@@ -222,7 +222,7 @@ class ProgressThread:
                     operation.fail(f"the thread that keeps MPI moving has failed: {type(error).__name__}: {error}")
 
     def _turn(self, last: float) -> float:
-        """Do what is due; returns when there was last something to do."""
+        """Do what is due; return when there was last something to do."""
         for each in list(self._later):
             if each[0] <= time.monotonic():
                 self._later.remove(each)
@@ -231,14 +231,14 @@ class ProgressThread:
             time.sleep(_WATCH_SECONDS)
             return time.monotonic()
         if self._operations or self._later or time.monotonic() - last < _REST_LASTS:
-            # What there is has a waiter, which polls it itself.
+            # Waiting threads poll the remaining operations themselves.
             time.sleep(_REST_SECONDS)
             return last
         self._rest()
         return time.monotonic()
 
     def _poll(self) -> bool:
-        """Poll what nobody waits for, as long as it moves; returns whether some of it is left."""
+        """Poll operations that nobody waits for, while they progress; return whether some are left."""
         pace = PollingPace(patience=0.0)
         while True:
             operations = [each for each in list(self._operations.values()) if not each.waiters]
@@ -251,13 +251,13 @@ class ProgressThread:
 
     def _rest(self) -> None:
         self._awake.clear()
-        self._resting = True  # from now on a start wakes us
+        self._resting = True  # from now on, a start wakes this thread
         if not self._operations and not self._later and not self._closed:
             self._awake.wait()
         self._resting = False
 
 
 PROGRESS = ProgressThread()
-"""The progress thread of this process; MPI is one in it, too."""
+"""The progress thread of this process, which has only one MPI too."""
 
 before_end.append(PROGRESS.close)

@@ -1,4 +1,4 @@
-"""How ranks that an MPI process manager started become a world: who is where, and rank 0's key-value store."""
+"""How ranks that an MPI process manager started form a world: their places, and rank 0's key-value store."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
 
 _STORE_SECONDS = 300.0
 _LAST_WORDS_SECONDS = 0.5
-"""What mpiexec has not yet passed on when a process aborts is lost, and with it the traceback."""
+"""mpiexec loses output that it has not forwarded when a process aborts, and with it the traceback."""
 _LOOPBACK = "127.0.0.1"
 
 
 def is_mpi_communicator(comm: object) -> TypeGuard[MPI.Intracomm]:
-    """Whether this is a communicator of mpi4py; loads nothing."""
+    """Return whether this is a communicator of mpi4py; loads nothing."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and isinstance(comm, module.Comm)
 
 
 def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tuple[World, Store]:
-    """The world whose ranks are those of a communicator, and the store that rank 0 serves; collective over it.
+    """Return the world formed by a communicator's ranks, and the store that rank 0 serves; collective over it.
 
-    ``comm`` is MPI_COMM_WORLD by default. ``master`` is the address at which others reach rank 0; None: it finds one.
+    ``comm`` is MPI_COMM_WORLD by default. ``master`` is the address at which others reach rank 0; None: rank 0 finds
+    one.
 
     Raises:
         ImportError: There is no mpi4py, or no MPI library.
-        ValueError: `comm` is no communicator of one set of ranks that this process is in.
-        CollectiveError: No store could be made, or not be reached.
+        ValueError: `comm` is not an intracommunicator that includes this process.
+        CollectiveError: Rank 0 could not serve a store, or it could not be reached.
     """
     from spark_hvd.transport.mpi.library import MPI
 
@@ -68,8 +69,8 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
     meeting = _all_gather(own, mine)[0]
     if meeting is None:
         raise CollectiveError(
-            f"rank 0, on {places[0][0]}, can serve no key-value store there; set MASTER_ADDR to one of its addresses "
-            "that the other ranks reach."
+            f"rank 0, on {places[0][0]}, cannot serve a key-value store there; set MASTER_ADDR to one of its addresses "
+            "that the other ranks can reach."
         )
     endpoint, secret = Endpoint(*meeting[:2]), bytes.fromhex(meeting[2])
     if store is None:
@@ -78,13 +79,13 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {own.rank} cannot reach rank 0 at {endpoint.host}:{endpoint.port}: {error}. Set MASTER_ADDR to "
-                "an address of rank 0's host that the other ranks reach."
+                "an address of rank 0's host that the other ranks can reach."
             ) from error
     return World(me, endpoint, secret=secret, mpi=own), store
 
 
 def _all_gather(comm: MPI.Comm, fact: Any) -> list[Any]:
-    """What each rank says, in rank order; as JSON, since mpi4py's own exchange of objects unpickles what comes."""
+    """Gather each rank's fact in rank order, as JSON: mpi4py's own exchange of objects unpickles what it receives."""
     from spark_hvd.transport.mpi.library import MPI
 
     mine = json.dumps(fact).encode()
@@ -100,12 +101,12 @@ def _all_gather(comm: MPI.Comm, fact: Any) -> list[Any]:
 
 
 def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> list[int]:
-    """The ranks of a communicator in a world made by MPI, in the communicator's order.
+    """Return the ranks of a communicator in a world formed by MPI, in the communicator's order.
 
     ``parent`` is the communicator of the world, which has ``size`` ranks; None: MPI_COMM_WORLD.
 
     Raises:
-        ValueError: Some of its ranks are not in the world, or the world was not made by MPI.
+        ValueError: Some of its ranks are not in the world, or MPI did not form the world.
     """
     from spark_hvd.transport.mpi.library import MPI
 
@@ -120,9 +121,9 @@ def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> li
 
 
 def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of some ranks of another; each of them must call this.
+    """Return a communicator of some ranks of another; each of them must call this.
 
-    ``ranks`` are numbers in ``parent``, in the order that they are to have. ``parent`` is MPI_COMM_WORLD if it is None.
+    ``ranks`` are numbers in ``parent``, in their new order. ``parent`` None means MPI_COMM_WORLD.
     """
     from spark_hvd.transport.mpi import endpoint as mpi_endpoint
     from spark_hvd.transport.mpi.library import MPI
@@ -131,7 +132,7 @@ def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm
 
 
 def _serve(host: str, size: int) -> tuple[Store, tuple[str, int, str]]:
-    """The store, and what the others must know: host, port, and the world's secret."""
+    """Return the store, and what the others need to know: host, port, and the world's secret."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -142,11 +143,11 @@ def _serve(host: str, size: int) -> tuple[Store, tuple[str, int, str]]:
 
 
 def _address(others: Sequence[str]) -> str:
-    """An address of this host that those other hosts reach."""
+    """Return an address of this host that those other hosts can reach."""
     if not others:
         return _LOOPBACK
     for host in others:
-        with contextlib.suppress(OSError):  # a name that nobody resolves here
+        with contextlib.suppress(OSError):  # a name that cannot be resolved here
             address = own_address(Endpoint(host, 1))
             if not _is_loopback(address):
                 return address
@@ -157,7 +158,7 @@ def _address(others: Sequence[str]) -> str:
         if each.family == socket.AF_INET and psutil.net_if_stats()[name].isup and not _is_loopback(each.address)
     ]
     if not addresses:
-        raise OSError("this host has no address but its loopback interface's")
+        raise OSError("this host has only its loopback address")
     return addresses[0]
 
 
@@ -166,10 +167,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def abort_on_exceptions() -> None:
-    """Let an exception that nobody catches end all processes of the program, as it would end a program of one.
+    """Let an uncaught exception end all processes of the program, as it would end a program of one process.
 
-    Without that the process would wait in MPI_Finalize for others that wait for it. To be called again whenever the
-    default process group has been made: torch puts a hook of its own before ours then, which keeps what we print.
+    Otherwise the process would wait in MPI_Finalize for others that wait for it. Call this again whenever the default
+    process group has been made: torch then installs a hook of its own before ours, which keeps what we print.
     """
     from spark_hvd.transport.mpi.library import MPI
 

@@ -1,4 +1,4 @@
-"""How tensors look to MPI: an address, a count and a datatype; and which of them MPI reduces in a wider type."""
+"""Tensors as MPI sees them (address, count, datatype), and which of them it reduces in a wider type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_hvd.transport.dtypes import Restore, to_wire
 from spark_hvd.transport.mpi.library import MPI
 
 Buffer = list[Any]
-"""Memory, a count or counts with displacements, and a datatype: what mpi4py's methods take."""
+"""Memory, a count or counts with displacements, and a datatype, as mpi4py's methods take them."""
 
 _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
@@ -25,7 +25,7 @@ _DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.int64: MPI.INT64_T,
 }
 
-# MPI has no standard names for them. A sum in the wider type is also the better one.
+# MPI has no standard names for these. Summing in the wider type is also more accurate.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 OPS: dict[ReduceOp, MPI.Op] = {
@@ -35,7 +35,7 @@ OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.PRODUCT: MPI.PROD,
 }
 
-# Those that to_mpi leaves as they are.
+# Dtypes that to_mpi leaves unchanged.
 _SUMMED = {dtype: _DATATYPES[dtype] for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)}
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
@@ -43,7 +43,7 @@ _address = MPI.buffer.fromaddress
 
 
 def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Restore]:
-    """Give a contiguous tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`."""
+    """Convert a contiguous tensor to a form that MPI can reduce; see :func:`spark_hvd.transport.dtypes.to_wire`."""
     dtype = tensor.dtype
     wider = _WIDER.get(dtype)
     if wider is not None and op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -53,15 +53,15 @@ def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Re
 
 
 def elements(tensor: torch.Tensor) -> Buffer:
-    """The memory of a contiguous tensor, to be reduced."""
+    """Describe the memory of a contiguous tensor that is to be reduced."""
     count = tensor.numel()
     return [_address(tensor.data_ptr(), count * tensor.itemsize), count, _DATATYPES[tensor.dtype]]
 
 
 def ready(tensor: torch.Tensor) -> Buffer | None:
-    """As :func:`elements`, if the tensor is an ordinary one that MPI can sum where it is; else None.
+    """Do :func:`elements` if the tensor is an ordinary one that MPI can sum in place; else return None.
 
-    This is the way of most gradients. All that it asks takes a microsecond together, as a small all-reduce takes few.
+    Most gradients take this path. Its checks take a microsecond in total, because a small all-reduce takes only a few.
     """
     datatype = _SUMMED.get(tensor.dtype)
     if (
@@ -78,21 +78,21 @@ def ready(tensor: torch.Tensor) -> Buffer | None:
 
 
 def in_bytes(tensor: torch.Tensor) -> Buffer:
-    """The memory of a contiguous tensor, to be moved."""
+    """Describe the memory of a contiguous tensor that is to be moved."""
     nbytes = tensor.numel() * tensor.itemsize
     return [_address(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE]
 
 
 def in_blocks(tensor: torch.Tensor, size: int) -> Buffer:
-    """The memory of a contiguous tensor that is filled by `size` ranks in equal parts; MPI counts one part."""
+    """Describe a contiguous tensor that `size` ranks fill in equal parts; MPI counts one part."""
     nbytes = tensor.numel() * tensor.itemsize
     return [_address(tensor.data_ptr(), nbytes), nbytes // size, MPI.BYTE]
 
 
 def in_parts(tensor: torch.Tensor, rows: Sequence[int]) -> Buffer:
-    """The memory of a contiguous tensor whose rows, in rank order, go to several ranks or come from them.
+    """Describe a contiguous tensor whose rows go to several ranks or come from them, in rank order.
 
-    ``rows`` has how many are each rank's.
+    ``rows`` has the number of rows of each rank.
     """
     total = sum(rows)
     nbytes = tensor.numel() * tensor.itemsize

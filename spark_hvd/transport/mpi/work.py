@@ -1,4 +1,4 @@
-"""What torch.distributed gets for an MPI operation under way: a Work, with a future of the results for DDP's hooks."""
+"""The Work that torch.distributed gets for an MPI operation in flight, with a future of the results for DDP's hooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spark_hvd.world.errors import CollectiveError
 
 
 class MpiWork(dist.Work):
-    """Operations under way as one.
+    """Several operations in flight, as one.
 
-    ``timeout`` is how many seconds :meth:`wait` has if it is not told otherwise. ``finish`` completes ``outputs`` when
-    all operations have ended; None: MPI does.
+    ``timeout`` is the default number of seconds for :meth:`wait`. ``finish`` completes ``outputs`` when all operations
+    have ended; None: MPI does.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class MpiWork(dist.Work):
         self._timeout = timeout
         self._outputs = outputs
         self._finish = finish
-        self._finishing = threading.Lock()  # what is left to do is done once, by whichever thread is first
+        self._finishing = threading.Lock()  # the remaining work is done once, by the first thread
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the results are there. A timeout of zero, torch's own default, stands for the group's.
+        """Block until the results are complete. A timeout of zero, torch's own default, stands for the group's.
 
         Raises:
             CollectiveError: It failed, or the time is up.
@@ -50,7 +50,7 @@ class MpiWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the results are there, or it failed."""
+        """Return whether the results are complete, or the operation failed."""
         if not all([operation.poll() for operation in self._operations]):
             return False
         if self._error() is None:
@@ -58,24 +58,24 @@ class MpiWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Whether the results are there."""
+        """Return whether the results are complete."""
         return self.is_completed() and self._error() is None
 
     def exception(self) -> CollectiveError | None:
-        """What the operation has failed with; None if it has not."""
+        """Return the error of the operation; None if it has not failed."""
         error = self._error()
         return None if error is None else CollectiveError(error)
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return self._outputs
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait`."""
+        """Do the same as :meth:`wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """One that is completed with the list of the results' tensors."""
+        """Return a future that completes with the list of result tensors."""
         if self._future is None:
             devices: list[Any] = sorted({each.device for each in self._outputs if each.is_cuda}, key=str)
             future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
@@ -88,7 +88,7 @@ class MpiWork(dist.Work):
                     return
                 try:
                     self._complete()
-                except Exception as fault:  # nobody but who waits for the future would hear of it
+                except Exception as fault:  # only those who wait for the future would hear of it
                     future.set_exception(fault)
                 else:
                     future.set_result(self._outputs)

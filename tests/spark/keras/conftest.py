@@ -1,11 +1,13 @@
-"""Tests of the folder are left out where Keras is not installed; they share rows."""
+"""Tests of the folder are left out without Keras; they share rows, and Python workers that have it loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import workers_with
 from tests.spark.estimator_support import frame
 
 if TYPE_CHECKING:
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="package", autouse=True)
 def _with_keras() -> None:
     pytest.importorskip("keras")
+
+
+@pytest.fixture(scope="module")
+def spark(spark: SparkSession) -> Iterator[SparkSession]:
+    with workers_with(spark, "keras"):
+        yield spark
 
 
 @pytest.fixture(scope="module")

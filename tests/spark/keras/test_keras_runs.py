@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
 
-from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend, ModelError, Store
+from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend, Store
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import means, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
@@ -22,46 +22,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.slow
-
-
-ON_TENSORFLOW = """
-import sys
-import numpy as np
-from pyspark.sql import SparkSession
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
-import keras
-from spark_hvd.estimators import KerasEstimator
-df = spark.range(0, 200, 1, 2).selectExpr("array(cast(rand(1) as float), cast(rand(2) as float)) f", "id")
-df = df.selectExpr("f", "cast(2 * f[0] - f[1] as float) y").cache()
-layers = [keras.layers.Input((2,)), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
-model = keras.Sequential([*layers, keras.layers.Lambda(lambda x: x + 1)])
-options = {"feature_cols": ["f"], "label_cols": ["y"], "batch_size": 20, "num_proc": 2, "random_seed": 1}
-estimator = KerasEstimator(
-    model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], validation=0.2, epochs=4,
-    checkpoint_every=2, **options
-)
-fitted = estimator.fit(df)
-first, *_, last = fitted.getHistory()
-assert last["val_loss"] < first["val_loss"] and last["mae"] < first["mae"], fitted.getHistory()
-found = fitted.transform(df).select("f", "prediction").collect()
-wanted = fitted.getModel().predict(np.array([row["f"] for row in found], "float32"), verbose=0)[:, 0]
-np.testing.assert_allclose([row["prediction"] for row in found], wanted, 1e-4, 1e-5)
-fitted.save(sys.argv[1])
-print("found", found[0]["prediction"])
-"""
-
-
-@pytest.mark.timeout(600)  # four processes import TensorFlow, and more beside them have work
-@pytest.mark.usefixtures("spark")  # which load() asks for
-def test_on_tensorflow(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    path = str(tmp_path / "model")
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}
-    command = [sys.executable, "-c", ON_TENSORFLOW, path]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with pytest.raises(ModelError, match=r"one of Keras on tensorflow, .* set KERAS_BACKEND=tensorflow"):
-        KerasModel.load(path).getModel()
 
 
 @pytest.mark.night

@@ -110,7 +110,7 @@ def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None)
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
-    with pytest.raises(ModelError, match="reduction='sum', and several ranks"):
+    with pytest.raises(ModelError, match="reduction='sum', but several ranks"):
         estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
 
 

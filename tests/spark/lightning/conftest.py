@@ -1,4 +1,4 @@
-"""Two ranks that have Lightning loaded, rows, and an estimator of both."""
+"""Two ranks and Python workers that have Lightning loaded, rows, and an estimator of both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spark_hvd.estimators import LightningEstimator, Store
+from tests.conftest import workers_with
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from tests.spark.lightning.support import Warm
 
 ROWS = 401
+
+
+@pytest.fixture(scope="module")
+def spark(spark: SparkSession) -> Iterator[SparkSession]:
+    with workers_with(spark, "lightning"):
+        yield spark
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""Columns of text in KerasEstimator: on TensorFlow the model takes them as they are; torch has no tensors of text."""
+"""KerasEstimator on TensorFlow, in a program of its own: columns of numbers, and of text, which torch lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_hvd.estimators import DataError
+from spark_hvd.estimators import DataError, KerasModel, ModelError
 from tests.spark.keras.support import estimator, net
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ ON_TENSORFLOW = """
 import sys
 import numpy as np
 from pyspark.sql import SparkSession, functions as F
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False)
+builder = builder.config("spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK", "1")  # one daemon for SQL and RDDs
+builder = builder.config("spark.python.daemon.module", "tests.warm_daemon")
+spark = builder.config("spark.executorEnv.SPARK_HVD_TESTS_LOADED", "tensorflow").getOrCreate()
 import keras, tensorflow as tf
 from spark_hvd.estimators import DataError, KerasEstimator, KerasModel
 
@@ -125,17 +128,36 @@ except Exception as error:
     assert "column 'city' in transform has " in str(error), error
 else:
     raise AssertionError("nulls")
+
+# Of numbers, in ranks that draw random ones.
+df = spark.range(0, 200, 1, 2).selectExpr("array(cast(rand(1) as float), cast(rand(2) as float)) f", "id")
+df = df.selectExpr("f", "cast(2 * f[0] - f[1] as float) y").cache()
+model = keras.Sequential([layers.Input((2,)), layers.Dense(8, "relu"), layers.Dropout(0.1), layers.Dense(1)])
+model.add(layers.Lambda(lambda x: x + 1))
+fitted = KerasEstimator(
+    model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], validation=0.2, epochs=4,
+    checkpoint_every=2, feature_cols=["f"], label_cols=["y"], batch_size=20, num_proc=2, random_seed=1,
+).fit(df)
+first, *_, last = fitted.getHistory()
+assert last["val_loss"] < first["val_loss"] and last["mae"] < first["mae"], fitted.getHistory()
+found = fitted.transform(df).select("f", "prediction").collect()
+wanted = fitted.getModel().predict(np.array([row["f"] for row in found], "float32"), verbose=0)[:, 0]
+np.testing.assert_allclose([row["prediction"] for row in found], wanted, 1e-4, 1e-5)
+fitted.save(sys.argv[1] + "/numbers")
 """
 
 
-@pytest.mark.timeout(900)  # five processes import TensorFlow, and more beside them have work
-def test_text_on_tensorflow(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)  # three processes import TensorFlow, and more beside them have work
+@pytest.mark.usefixtures("spark")  # which load() asks for
+def test_on_tensorflow(tmp_path: Path) -> None:
     """Fits by the feed and from files, compared with plain Keras on the same rows; transform, saved, nulls, errors."""
     pytest.importorskip("tensorflow")
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}
     command = [sys.executable, "-c", ON_TENSORFLOW, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.raises(ModelError, match=r"needs Keras on tensorflow, .* set KERAS_BACKEND=tensorflow"):
+        KerasModel.load(str(tmp_path / "numbers")).getModel()
 
 
 def test_text_on_torch_is_refused_with_what_to_do(df: DataFrame) -> None:
