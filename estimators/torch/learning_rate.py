@@ -65,7 +65,7 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, An
 def described(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, options: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a checkpoint tells of an optimizer and a scheduler, besides their state; ``options`` are those given."""
+    """Return what a checkpoint records about an optimizer and a scheduler; ``options`` are those before training."""
     names = {id(param): name for name, param in model.named_parameters()}
     return {
         "optimizer": type(optimizer).__name__,
@@ -90,30 +90,30 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> list[str]:
-    """Check that a checkpoint's state is that of this optimizer and scheduler.
+    """Check that a checkpoint's state belongs to this optimizer and scheduler.
 
     Args:
-        saved: What :func:`described` said when it was written; None if an earlier version wrote it.
-        here: What it says now.
-        run_id: Of the run.
+        saved: The result of :func:`described` when it was written; None if an earlier version wrote it.
+        here: The present result.
+        run_id: The run's name, for messages.
 
     Returns:
         A warning for each option that the checkpoint overrides.
 
     Raises:
-        CheckpointError: It is another's.
+        CheckpointError: It belongs to another optimizer or scheduler, or to other parameters.
     """
     if saved is None:
         return []
     for what in ("optimizer", "lr_scheduler", "parameters of the optimizer"):
         if saved[what] != here[what]:
             raise CheckpointError(
-                f"run_id={run_id!r} goes on from the state of another {what}: {_short(saved[what])} then, "
-                f"{_short(here[what])} now. Give what the run was started with, or another run_id"
+                f"run_id={run_id!r} resumes from the state of another {what}: {_short(saved[what])} then, "
+                f"{_short(here[what])} now. Pass what the run was started with, or another run_id"
             )
     return [
-        f"run_id={run_id!r} goes on with the options of its checkpoint, which began with {name}={before[name]!r}: "
-        f"{name}={now[name]!r} of the optimizer given now has no effect. Give another run_id to train with it"
+        f"run_id={run_id!r} keeps the options of its checkpoint, which began with {name}={before[name]!r}: "
+        f"{name}={now[name]!r} of the present optimizer has no effect. Pass another run_id to train with it"
         for before, now in zip(saved["options"], here["options"], strict=True)
         for name in sorted(before.keys() & now.keys())
         if before[name] != now[name]

@@ -41,7 +41,7 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
         "raw" and "probability" (rows, classes), "prediction" (rows,), float64; for a regression only the last.
 
     Raises:
-        ValueError: the scores are complex numbers.
+        ValueError: The scores are complex numbers.
     """
     _require_real(output, "output")
     scores = output.double().unsqueeze(-1).flatten(1)  # also for (rows,)

@@ -1,4 +1,4 @@
-"""HDFS by hdfs-native, with what that lacks: files as Python's own, and clients that a forked child can live with."""
+"""HDFS through hdfs-native, whose files become Python's own, and whose clients survive a fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hdfs_native.fsspec import HdfsFileSystem
 
 _BUFFER = 1 << 16
-"""Bytes."""
+"""Bytes of a file's buffer."""
 
 
 class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # Any, where the package is missing
@@ -17,8 +17,8 @@ class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # Any, where the package 
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Never destroyed: a forked child, in which fsspec's cache lets go of all file systems at once, would wait for
-        # threads of the client that it does not have, for ever.
+        # Never destroyed. fsspec's cache drops all file systems in a forked child, which would then wait forever for
+        # threads of the client that it does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.client))
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_optimizer_or_scheduler() -> None:
         "lr_scheduler: None then, StepLR now": of_run(adam, model, of_torch.StepLR(adam, 1)),
     }
     for text, other in others.items():
-        with pytest.raises(CheckpointError, match=f"run_id='r' goes on from the state of another {text}"):
+        with pytest.raises(CheckpointError, match=f"run_id='r' resumes from the state of another {text}"):
             check_described(saved, other, "r")
 
 
@@ -115,7 +115,7 @@ def test_options_that_a_checkpoint_overrides_are_told() -> None:
     lr = torch.tensor(0.5, dtype=torch.float64)
     now = of_run(torch.optim.Adam(model.parameters(), lr=lr, weight_decay=0.01), model)
     first, second = check_described(before, now, "r")
-    assert "began with lr=0.1: lr=0.5 of the optimizer given now has no effect" in first
+    assert "began with lr=0.1: lr=0.5 of the present optimizer has no effect" in first
     assert "weight_decay=0: weight_decay=0.01" in second
 
 

@@ -110,3 +110,16 @@ def test_a_public_method_has_a_docstring_or_overrides_one_of_ours_that_has() -> 
     ]
     assert len(methods) > 1000
     assert [each for each in methods if not told(*each)] == []
+
+
+def test_sections_of_docstrings_have_known_headings() -> None:
+    known = {"Args", "Attributes", "Example", "Raises", "Returns", "Yields"}
+    headings = [
+        (name, heading)
+        for name, path in rooms.modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for heading in re.findall(r"^ *(\w+):$", ast.get_docstring(node) or "", re.MULTILINE)
+    ]
+    assert len(headings) > 900
+    assert [each for each in headings if each[1] not in known] == []

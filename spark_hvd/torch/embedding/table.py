@@ -43,7 +43,7 @@ class ShardedEmbedding(nn.Module):
         weight: This rank's rows, shape (rows of this rank, dim): row ``i`` is row ``i // size`` of rank ``i % size``.
         cut: Describes which rows these are.
 
-        es:
+    Raises:
         ValueError: An argument is invalid; the message says which.
     """
 

@@ -88,12 +88,12 @@ def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[t
 
 
 def _gathered(states: Mapping[int, Mapping[str, Any]], cuts: Mapping[int, Cut]) -> dict[int, set[str]]:
-    """The state of tables that is to be gathered, by the numbers of their weights; collective.
+    """Return the keys of the state to gather, by the numbers of the tables' weights; collective.
 
-    A tensor may have as many entries as this rank has rows by chance: it is of rows if it is so on all ranks.
+    A tensor may have as many entries as this rank has rows by chance. It belongs to rows if it has on all ranks.
 
     Raises:
-        MismatchError: Ranks have state of other tables.
+        MismatchError: Ranks have state for different tables.
     """
     if not cuts:
         return {}

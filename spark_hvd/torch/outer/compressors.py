@@ -235,7 +235,7 @@ class Averaging:
     def __init__(
         self, values: torch.Tensor, name: str, compression: Any = Compression.none, *, process_set: ProcessSet
     ) -> None:
-        """`values` are one-dimensional. They may be written later, up to where :meth:`written` says."""
+        """`values` are one-dimensional, and may be written later: :meth:`written` counts them."""
         self._compression, self._name, self._process_set = compression, name, process_set
         self._values = values
         self._by_row = isinstance(compression, RowCompressor)
@@ -246,7 +246,7 @@ class Averaging:
         self._rows: list[torch.Tensor] = []
 
     def written(self, count: int) -> None:
-        """Compress what has been written, while it is in the cache; another `count` values have been."""
+        """Count another `count` values as written, and compress whole pieces while they are in the cache."""
         self._ready += count
         while self._by_row and self._ready - len(self._rows) * self._piece >= self._piece:
             self._encode()
@@ -282,9 +282,9 @@ class Averaging:
         self._result = self._handle.wait()
 
     def mean(self, memory: torch.Tensor) -> torch.Tensor:
-        """What has come, over the ranks that have taken part: all but those that have joined.
+        """Return the mean over the ranks that took part: all but those that have joined.
 
-        It may lie in `memory`, which is like the values.
+        It may use `memory`, which has the shape and dtype of the values.
         """
         if not self._by_row:
             return cast(torch.Tensor, self._compression.decompress(self._result, self._context))
