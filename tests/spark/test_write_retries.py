@@ -117,7 +117,7 @@ def test_every_row_is_there_once(session: SparkSession, tmp_path: Path, fault: s
     files = {group.file for group in (*train.row_groups, *held.row_groups)}
     assert len(files) == 4
     # also what an attempt leaves that goes on for a while
-    wait_until(lambda: {str(path) for path in root.rglob("*part-*")} == files)
+    wait_until(lambda: {str(path) for path in root.rglob("*part-*")} == files, 120)
 
 
 def test_rows_that_fail_to_come(session: SparkSession, tmp_path: Path) -> None:
