@@ -202,10 +202,9 @@ def test_a_table_that_spark_cannot_have_names_the_column(spark: SparkSession, co
 
 @pytest.fixture
 def session_zone(spark: SparkSession) -> Iterator[str]:
-    name, before = "spark.sql.session.timeZone", spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set(name, "America/New_York")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     yield "America/New_York"
-    spark.conf.set(name, str(before))
+    spark.conf.unset("spark.sql.session.timeZone")  # a default that is set is another setting to later tests
 
 
 def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Path) -> None:
