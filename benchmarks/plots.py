@@ -252,7 +252,7 @@ def local_sgd() -> Figure:
     speed_of = {row[0]: speed for row, speed in zip(speeds.rows, speeds.numbers("of DDP's"), strict=True)}
     both = zip(points.rows, points.numbers("points from DDP"), strict=True)
     for number, (row, point) in enumerate((row, point) for row, point in both if row[0] in speed_of):
-        mark = "osD^vP*X"[number % 8]
+        mark = "osD^vP*X"[(number + number // 8) % 8]
         axes.plot([speed_of[row[0]]], [point], mark, color=COLOURS[number % len(COLOURS)], label=row[0])
     axes.axhline(-0.5, color="grey", linewidth=0.9, linestyle=(0, (6, 4)))
     axes.axvline(speed_of["alone"], color="grey", linewidth=0.9, linestyle=":")
