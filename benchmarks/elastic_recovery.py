@@ -1,7 +1,7 @@
 """How long training stands still when one of two elastic ranks is lost: seconds to the first new step, and to the first
 with the replacement.
 
-`python -m benchmarks.elastic_recovery [--rounds 5] [--losses SIGKILL SIGSTOP executor fit large-fit]`
+`python -m benchmarks.elastic_recovery [--rounds 3] [--losses SIGKILL SIGSTOP executor fit large-fit]`
 
 SIGKILL and SIGSTOP strike a rank of `run_elastic_local`, rank 0 and rank 1 in turn. For "executor" the executor's JVM
 is killed on a standalone cluster of the tests', whose two workers and master run on this machine. Ranks make a commit
@@ -40,7 +40,7 @@ from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elas
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-MINUTES = 5
+MINUTES = 4
 STEP = 0.01
 BEFORE = 20
 """Steps before the loss."""
@@ -154,7 +154,7 @@ def _executor(cluster: ElasticCluster, number: int) -> Seconds:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     kinds = ["SIGKILL", "SIGSTOP", "executor", *_FITS]
     parser.add_argument("--losses", nargs="+", choices=kinds, default=kinds)
     arguments = parser.parse_args()
