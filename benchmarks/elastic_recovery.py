@@ -92,19 +92,19 @@ def locally(kind: str, rounds: int) -> list[Seconds]:
 class Strikes(Callback):
     """Notes each step, and kills a rank of the first generation."""
 
-    def __init__(self, progress: Progress, rank: int) -> None:
-        self.progress, self.rank = progress, rank
+    def __init__(self, log: Path, until: Path, rank: int) -> None:
+        self.log, self.until, self.rank = log, until, rank  # no Progress, whose module imports pyspark in each rank
 
     def on_batch_end(self, state: TrainState) -> None:
         """See base class."""
         time.sleep(STEP)
-        note(str(self.progress.log), state.global_step)
+        note(str(self.log), state.global_step)
         if (hvd.generation(), state.rank, state.global_step) == (0, self.rank, 2 * BEFORE):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
-        state.stop = self.progress.until.exists()
+        state.stop = self.until.exists()
 
 
 def in_a_fit(width: int, rounds: int) -> list[Seconds]:
@@ -127,7 +127,7 @@ def in_a_fit(width: int, rounds: int) -> list[Seconds]:
             epochs=1000,
             store=Store.create(folder),
             backend=LocalBackend(2, min_num_proc=1, max_num_proc=2, verbose=0),
-            callbacks=[Strikes(progress, rank)],
+            callbacks=[Strikes(progress.log, progress.until, rank)],
             verbose=0,
         )
         return estimator.fit_on_parquet(str(folder / "rows.parquet"))
