@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pyspark.sql import types as T  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import types as T  # noqa: N812 - the usual name
 
 from spark_hvd.data.images import ImageDecoder
 from spark_hvd.data.readers.errors import DataError
