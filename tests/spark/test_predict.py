@@ -245,7 +245,7 @@ def test_a_keras_model_and_a_loader_of_one(numbers: DataFrame) -> None:
     [
         ({"outputs": {"id": "float"}}, DataError, r"already has a column 'id', which predict would append.*outputs="),
         ({"columns": "txt"}, DataError, r"columns names 'txt', which.*'text'"),
-        ({"collate": None}, DataError, r"column 'text' is of type string.*give collate="),
+        ({"collate": None}, DataError, r"column 'text' is of type string.*pass collate="),
         ({"collate": None, "window": 9, "columns": "id"}, ValueError, r"window=9 without collate="),
         ({"batch_size": 0}, ValueError, r"batch_size=0: expected a whole number from 1"),
         ({"columns": []}, ValueError, r"columns=\[\]: expected names"),
