@@ -171,7 +171,7 @@ def unreachable(directory: Directory) -> Iterator[str]:
     with socket.socket() as holds:
         holds.bind(("127.0.0.1", 0))
         address = list(holds.getsockname())
-        directory._there["gone"] = address, time.monotonic() + 600
+        directory._feeders["gone"] = address, time.monotonic() + 600
         yield f"{address[0]}:{address[1]}"
 
 
