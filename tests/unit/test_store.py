@@ -88,7 +88,7 @@ def test_dbfs_is_the_mount_where_there_is_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path / "absent"))
     outside = Store.create("dbfs:/fits/x")
     assert outside.url == "dbfs:///fits/x"
-    with pytest.raises(StoreError, match=r"cannot open dbfs:///fits/x: TypeError.*Here is no /dbfs.*/Volumes/"):
+    with pytest.raises(StoreError, match=r"cannot open dbfs:///fits/x: TypeError.*There is no /dbfs here.*/Volumes/"):
         outside.exists("dbfs:///fits/x/y")
 
 
