@@ -94,9 +94,7 @@ def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[i
         directory = _checked(folder, each)
         found = read(store, store.join(directory, _STATE), "Delete its manifest", _PARTS)
         if found.state["directory"] != directory:
-            raise CheckpointError(
-                f"{found.path} belongs to {found.state['directory']!r}, another checkpoint. Delete it"
-            )
+            raise CheckpointError(f"{found.path} is of {found.state['directory']!r}, another checkpoint. Delete it")
         return found
 
     folder = Folder(store, SHARDED)
