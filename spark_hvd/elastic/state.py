@@ -107,7 +107,7 @@ class State:
         """Prepare for leaving the elastic function and the loops in it. This class does nothing."""
 
     def _agree(self) -> bool:
-        """Check that all ranks have the same progress, and return on all whether the members will change. Collective."""
+        """Check that all ranks have the same progress. Return on all whether the members will change. Collective."""
         launcher = elastic_launcher.installed()
         if launcher is None:
             return False

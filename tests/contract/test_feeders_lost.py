@@ -183,7 +183,7 @@ def test_feeders_out_of_reach_are_named(
     directory = Directory("127.0.0.1", "127.0.0.1", None, 1, 2.0)
     with contextlib.ExitStack() as closing:
         closing.callback(directory.close)
-        wanted = f"the driver at 127.0.0.1:{directory.address.endpoint.port} has named none. Next: see whether"
+        wanted = f"the driver at 127.0.0.1:{directory.address.endpoint.port} has named none. Next: check whether"
         if named:
             wanted = f"none can be reached at {closing.enter_context(unreachable(directory))}. Next: open these ports"
         closing.callback(close_pools)

@@ -311,7 +311,7 @@ def test_a_loader_that_fails_or_loads_nothing(texts: DataFrame) -> None:
         return None
 
     for load, wanted in (
-        (fails, r"fails failed on \S+: FileNotFoundError.*called on executors: files"),
+        (fails, r"fails failed on \S+: FileNotFoundError.*called on executors: the files"),
         (too_large, r"too_large loads does not fit into the memory of this Python worker on \S+ \(\d+ MiB free.*"
                     r"spark.executor.memoryOverhead.*spark.task.cpus"),
         (nothing, r"nothing returned None: expected a torch.nn.Module, a keras.Model, or a function"),
