@@ -201,7 +201,9 @@ def test_a_directory_of_somebody_else() -> None:
         store = Store.create(directory)
         os.seteuid(65534 if root else os.geteuid())  # root may write everywhere
         try:
-            with pytest.raises(StoreError, match=f"cannot write {directory}/.*Permission denied.*Check the owner and mode"):
+            with pytest.raises(
+                StoreError, match=f"cannot write {directory}/.*Permission denied.*Check the owner and mode"
+            ):
                 store.check_writable()
         finally:
             os.seteuid(0 if root else os.geteuid())
@@ -253,7 +255,9 @@ def quick(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_s3_missing_bucket(s3: dict[str, Any]) -> None:
     store = Store.create("s3://absent/x", storage_options=s3)
-    with pytest.raises(StoreError, match=r"cannot write s3://absent/x/.*bucket does not exist.*not created automatically"):
+    with pytest.raises(
+        StoreError, match=r"cannot write s3://absent/x/.*bucket does not exist.*not created automatically"
+    ):
         store.check_writable()
 
 
