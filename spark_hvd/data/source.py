@@ -73,7 +73,7 @@ class ParquetSource(DataSource):
         """See base class. The schema of the first file, with the columns that are in no file.
 
         Raises:
-            DataError: The file is gone.
+            DataError: The first file was deleted.
         """
         first = self.dataset.row_groups[0]
         if self.dataset.table is None:
