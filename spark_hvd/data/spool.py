@@ -248,7 +248,7 @@ class Spool:
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
-        """Return a batch of a file, and the numbers of the rows of ``units`` in it; None for all rows in their order."""
+        """Return a batch of a file, and the numbers of the rows of ``units`` in it; None for all rows, in order."""
         mapped = self._mapped[number]
         if mapped is not None:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)

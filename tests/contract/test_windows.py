@@ -113,8 +113,8 @@ WRONG = {
     "short": (
         {**LENGTHS, "d": 9, "e": 20},
         {},
-        "data set 'short': 2 series have fewer rows than a window of 24, key='[de]' has (9|20). Next: use shorter windows, "
-        'or short="skip"',
+        "data set 'short': 2 series have fewer rows than a window of 24, key='[de]' has (9|20). Next: "
+        'use shorter windows, or short="skip"',
     ),
     "too short for all": ({"d": 9}, {"short": "skip"}, r"has 0 windows of 24 rows.*1 series have fewer rows.*key='d'"),
     "empty": ({"d": 0}, {}, "has 0 windows of 24 rows for 2 ranks: expected at least one for each"),
