@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 
-import lightning as L  # noqa: N812 - the name that everybody gives it
+import lightning as L  # noqa: N812 - the usual name
 import torch
 from local_spark import local_session
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator

@@ -1,4 +1,4 @@
-"""What tests of saves in the background share: a store that goes away, and what is told of it."""
+"""Helpers for tests of background saves: a store that becomes unwritable, and the messages about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spark_hvd.store.errors import StoreError
 
 
 def break_it(folder: Path) -> None:
-    """A file lies where the folder was."""
+    """Put a file where the folder was."""
     shutil.rmtree(folder)
     folder.touch()
 

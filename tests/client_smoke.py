@@ -1,7 +1,7 @@
-"""Everything once over Spark Connect with pyspark-client alone, which has no Java and half of PySpark's modules.
+"""Runs every feature once over Spark Connect with pyspark-client, which has no Java and only half of PySpark's modules.
 
-tests/matrix.py runs it in an environment with that client. Servers and their executors use the interpreters of
-SPARK_HVD_SERVERS, each of which has all of PySpark in a version of its own.
+tests/matrix.py runs this in an environment with that client. The servers and their executors use the interpreters in
+SPARK_HVD_SERVERS, each of which has a complete PySpark of another version.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_an_error_of_a_rank(spark: SparkSession) -> None:
 
 
 class Stream(io.StringIO):
-    """Calls a function with all that has been written, at every write."""
+    """A stream that calls a function with everything written so far, at every write."""
 
     def __init__(self, seen: Callable[[str], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sessions of every kind that tests need, on loopback only, and checks that nothing is left behind."""
+"""Spark sessions for the tests, on loopback only, and checks that tests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark progr
 
 
 def not_activated() -> dict[str, str]:
-    """The environment of somebody who calls this interpreter by its full path and has not activated its environment."""
+    """Return the environment of a user who calls this interpreter by its path, without activating its environment."""
     here = os.path.dirname(sys.executable)
     path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != here]
     return {k: v for k, v in os.environ.items() if k not in {"PYSPARK_PYTHON", "SPARK_HVD_PRELOAD"}} | {
@@ -47,9 +47,9 @@ def not_activated() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis has no deadlines, and few examples except at night. Processes have temporary folders of their own.
+    """Turn off Hypothesis' deadlines, and reduce its examples except at night. Set a temporary folder for this process.
 
-    Tests look there for what is left.
+    Tests look there for remaining files.
     """
     with contextlib.suppress(ImportError):  # some rows of the matrix have none
         from hypothesis import settings
@@ -81,7 +81,7 @@ _TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
 
 
 def place_of(test: str) -> str:
-    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, hosts, a test."""
+    """Return the place of a test: a file, a folder of spark, the cluster or hosts. A place runs in one process."""
     folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
     if not below:
         return folder
@@ -93,7 +93,7 @@ def place_of(test: str) -> str:
 
 
 def needs_jvm(place: str) -> bool:
-    """Whether tests of a place have a session of Spark."""
+    """Return whether the tests of a place use a Spark session."""
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
@@ -108,7 +108,7 @@ _WITH_SESSIONS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By place, since pytest-xdist 3.8 puts its own groups into names of tests, where pytest 9.2 drops them."""
+    """Schedule by place. pytest-xdist 3.8 puts its own groups into test names, where pytest 9.2 drops them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPlace(LoadScopeScheduling):
@@ -134,7 +134,7 @@ _LEFT_OUT = {
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file is not imported if its marks leave nothing of it: some import TensorFlow, which takes as long as tests."""
+    """Do not import a file if its marks deselect all its tests, because some import TensorFlow, which is slow."""
     if not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
     marks, text = config.option.markexpr, collection_path.read_text()
@@ -145,7 +145,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that several processes end at about the same time."""
+    """Put long tests first, so that processes end at about the same time."""
     order = ["cluster", "multihost", "long", "spark", "contract", "horovod"]
 
     def rank(item: pytest.Item) -> int:
@@ -158,15 +158,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A process that has imported spark_hvd.horovod has Horovod's dialect, and so have the ranks of its runs."""
+    """Refuse test modules that import spark_hvd.horovod, which gives this process and its ranks Horovod's dialect."""
     if "spark_hvd.horovod" in sys.modules:
         raise pytest.UsageError("A test module imports spark_hvd.horovod when it is collected: import it in the tests.")
     gc.enable()
-    gc.freeze()  # the collector has 300,000 objects of torch less to go through, again and again
+    gc.freeze()  # then each collection skips 300,000 objects of torch
 
 
 def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
-    """The answer to a call of Spark that pytest's timeout has cut off must not be taken for that to the next call."""
+    """After a timeout of pytest, close the connection to the JVM, so that no later call gets the late answer."""
     cut_off = call.excinfo is not None and "pytest-timeout" in str(call.excinfo.value)
     if cut_off and "pyspark" in sys.modules:
         from pyspark import SparkContext
@@ -178,7 +178,7 @@ def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_dialect() -> Iterator[None]:
-    """The tests after one that imports spark_hvd.horovod have our own dialect again."""
+    """Restore our dialect after a test that imports spark_hvd.horovod."""
     yield
     if "spark_hvd.horovod" in sys.modules:
         for name in [name for name in sys.modules if f"{name}.".startswith(("horovod.", "spark_hvd.horovod."))]:
@@ -188,7 +188,7 @@ def _own_dialect() -> Iterator[None]:
 
 
 def start_session(master: str, **settings: str) -> SparkSession:
-    """A session on ``master``; ends the one that is active, since an application has one master."""
+    """Start a session on ``master``, and end the active one, because an application has only one master."""
     import pyspark
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
@@ -233,7 +233,7 @@ def _worker_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _active(master: str, executors: int = 0) -> SparkSession | None:
-    """The session that is there, if it is one of the tests' own on this master and has lost no executor."""
+    """Return the active session if it belongs to the tests, has this master, and has lost no executor."""
     from pyspark.sql import SparkSession
 
     session = SparkSession.getActiveSession()
@@ -244,13 +244,13 @@ def _active(master: str, executors: int = 0) -> SparkSession | None:
 
 @pytest.fixture(scope="module")
 def spark() -> SparkSession:
-    """A session on local[2], kept between modules."""
+    """A session on local[2], which is kept between modules."""
     return _active(LOCAL) or start_session(LOCAL)
 
 
 @contextlib.contextmanager
 def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
-    """New Python workers come from this daemon, whatever the session has; Spark asks for its name in every job."""
+    """Let new Python workers come from this daemon, whatever the session's settings are. Each job reads its name."""
     context: Any = spark.sparkContext
     conf = context._jsc.sc().conf()
     before = conf.get("spark.python.daemon.module")
@@ -261,7 +261,7 @@ def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workers_with(spark: SparkSession, *modules: str) -> Iterator[None]:
-    """New Python workers are forked from a daemon that has imported these modules, which takes seconds."""
+    """Fork new Python workers from a daemon that has imported these modules, because importing them takes seconds."""
     environment: Any = spark.sparkContext.environment
     environment["SPARK_HVD_TESTS_LOADED"] = " ".join(modules)
     yield
@@ -269,7 +269,7 @@ def workers_with(spark: SparkSession, *modules: str) -> Iterator[None]:
 
 
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
-    """Settings that give every worker `each` GPUs that do not exist: the first 0, 1, the next 2, 3, ..."""
+    """Return settings that give each worker ``each`` fake GPUs: 0 and 1 to the first, 2 and 3 to the next, ..."""
     script = folder / "gpus.sh"
     names = ", ".join(f'\\"$((first + {number}))\\"' for number in range(each))
     script.write_text(
@@ -286,7 +286,7 @@ def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> SparkSession:
-    """A session on local-cluster[2,1,1024], kept as that is: two executors, each a JVM with two fake GPUs."""
+    """A session on local-cluster[2,1,1024], which is kept between modules: two executors, each with two fake GPUs."""
     active = _active(LOCAL_CLUSTER, executors=2)
     if active is None or active.conf.get("spark.worker.resource.gpu.amount", None) is None:
         active = start_session(LOCAL_CLUSTER, **fake_gpus(tmp_path_factory.mktemp("gpus")))
@@ -294,7 +294,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> SparkSession:
 
 
 def fork_servers() -> list[psutil.Process]:
-    """The fork servers that end with this process or one below it; a server outlives the worker that started it."""
+    """Return the fork servers that end with this process or one below it. They outlive the worker that started them."""
     anchors = {str(psutil.Process().pid), *(str(child.pid) for child in psutil.Process().children(recursive=True))}
     servers = []
     for process in psutil.process_iter():
@@ -309,7 +309,7 @@ def fork_servers() -> list[psutil.Process]:
 
 
 def ranks_alive() -> list[psutil.Process]:
-    """The processes that our fork servers have forked."""
+    """Return the processes that the fork servers have forked."""
     found = []
     for server in fork_servers():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -318,7 +318,7 @@ def ranks_alive() -> list[psutil.Process]:
 
 
 def listening() -> list[str]:
-    """The addresses at which this process listens."""
+    """Return the addresses at which this process listens."""
     process: Any = psutil.Process()
     connections = getattr(process, "net_connections", None) or process.connections  # the name before psutil 6
     return [each.laddr.ip for each in connections("tcp") if each.status == psutil.CONN_LISTEN]
@@ -326,7 +326,7 @@ def listening() -> list[str]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails if a test leaves a rank, a file descriptor, a thread of ours or a temporary file behind."""
+    """Fail if a test leaves a rank, a file descriptor, a thread of ours or a temporary file behind."""
     import threading
 
     def ours() -> set[str]:

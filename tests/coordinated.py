@@ -1,4 +1,4 @@
-"""A coordinator of three ranks, what tests submit to it and read from its decisions, and what a rank makes of these."""
+"""A coordinator of three ranks, and helpers that submit to it, read its decisions, and apply them as a rank does."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def by_number(to: Coordinator, place: int, *ids: int, now: float = 0.0) -> list[
 
 
 def round_of(to: Coordinator, *names: str, request: Request = USUAL) -> list[Decision]:
-    """All ranks are ready for these names, place 0 first."""
+    """Mark these names as ready on all ranks, rank 0 first."""
     return [decision for place in range(3) for decision in fresh(to, place, *names, request=request)]
 
 
 def numbered(*names: str, request: Request = USUAL, stall_timeout: float | None = None) -> Coordinator:
-    """A coordinator that has numbered these names, from 0 on."""
+    """Return a coordinator that has numbered these names, from 0."""
     to = three(stall_timeout=stall_timeout)
     round_of(to, *names, request=request)
     round_of(to, *names, request=request)
@@ -70,7 +70,7 @@ def splits(*counts: int) -> Request:
 
 
 class Calls:
-    """What spark_hvd.collectives.queue.NegotiatedQueue does for one rank, tensors aside."""
+    """Does what spark_hvd.collectives.queue.NegotiatedQueue does for a rank, without tensors."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -84,10 +84,10 @@ class Calls:
         self._fresh: list[tuple[str, Request]] = []
 
     def end(self, name: str, outcome: Entry | Fail) -> None:
-        """A call is to run, or has failed."""
+        """Note that a call may run, or has failed."""
 
     def submit(self, name: str, request: Request) -> None:
-        """Be ready for a collective."""
+        """Mark a collective as ready."""
         self.calls[name] = request
         known, bit = self._known.get(name, (None, 0))
         if known == request:
@@ -96,13 +96,13 @@ class Calls:
             self._fresh.append((name, request))
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
-        """What is to be told to the coordinator; once."""
+        """Return the messages to the coordinator, once."""
         told = self._ids, self._fresh
         self._ids, self._fresh = 0, []
         return told
 
     def take_in(self, decision: Decision) -> None:
-        """Do what the coordinator has decided."""
+        """Apply the coordinator's decisions."""
         if isinstance(decision, Learn):
             assert decision.id <= len(self._entries)
             self._entries[decision.id : decision.id + 1] = [decision.entry]

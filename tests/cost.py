@@ -1,8 +1,8 @@
-"""Where the tests' time goes: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
+"""Measures the cost of tests: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
 
-CPU is that of the process which runs a test and of all below it, ranks, JVMs and executors included, those too whose
-parent has ended. What one of these does after the test is the next test's. A test with little CPU waits for deadlines
-or for a core.
+CPU time includes the process that runs a test and all processes below it, such as ranks, JVMs and executors, even if
+their parent has ended. Their work after a test counts for the next test. A test with little CPU time waits for
+deadlines or for a core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _cpu_now() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Tell the process that prints the table what the test has used; runs where the test runs."""
+    """Report the cost of a test to the process that prints the table. This runs where the test runs."""
     global _cpu_before
     report = yield
     report.cpu = 0.0
@@ -48,7 +48,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 
 
 def pytest_collection_finish() -> None:
-    """What is used before the first test is not the first test's."""
+    """Discard the cost before the first test."""
     global _cpu_before
     # A JVM outlives the program that has started it: it becomes a child of this process, and can be asked at its end.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -56,18 +56,18 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Add up a test's setup, call and teardown."""
+    """Add up the setup, call and teardown of a test."""
     _seconds[report.nodeid] += report.duration
     _cpu[report.nodeid] += report.cpu
 
 
 def table(seconds: Counter[str], cpu: Counter[str], lines: int = LINES) -> list[str]:
-    """The most expensive files, then the most expensive tests.
+    """Return the most expensive files, then the most expensive tests.
 
     Args:
-        seconds: Wall time by name of test, its setup and teardown included.
-        cpu: CPU seconds by name of test, those of the processes below included.
-        lines: How many of each.
+        seconds: Name of a test -> wall time, including its setup and teardown.
+        cpu: Name of a test -> CPU seconds, including the processes below.
+        lines: Number of lines for each.
     """
     by_file: Counter[str] = Counter()
     cpu_by_file: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with this module as its plugin, on the default set or, with --slow first, on the slow one."""
+    """Run pytest with this module as a plugin, on the default set or, with --slow first, on the slow set."""
     marks = "not slow and not gpu and not night"
     if arguments[:1] == ["--slow"]:
         marks, arguments = "slow and not gpu and not night", arguments[1:]

@@ -1,4 +1,4 @@
-"""The processes of a Spark standalone cluster: whether one listens, what it is, and its end."""
+"""Starts, finds and ends the processes of a Spark standalone cluster and of a Spark Connect server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.jvm import SHORT_LIVED
 
 
 def free_port() -> int:
-    """One of this host's loopback interface on which nobody listens."""
+    """Return a free port of this host's loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port
 
 
 def listens(address: str, port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Return whether an address accepts connections."""
     try:
         socket.create_connection((address, port), 1.0).close()
     except OSError:
@@ -34,7 +34,7 @@ def listens(address: str, port: int) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """What a process was started with; empty if it has gone."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -42,7 +42,7 @@ def command_line(process: psutil.Process) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, by force if it takes its time."""
+    """End a process, by force if it does not end soon."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGTERM)
     try:
@@ -54,13 +54,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def connect_server(home: Path, folder: Path, settings: Mapping[str, Any], **environment: str) -> Iterator[str]:
-    """A Spark Connect server with the cluster of the other tests; gives its address.
+    """Start a Spark Connect server with the cluster of the other tests, and yield its address.
 
     Args:
-        home: A folder of the whole of PySpark.
-        folder: For its log and its temporary files.
-        settings: Of Spark, besides the usual ones.
-        environment: Its variables, besides those of this process.
+        home: A folder with a complete PySpark.
+        folder: A folder for its log and its temporary files.
+        settings: Spark settings, besides the usual ones.
+        environment: Environment variables, besides those of this process.
     """
     port = free_port()
     usual = {

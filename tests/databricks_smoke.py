@@ -1,6 +1,6 @@
-"""Beside databricks-connect, which brings a `pyspark` of its own: nothing is replaced, the first call says what to do.
+"""Tests beside databricks-connect, which has its own `pyspark`: pip replaces nothing; the first call says what to do.
 
-tests/matrix.py runs it in an environment without PyPI's PySpark. No cluster of Databricks is reached.
+tests/matrix.py runs this in an environment without PyPI's PySpark. No Databricks cluster is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Delta tables whose logs are written by hand, as Delta's protocol says: deltalake writes few of its features."""
+"""Writes Delta tables with logs made by hand from Delta's protocol, because deltalake writes few of its features."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zmq.utils import z85
 
 
 def column(name: str, kind: Any, number: int | None = None, physical: str = "", **more: Any) -> dict[str, Any]:
-    """A field of a Delta schema; with a number it has the metadata of column mapping."""
+    """Return a field of a Delta schema. With a number, it has the metadata of column mapping."""
     mapped = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": physical} if number else {}
     return {"name": name, "type": kind, "nullable": True, "metadata": mapped, **more}
 
 
 def added(folder: Path, name: str, table: pa.Table, path: str | None = None, **more: Any) -> dict[str, Any]:
-    """Writes a file, of two rows a row group, and returns the action that adds it to a table."""
+    """Write a file with two rows per row group, and return the action that adds it to a table."""
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, file, row_group_size=2)
@@ -35,7 +35,7 @@ def added(folder: Path, name: str, table: pa.Table, path: str | None = None, **m
 def head(
     columns: Sequence[dict[str, Any]], features: Sequence[str] = (), writes: Sequence[str] = (), **more: Any
 ) -> list[dict[str, Any]]:
-    """The actions that make a Delta table of some columns; options of the table's metadata behind them."""
+    """Return the first actions of a Delta table with these columns. ``more`` are fields of its metadata."""
     versions = {"minReaderVersion": 3, "minWriterVersion": 7}
     lists = {"readerFeatures": list(features), "writerFeatures": [*features, *writes]}
     schema = json.dumps({"type": "struct", "fields": list(columns)})
@@ -52,7 +52,7 @@ def logged(folder: Path, actions: Sequence[dict[str, Any]], version: int = 0) ->
 
 
 def vector(*rows: int) -> dict[str, Any]:
-    """A deletion vector in the log itself."""
+    """Return a deletion vector that is stored in the log."""
     bitmap = _bitmap(rows)
     bitmap += bytes(-len(bitmap) % 4)
     return {
@@ -64,7 +64,7 @@ def vector(*rows: int) -> dict[str, Any]:
 
 
 def vector_beside(folder: Path, *rows: int) -> dict[str, Any]:
-    """The same in a file of the table, where Databricks and Spark put it."""
+    """Return a deletion vector that is stored in a file of the table, as Databricks and Spark store it."""
     bitmap, name = _bitmap(rows), uuid.uuid4()
     ends = struct.pack(">I", len(bitmap)), struct.pack(">I", zlib.crc32(bitmap))
     (folder / f"deletion_vector_{name}.bin").write_bytes(b"\x01" + ends[0] + bitmap + ends[1])
@@ -73,6 +73,6 @@ def vector_beside(folder: Path, *rows: int) -> dict[str, Any]:
 
 
 def _bitmap(rows: Sequence[int]) -> bytes:
-    """A roaring bitmap of few rows."""
+    """Return a roaring bitmap of a few rows."""
     head = struct.pack("<IQIIIHHI", 1681511377, 1, 0, 12346, 1, 0, len(rows) - 1, 16)
     return head + np.array(rows, "<u2").tobytes()

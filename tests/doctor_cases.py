@@ -1,4 +1,4 @@
-"""Facts of an application that is well, to be changed in one point by each test of the doctor's checks."""
+"""Facts of a healthy application, which each test of the doctor's checks changes in one point."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def task(partition: int, key: str = "a", **changes: Any) -> TaskNetwork:
 
 
 def of(check: str, findings: Iterable[Finding]) -> Finding:
-    """The one finding of a check."""
+    """Return the only finding of a check."""
     (found,) = [finding for finding in findings if finding.check == check]
     return found
 

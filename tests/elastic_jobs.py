@@ -1,7 +1,7 @@
-"""A training job for tests of elastic runs: what it returns is the history of the state that it ends with.
+"""A training job for tests of elastic runs. It returns the history of the state that it ends with.
 
-The history is part of the state: which samples were trained on, and in what worlds. So it says what the final weights
-were made of, whatever was lost on the way.
+The history is part of the state: the samples that were trained on, and the worlds. So it shows how the final weights
+were computed, whatever was lost on the way.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SAMPLES = 48
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """The training to run.
 
     Attributes:
-        faults: Called at each step, which are counted from 0 over all epochs.
-        epochs: Each over :data:`SAMPLES` samples.
-        batch: Of each rank.
-        pause: Seconds that a step takes at least.
-        every: Steps from commit to commit.
+        faults: Called at each step. Steps are counted from 0 over all epochs.
+        epochs: Number of epochs, each over :data:`SAMPLES` samples.
+        batch: Number of samples in a batch of each rank.
+        pause: Minimum seconds of a step.
+        every: Number of steps between commits.
         log: File to which each rank adds a :class:`Line` after each commit.
-        until: After the epochs training goes on until this file is there; None: it does not.
-        stay: A generation, and the step before which it stays until its members are to change.
-        late: A number of processes, and a size: those after the first so many wait until a world of this size, which
-            they are to enlarge, has made a step.
+        until: After the epochs, training continues until this file exists; None to stop.
+        stay: A generation, and the step before which it waits until its members change.
+        late: A number of processes, and a size of the world. Further processes wait until a world of this size, which
+            they will enlarge, has made a step.
     """
 
     faults: FaultPlan = field(default_factory=FaultPlan)
@@ -62,16 +62,16 @@ class Result:
     """What a rank ended with.
 
     Attributes:
-        rank: Its rank.
-        size: Of the last world.
-        generation: The last.
-        commits: Behind the state.
-        weights: Of the model.
-        seen: The samples of each step of the state's history, of all ranks together.
-        worlds: The generation and size of each step.
+        rank: The rank.
+        size: Size of the last world.
+        generation: The last generation.
+        commits: Number of commits of the state.
+        weights: Weights of the model.
+        seen: The samples of each step in the state's history, of all ranks together.
+        worlds: The generation and size of the world in each step.
         started: The generation in which this process began to train.
-        host: Its host, as Spark knows it.
-        local: Its local rank, and the number of ranks on its host.
+        host: The host, as Spark knows it.
+        local: The local rank, and the number of ranks on its host.
     """
 
     rank: int
@@ -87,15 +87,15 @@ class Result:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of the worlds, one after the other."""
+        """The sizes of the worlds, in order."""
         return [size for size, _ in itertools.groupby(size for _, size in self.worlds)]
 
 
 def checked(results: list[Result], every: int = 1) -> Result:
-    """Check what must hold whatever has happened, and return rank 0's.
+    """Check what must hold whatever has happened, and return rank 0's result.
 
-    All ranks of the last world have the same state, to the bit, and each epoch has seen each sample once. Only with
-    more than two ranks some are seen twice, at the end of an epoch that does not divide.
+    All ranks of the last world have the same state, bit for bit, and each epoch has seen each sample once. Only with
+    more than two ranks, some are seen twice at the end of an epoch whose samples cannot be divided equally.
     """
     first = results[0]
     assert [result.rank for result in results] == list(range(len(results)))
@@ -114,7 +114,7 @@ def checked(results: list[Result], every: int = 1) -> Result:
 
 
 def train(job: Job) -> Result:
-    """Fit a small model by SGD with momentum, over samples that are dealt to however many ranks there are."""
+    """Fit a small model by SGD with momentum. The samples are shared among the current ranks."""
     hvd.init()
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
@@ -170,13 +170,13 @@ def train(job: Job) -> Result:
 
 
 def batches(indices: list[int], size: int) -> Iterator[list[int]]:
-    """Indices in lists of a size; the last may be shorter."""
+    """Return lists of ``size`` indices. The last one may be shorter."""
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 
 
 def come_late(job: Job) -> None:
-    """Wait until the world is there which this process is to enlarge, unless it is one of the first."""
+    """Wait until the world exists that this process will enlarge, unless it is one of the first processes."""
     if job.late is None:
         return
     assert job.log is not None
@@ -190,7 +190,7 @@ def come_late(job: Job) -> None:
 
 
 def await_update() -> None:
-    """Stay until the members of this rank's world are to change, which they do at the next commit."""
+    """Wait until the members of this rank's world are about to change, which happens at the next commit."""
     launcher = installed()
     assert launcher is not None
     while not launcher.update_wanted:
@@ -198,12 +198,12 @@ def await_update() -> None:
 
 
 def together(path: str) -> bool:
-    """Whether a file is there; the same answer on all ranks."""
+    """Return whether a file exists, the same on all ranks."""
     return bool(hvd.broadcast_object(Path(path).exists(), root_rank=0))
 
 
 def note(log: str | None, step: int) -> None:
-    """Add a line to the log, in one write."""
+    """Append a line to the log in a single write."""
     if log is not None:
         with open(log, "a") as file:
             file.write(
@@ -213,7 +213,7 @@ def note(log: str | None, step: int) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank has noted after a commit."""
+    """What a rank recorded after a commit."""
 
     time: float
     process: int
@@ -225,7 +225,7 @@ class Line:
 
 
 def read(log: Path) -> list[Line]:
-    """The lines of a log."""
+    """Return the lines of a log."""
     if not log.exists():
         return []
     lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,7 +1,7 @@
-"""A model of executors and rank processes that follow the elastic protocol, driven by a real Membership; no clock.
+"""A model of executors and rank processes that follow the elastic protocol, with a real Membership and no clock.
 
-The model checks what must never be: two ranks with one number, members of two worlds at a time, a world with a dead
-member that goes on for ever.
+The model checks what must never happen: two ranks with one number, members of two worlds at a time, or a world with a
+dead member that never ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Process:
 
 @dataclass
 class Model:
-    """Executors and processes; messages are delivered at once, in order, unless a test withholds them."""
+    """Executors and processes. Messages are delivered at once and in order, unless a test withholds them."""
 
     limits: Limits
     steps: int = 1000
@@ -84,12 +84,12 @@ class Model:
         self.tell(AgentUp(agent, host or f"host{agent}", task))
 
     def lose(self, agent: int, why: str = "has not been heard from") -> None:
-        """An executor goes, with its process; the driver hears of it."""
+        """Remove an executor with its process, and tell the driver."""
         self.kill_agent(agent)
         self.tell(AgentLost(agent, why))
 
     def kill_agent(self, agent: int) -> None:
-        """An executor goes, and nobody says so."""
+        """Remove an executor without telling anyone."""
         self.agents.pop(agent, None)
         for process in self.alive():
             if process.agent == agent:
@@ -99,11 +99,11 @@ class Model:
         self.tell(AgentLeaving(agent, "decommissioned"))
 
     def fail(self, rank: int, *, raised: bool = False, error: str = "was killed by SIGKILL") -> None:
-        """The process of a rank dies, and its agent says so."""
+        """End the process of a rank, which its agent reports."""
         self.fail_process(self.of_rank(rank), raised=raised, error=error)
 
     def fail_process(self, process: Process, *, raised: bool = False, error: str = "was killed by SIGKILL") -> None:
-        """The same, for one that may have no rank yet."""
+        """End a process that may not have a rank yet, which its agent reports."""
         process.state = "dead"
         self.tell(Ended(process.number, Loss.FAILED, error, raised=raised))
 
@@ -120,12 +120,12 @@ class Model:
 
     @property
     def size(self) -> int:
-        """Of the generation that trains; 0 while none does."""
+        """The size of the generation that trains; 0 if none does."""
         generation = self.membership.generation
         return len(generation.members) if generation is not None and generation.trains else 0
 
     def run(self, seconds: float = 1.0, *, commit: bool = True, tick: float = 0.1) -> None:
-        """Let time pass: every process that can makes a step each ``tick`` seconds."""
+        """Let time pass. Every process that can makes a step each ``tick`` seconds."""
         until = self.now + seconds
         while self.now < until:
             self.now += tick
@@ -134,7 +134,7 @@ class Model:
             self.act(self.membership.tick(self.now))
 
     def prepare(self, *numbers: int) -> None:
-        """Let only these processes come to their elastic function."""
+        """Let only these processes reach their elastic function."""
         for number in numbers:
             self.enter(self.processes[number])
 
@@ -261,7 +261,7 @@ class Model:
                         process.state = "dead"
 
     def check(self) -> None:
-        """What must hold at every moment."""
+        """Check what must hold at every moment."""
         training = [process for process in self.processes.values() if process.state in ("meeting", "training")]
         generations = {process.generation for process in training}
         assert len(generations) <= 1, f"two worlds at a time: {generations}"
@@ -274,7 +274,7 @@ TWO = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
 
 
 def trained(limits: Limits = TWO, steps: int = 1000, functions: int = 1) -> Model:
-    """A model whose num_proc ranks train."""
+    """Return a model whose num_proc ranks train."""
     model = Model(limits, steps, functions=functions)
     for agent in range(limits.num_proc):
         model.up(agent)

@@ -1,4 +1,4 @@
-"""Elastic ranks without Spark: forked processes, and a launcher that does what the test says."""
+"""Elastic ranks without Spark: forked processes, and a launcher that the test controls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOST = "127.0.0.1"
 
 
 class PipeLauncher:
-    """An ElasticLauncher whose other end is the test."""
+    """An ElasticLauncher that the test controls over a pipe."""
 
     def __init__(self, pipe: Connection, timeout: float) -> None:
         self._pipe = pipe
@@ -116,7 +116,7 @@ class PipeLauncher:
 
 
 def _nursery(address: Any, preload: tuple[str, ...]) -> None:
-    """Fork ranks from a process that has loaded what optimizers import, which takes seconds, and more modules."""
+    """Run a fork server of ranks, after loading these modules and what optimizers import, which takes seconds."""
     for name in preload:
         importlib.import_module(name)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -155,11 +155,11 @@ def _serve(pipe: Connection) -> None:
 
 
 class TrainState:
-    """A model, its optimizer and a count of steps, as simple as a state can be.
+    """The simplest state: a model, its optimizer, and a count of steps.
 
     Args:
-        model: Saved, restored and synchronised.
-        optimizer: Of its parameters.
+        model: The model, which is saved, restored and synchronised.
+        optimizer: The optimizer of its parameters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -208,7 +208,7 @@ class TrainState:
 
 
 class _Nursery:
-    """Where ranks come from; one for all tests of this process whose ranks have the same modules loaded."""
+    """The fork server of ranks. Tests in this process share it if their ranks have the same modules loaded."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._listener = Listener("\0" + "-".join(["spark_hvd-elastic-ranks", str(os.getpid()), *preload]))
@@ -226,7 +226,7 @@ _the_nursery = functools.cache(_Nursery)
 
 
 class Rank:
-    """One process, as the test sees it."""
+    """The test's handle of one process."""
 
     def __init__(self, job: ElasticJob, number: int) -> None:
         self.number = number
@@ -240,7 +240,7 @@ class Rank:
             self._pipe.send(message)
 
     def await_(self, *kinds: str, seconds: float = SECONDS) -> tuple[Any, ...]:
-        """The next message of one of these kinds; those before it are passed over."""
+        """Return the next message of one of these kinds, and skip those before it."""
         until = time.monotonic() + seconds
         passed = []
         while True:
@@ -262,7 +262,7 @@ class Rank:
         signal.pidfd_send_signal(self._end, number)
 
     def await_end(self, seconds: float = SECONDS) -> None:
-        """Wait until the process is gone."""
+        """Wait until the process has ended."""
         assert wait([self._end], seconds), f"process {self.number} is still there"
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class Rank:
 
 
 class ElasticJob:
-    """Processes that run one function, and come together in generations."""
+    """Processes that run one function, and form one generation after another."""
 
     def __init__(
         self, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS, preload: tuple[str, ...] = ()
@@ -289,10 +289,10 @@ class ElasticJob:
         return fresh
 
     def form(self, members: Sequence[Rank], *, join: bool = True) -> int:
-        """Make members, in rank order, the next generation; they must be on their way to it.
+        """Make members, in rank order, the next generation. They must be about to join it.
 
         Args:
-            members: Rank 0 first, which serves the store.
+            members: The members. Rank 0, which serves the store, comes first.
             join: Whether to wait until all have joined.
         """
         self.generation += 1
@@ -315,7 +315,7 @@ class ElasticJob:
             rank.say("abort", self.generation if generation is None else generation, text)
 
     def finish(self, members: Sequence[Rank]) -> list[Any]:
-        """Let all return, and give the values of the function."""
+        """Let all processes return, and return the values of the function."""
         for rank in members:
             rank.await_("finished")
         for rank in members:
@@ -329,7 +329,7 @@ class ElasticJob:
 
 @contextlib.contextmanager
 def elastic_job(fn: Callable[..., Any], *args: Any, count: int, **options: Any) -> Iterator[ElasticJob]:
-    """A job with some processes, for the duration of a with statement."""
+    """Run a job with some processes for the duration of a with statement."""
     job = ElasticJob(fn, *args, **options)
     try:
         job.start(count)

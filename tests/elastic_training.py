@@ -1,4 +1,4 @@
-"""What elastic ranks train in tests, and what they may not have more of afterwards."""
+"""A training step for elastic ranks, and the resources that must not grow from generation to generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights(model: torch.nn.Module) -> list[float]:
 
 
 def train_a_step(state: TrainState, step: int) -> None:
-    """By a DistributedOptimizer of SGD with a rate of 0.1; raises unless the gradients are the ranks' average."""
+    """Make a step with a DistributedOptimizer of SGD, rate 0.1. Raise if gradients are not the ranks' average."""
     before = [param.detach().clone() for param in state.model.parameters()]
     state.optimizer.zero_grad()
     state.model(batch(step, hvd.rank())).square().mean().backward()
@@ -43,7 +43,7 @@ def train_a_step(state: TrainState, step: int) -> None:
 
 
 def resources() -> dict[str, int]:
-    """What a rank must not have more of with each generation."""
+    """Return the resources that a rank must not accumulate over generations."""
     maps = Path("/proc/self/maps").read_text()
     return {
         "file descriptors": len(os.listdir("/proc/self/fd")),

@@ -1,4 +1,4 @@
-"""Imported last by a process that forks others: no garbage collection there goes through what is loaded by now."""
+"""Imported last by a fork server: garbage collection in its children then skips everything that is loaded by now."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Worlds of ranks for the watch over hangs, on a clock that the test turns: who works, who waits, who is silent."""
+"""Ranks that work, wait or are silent, on a clock that the test controls, for tests of the hang watch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Current thread 0x00007f0000000002 (most recent call first):
 
 @dataclass(frozen=True)
 class Work:
-    """Between collectives."""
+    """Work between collectives."""
 
     seconds: float
     cpu: float = 1.0
@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """Ends a moment after all its ranks have entered it."""
+    """A collective, which ends just after all its ranks have entered it."""
 
     name: str
     ranks: tuple[int, ...] | None = None
@@ -66,7 +66,7 @@ class Rank:
 
 @dataclass
 class World:
-    """Ranks that run programs of work and collectives, and a watch that hears of them once a second."""
+    """Ranks that run programs of work and collectives, and a watch that gets their records once a second."""
 
     size: int
     program: Program
@@ -182,7 +182,7 @@ def steps(*, work: float = 1.0, count: int = 10**6, name: str = "bucket 2 of 5 o
 
 
 def one_differs(number: int, *actions: Action, name: str = "allreduce 'loss'") -> Program:
-    """After some steps, one rank does something else."""
+    """Return a program in which one rank does something else after some steps."""
 
     def program(rank: int) -> Generator[Action, None, None]:
         yield from steps(count=5)(rank)

@@ -1,4 +1,4 @@
-"""A real HDFS of one NameNode and one DataNode, of the jars of PySpark 3.0.1: later ones bring no server."""
+"""A real HDFS with one NameNode and one DataNode, from the jars of PySpark 3.0.1. Later versions have no server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPENED = ("java.lang", "java.util", "java.io", "java.net", "java.nio", "sun.nio.
 
 @contextlib.contextmanager
 def hdfs(folder: Path) -> Iterator[str]:
-    """Runs one in a folder, and gives its address, as in ``hdfs://127.0.0.1:8020``."""
+    """Run HDFS in a folder, and yield its address, such as ``hdfs://127.0.0.1:8020``."""
     name, data = free_port(), free_port()
     for page in ("hdfs", "datanode"):
         (folder / "conf" / "webapps" / page).mkdir(parents=True)

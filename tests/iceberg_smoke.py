@@ -109,7 +109,7 @@ def moved(name: bytes) -> bytes:
 
 
 def moved_class(data: bytes) -> bytes:
-    """A class file that calls Jackson, and itself, by the other names."""
+    """Return a class file that refers to Jackson and to itself under other names."""
     head, at, number = bytearray(data[:10]), 10, 1
     while number < int.from_bytes(data[8:10], "big"):
         tag = data[at]
@@ -156,7 +156,7 @@ def spark(warehouse: Path) -> SparkSession:
 
 
 def made(spark: SparkSession, warehouse: Path, name: str) -> tuple[str, Path]:
-    """A table of that name, after its statements, and its folder."""
+    """Create the table called ``name`` with its statements. Return its full name and its folder."""
     table = f"local.db.{name}"
     for statement in {**TABLES, **READ_BY_SPARK}[name]:
         if statement == "ROLLBACK":

@@ -1,7 +1,7 @@
-"""The face for JAX on two ranks, in an environment of its own: the row `jax` of tests/matrix.py.
+"""The API for JAX on two ranks, in an environment of its own: the row `jax` of tests/matrix.py.
 
-Not one of the default tests, whose name would begin with ``test_``: jaxlib is 350 MB, and JAX takes seconds to import
-in each rank.
+It is not in the default tests, whose names begin with ``test_``, because jaxlib has 350 MB, and JAX takes seconds to
+import in each rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def step(params: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def alone(params: Any) -> tuple[Any, list[float]]:
-    """An epoch of one process on the rows that both ranks had in each step."""
+    """Train one process for an epoch on the rows that both ranks had in each step."""
     rows, wanted = table()
     losses = []
     for start in range(0, ROWS, 2 * BATCH):
@@ -81,7 +81,7 @@ def alone(params: Any) -> tuple[Any, list[float]]:
 
 
 def mine() -> Iterator[dict[str, np.ndarray]]:
-    """This rank's batches: of each step's rows the first or the last half."""
+    """Return this rank's batches: the first or the second half of the rows of each step."""
     rows, wanted = table()
     for start in range(0, ROWS, 2 * BATCH):
         part = np.array_split(np.arange(start, min(start + 2 * BATCH, ROWS)), 2)[hvd.rank()]
@@ -312,7 +312,7 @@ def test_no_argument_is_needed_and_nothing_listens_elsewhere(
 
 
 def dies(victim: int, place: str, folder: str) -> None:
-    """Rank `victim` is killed while the other computes: in a collective, or of its own."""
+    """Compute until rank ``victim``, which kills itself, is lost; inside a collective or outside."""
     hvd.init()
     total = jax.jit(jnp.sum)
     ones = jax.make_array_from_process_local_data(over_devices("data"), np.ones(4, np.float32))

@@ -1,8 +1,8 @@
-"""The JVMs that tests start: their options, and an archive of the classes that Spark loads, made once by ``make``.
+"""The JVMs that tests start: their options, and an archive of the classes that Spark loads, which ``make`` writes once.
 
-A JVM that lives for minutes spends most of its time on its compiler and on the loading of 15,000 classes. It is spared
-half of that: the quick compiler alone, one thread for garbage, and classes as an earlier JVM has laid them out (Java's
-class data sharing). A JVM to which the archive does not belong, of another Java or Spark, starts as if there were none.
+A JVM that lives for minutes spends most of its time compiling, and loading 15,000 classes. These options halve that:
+the quick compiler only, one thread for garbage collection, and classes from the archive of an earlier JVM (Java's class
+data sharing). A JVM of another Java or Spark, which the archive does not fit, starts as if there were none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _each(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def make_archive() -> None:
-    """Run what most tests have Spark do, in a JVM that writes down at its end what it has loaded."""
+    """Run what most tests do with Spark, in a JVM that writes the archive of its loaded classes when it ends."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     new = ARCHIVE.with_suffix(".new")
     from pyspark.sql import SparkSession

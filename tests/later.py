@@ -1,4 +1,4 @@
-"""A library that is loaded when a test uses it: each of pytest's processes collects all tests, and runs some."""
+"""Loads a library when a test uses it, because each pytest process collects all tests but runs only some."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 class Later:
-    """A module that takes seconds to import, or hundreds of megabytes; without it the test that uses it is skipped."""
+    """A module that takes seconds to import, or hundreds of megabytes. Without it, the test that uses it is skipped."""
 
     def __init__(self, name: str) -> None:
         self._name = name

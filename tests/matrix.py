@@ -1,12 +1,12 @@
-"""Runs the smoke, and the unit and contract suites, on the combinations of versions that we say work.
+"""Runs the smoke test, and the unit and contract tests, on the combinations of versions that we support.
 
-    python tests/matrix.py                        # what needs no other torch than the pinned one, of this Python
+    python tests/matrix.py                        # rows that need this Python, and no torch but the pinned one
     python tests/matrix.py lowest py3.12          # rows by name; those with PyPI's torch for CUDA take gigabytes
-    python tests/matrix.py --smoke spark35        # the smoke alone
-    python tests/matrix.py --build spark35        # what that needs, and no test
+    python tests/matrix.py --smoke spark35        # the smoke test only
+    python tests/matrix.py --build spark35        # only build the environment, without tests
 
-Each row is a virtual environment below build/matrix, which pip fills from the package index; it is kept, and made anew
-when its packages change. Closes with a table as docs/versions.md has it, and fails if a row has failed.
+Each row is a virtual environment below build/matrix. It is kept, and built again when its packages change. At the end,
+a table is printed in the form of docs/versions.md. The exit status is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -98,17 +98,17 @@ _installing = threading.Lock()  # setuptools writes the metadata of an editable 
 
 @dataclass(frozen=True)
 class Row:
-    """One combination.
+    """A combination of versions.
 
     Attributes:
-        name: Of its folder.
-        python: Major and minor version.
-        pins: What pip is to install besides what follows from them.
-        constraints: Whether all else is what constraints.txt says.
-        extras: Ours; None for spark_hvd without what it says that it depends on.
-        smoke: The tests that every run of the row has. A row with others than the usual ones has no suites.
+        name: Name of the row and its folder.
+        python: Major and minor version of Python.
+        pins: Packages that pip must install, besides those that follow from the other fields.
+        constraints: Whether all other packages are those of constraints.txt.
+        extras: Our extras; None for spark_hvd without its dependencies.
+        smoke: The tests that every run of the row includes. A row with other tests than the usual ones has no suites.
         beside: Commands that install what pip does not, in the row's folder.
-        servers: Versions of Spark whose Connect servers the tests use, besides that of the Python that runs us.
+        servers: Versions of Spark whose Connect servers the tests use, besides that of this Python.
     """
 
     name: str
@@ -122,17 +122,17 @@ class Row:
 
     @property
     def folder(self) -> Path:
-        """Its environment."""
+        """The folder of the environment."""
         return FOLDER / self.name
 
     @property
     def executable(self) -> Path:
-        """Its Python."""
+        """The Python of the environment."""
         return self.folder / "bin" / "python"
 
 
 def rows() -> dict[str, Row]:
-    """All that there are."""
+    """Return all rows."""
     low = ("pyspark>=3.5,<3.6", "pyarrow==18.0.0", "pandas==2.2.0", "lightning==2.4.0", TORCH)
     found = [
         Row("spark35", HERE, low),
@@ -172,12 +172,12 @@ def rows() -> dict[str, Row]:
 
 
 def server(version: str) -> Row:
-    """What runs a Spark Connect server and its ranks; it has no tests of its own."""
+    """Return a row that only runs a Spark Connect server and its ranks, without tests."""
     return Row(f"server{version}", HERE, (TORCH, f"pyspark=={version}.*"), extras="spark,torch")
 
 
 def interpreter(version: str) -> str:
-    """A Python of that version: this one, on PATH, or of pyenv."""
+    """Return a Python of this version: this one, one on PATH, or one of pyenv."""
     if version == HERE:
         return sys.executable
     for root in os.environ.get("PATH", "").split(os.pathsep):
@@ -190,7 +190,7 @@ def interpreter(version: str) -> str:
 
 
 def build(row: Row, extras: str | None) -> None:
-    """Make the environment, unless it is there and its packages are those wanted."""
+    """Build the environment, unless it exists with the wanted packages."""
     constraints = ["-c", str(ROOT / "constraints.txt")] if row.constraints else []
     wanted = [*row.pins, *TOOLS, "-e", f".[{extras}]", *constraints]
     files = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
@@ -219,7 +219,7 @@ def build(row: Row, extras: str | None) -> None:
 
 
 def build_all(row: Row, extras: str | None) -> None:
-    """Make the environment of a row, and those of its servers."""
+    """Build the environments of a row and of its servers."""
     build(row, extras)
     for version in row.servers:
         with _building_servers:
@@ -227,7 +227,7 @@ def build_all(row: Row, extras: str | None) -> None:
 
 
 def _link_torch(row: Row) -> None:
-    """Spare the row a copy of torch, if this very version is in the environment that runs us; pip keeps it."""
+    """Link torch into the row, if this environment has the same version, rather than copying it. pip keeps it."""
     inside = Path("lib", f"python{row.python}", "site-packages")
     ours, theirs = Path(sys.prefix, inside), row.folder / inside
     if not list(ours.glob(f"{TORCH.replace('==', '-')}*.dist-info")):
@@ -244,7 +244,7 @@ def _link(source: str, target: str) -> None:
 
 
 def versions(row: Row) -> list[str]:
-    """Of the packages that the table shows, and of Python."""
+    """Return the versions of Python and of the packages in the table."""
     program = (
         "import sys, platform, importlib.metadata as meta; got = {d.name: d.version for d in meta.distributions()}"
     )
@@ -257,7 +257,7 @@ def run(row: Row, smoke_only: bool) -> list[str]:
     """Build a row and run its tests.
 
     Returns:
-        Its cells in the table: its versions, then how each part ended.
+        Its cells in the table: its versions, then the outcome of each part.
     """
     started = time.monotonic()
     log = FOLDER / f"{row.name}.log"
@@ -279,7 +279,7 @@ def run(row: Row, smoke_only: bool) -> list[str]:
 
 
 def _tests(row: Row, arguments: tuple[str, ...], log: Path) -> str:
-    """How tests ended: "14 passed", or the names of those that failed."""
+    """Return the outcome of tests: "14 passed", or the names of those that failed."""
     report = FOLDER / f"{row.name}.xml"
     report.unlink(missing_ok=True)
     command = [row.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
@@ -306,14 +306,14 @@ def _tests(row: Row, arguments: tuple[str, ...], log: Path) -> str:
 
 
 def table(cells: list[list[str]], smoke_only: bool) -> str:
-    """As Markdown."""
+    """Return the table in Markdown."""
     head = ["row", "Python", *SHOWN, "smoke", *(() if smoke_only else SUITES)]
     lines = [head, ["---"] * len(head), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:
-    """Run the rows that were asked for."""
+    """Run the requested rows."""
     known = rows()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; default: {', '.join(DEFAULT)}")

@@ -1,4 +1,4 @@
-"""A rank that mpiexec has started for tests.ranks: `python -m tests.mpi_rank ADDRESS TIMEOUT JOIN`."""
+"""A rank that mpiexec starts for tests.ranks: `python -m tests.mpi_rank ADDRESS TIMEOUT JOIN`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.ranks import serve
 
 
 def main() -> None:
-    """Join if asked to, and serve."""
+    """Join the world if asked to, and serve calls."""
     address, timeout, join = sys.argv[1:]
     if int(join):
         from spark_hvd.context import init as context

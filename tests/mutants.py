@@ -1,9 +1,9 @@
-"""What tests notice: ``python -m tests.mutants [options] MODULE... -- TEST...`` changes code a little and runs tests.
+"""Tests the tests: ``python -m tests.mutants [options] MODULE... -- TEST...`` changes code a little and runs tests.
 
-Each mutant is one change in a function: a comparison flipped, a condition negated, a number one off, a statement
-dropped, a constant swapped for another. The tests run on a copy of the tree and stop at the first failure, which kills
-the mutant. A mutant that survives shows behaviour that none of these tests holds, or a line that does nothing. The seed
-decides which changes are made, so that other tests can be run on the same mutants.
+Each mutant is one change in a function: a flipped comparison, a negated condition, a number that is off by one, a
+dropped statement, or another constant. The tests run on a copy of the tree and stop at the first failure, which kills
+the mutant. A surviving mutant shows behaviour that none of these tests checks, or a line without effect. The seed
+determines the changes, so that other tests can run on the same mutants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: bytes from `start` to `stop` of the file at `path` become `text`."""
+    """A change: bytes ``start`` to ``stop`` of the file at ``path`` become ``text``."""
 
     path: str
     line: int
@@ -44,17 +44,17 @@ class Mutant:
     text: str
 
     def of(self, source: bytes) -> bytes:
-        """The changed source."""
+        """Return the changed source."""
         return source[: self.start] + self.text.encode() + source[self.stop :]
 
     def describe(self, source: bytes) -> str:
-        """Where it is and what it does, in a line."""
+        """Return its place and its change, in one line."""
         old, new = (" ".join(text.split())[:60] for text in (source[self.start : self.stop].decode(), self.text))
         return f"{self.path}:{self.line} {self.kind}: {old} -> {new}"
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """All that can be made of the functions in a file."""
+    """Return all mutants of the functions in a file."""
     tree = ast.parse(source)
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -83,7 +83,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 
 def _in_functions(node: ast.AST, *, inside: bool) -> Iterator[ast.expr | ast.stmt]:
-    """The expressions and statements of functions, without docstrings, annotations, assertions and texts."""
+    """Yield the expressions and statements of functions, without docstrings, annotations, assertions and texts."""
     if inside and isinstance(node, ast.expr | ast.stmt):
         yield node
     for name, value in ast.iter_fields(node):
@@ -122,13 +122,13 @@ def _changes(node: ast.AST, constants: dict[str, list[str]]) -> Iterator[tuple[s
 
 
 def chosen(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many of them, no two on one line."""
+    """Return ``count`` of the mutants, at most one per line."""
     mixed = random.Random(seed).sample(mutants, len(mutants))
     return list({(mutant.path, mutant.line): mutant for mutant in mixed}.values())[:count]
 
 
 def copy_tree(target: Path) -> None:
-    """What git knows of this tree, and what it does not ignore; links stay links."""
+    """Copy the files that git tracks or does not ignore. Links stay links."""
     listed = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], capture_output=True, check=True).stdout
     for name in filter(os.path.lexists, listed.decode().rstrip("\0").split("\0")):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def copy_tree(target: Path) -> None:
 
 
 def failed_test(tree: Path, tests: Sequence[str], seconds: float | None) -> str | None:
-    """Run tests on a tree, and stop at the first failure: its name, or what else went wrong; None if all pass."""
+    """Run tests on a tree until the first failure. Return its name or another reason; None if all pass."""
     # No bytecode: a file that changes twice in a second would be taken for the one before.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "--no-header", "--tb=no", *tests]
@@ -155,7 +155,7 @@ def failed_test(tree: Path, tests: Sequence[str], seconds: float | None) -> str 
 
 
 def main(arguments: list[str]) -> int:
-    """Run it; returns 1 if any mutant survives, 2 if the tests fail without one."""
+    """Run the mutants. Return 1 if any survives, 2 if the tests fail without a mutant."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="files, or folders for all files in them")
     parser.add_argument("--count", type=int, default=30, help="how many mutants")

@@ -1,6 +1,6 @@
-"""The face for MXNet on two ranks, in an environment of its own: the row `mxnet` of tests/matrix.py.
+"""The API for MXNet on two ranks, in an environment of its own: the row `mxnet` of tests/matrix.py.
 
-Not one of the default tests, whose name would begin with ``test_``: MXNet asks for a numpy that the others cannot have.
+It is not in the default tests, whose names begin with ``test_``, because MXNet needs an old numpy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def world() -> Iterator[Ranks]:
 
 
 def inputs(seed: int, rows: int) -> tuple[Any, Any]:
-    """A batch of small images and what is to be learned of them."""
+    """Return a batch of small images with their labels."""
     random = np.random.RandomState(seed)
     images = random.rand(rows, 2, 8, 8).astype("float32")
     return nd.array(images), nd.array(images[:, :, :4].mean(axis=(1, 2, 3))[:, None])
 
 
 def network(kind: str = "gluon") -> Any:
-    """Convolutions, whose arrays oneDNN lays out anew, and layers whose sizes the first batch tells."""
+    """Return convolutions, whose arrays oneDNN rearranges, and layers whose sizes the first batch determines."""
     net = gluon.nn.HybridSequential(prefix=f"{kind}_")
     with net.name_scope():
         net.add(gluon.nn.Conv2D(16, 3, activation="relu"), gluon.nn.Conv2D(16, 3), gluon.nn.Dense(1))
@@ -47,7 +47,7 @@ def network(kind: str = "gluon") -> Any:
 
 
 def trained(make: Any, share: slice, size: int, steps: int = 4) -> list[Any]:
-    """The weights after some steps on a share of the rows, all ranks starting from those of rank 0."""
+    """Return the weights after some steps on a share of the rows. All ranks start from rank 0's weights."""
     mx.random.seed(hvd.rank())
     net = network()
     net.initialize(mx.init.Xavier())

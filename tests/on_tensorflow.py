@@ -1,4 +1,4 @@
-"""TensorFlow, and Keras on it, loaded once by a process that forks ranks: it takes ten seconds of CPU."""
+"""Loads TensorFlow, and Keras on it, once in a process that forks ranks. This takes ten seconds of CPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Rank processes for tests of the core, without the runner: joined over a TCPStore on loopback, or started by MPI."""
+"""Rank processes for tests of the core, without the runner. They join over a TCPStore, or MPI starts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
-    """Poll ``condition`` until it is true; fail after ``timeout`` seconds."""
+    """Poll ``condition`` until it is true. Fail after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
 
 
 def left_in(folder: str, before: set[str]) -> set[str]:
-    """The files that are in a folder for good and were not before; tests beside this one may have some for a moment."""
+    """Return the new files that stay in a folder. Tests in other processes may briefly have some there."""
     left, deadline = {*os.listdir(folder)} - before, time.monotonic() + 10
     while left := {name for name in left if os.path.isfile(os.path.join(folder, name))}:
         if time.monotonic() > deadline:
@@ -64,13 +64,13 @@ _LOADED = [
 
 
 class RankError(AssertionError):
-    """Ranks raised; the text has the traceback of each."""
+    """Ranks raised errors. The text has the traceback of each."""
 
 
 class Ranks:
     """A world of real processes that stays up between calls.
 
-    Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
+    Functions are sent by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Ranks:
         hosts: Sequence[str] = (),
         preload: Sequence[str] = (),
     ) -> None:
-        """Fork the processes from a server that has torch loaded: a tenth of a second instead of seconds.
+        """Fork the processes from a server that has loaded torch, in a tenth of a second instead of seconds.
 
         They have the environment that the first world found, and end without their exit handlers.
 
         Args:
-            size: World size.
+            size: Size of the world.
             timeout: Seconds until a collective fails, and until a call of run() does.
-            join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
-            hosts: What they take for the host of each, ranks of one host together; by default the same for all.
-            preload: Modules that take seconds to import: rank 0 does so, and forks the others.
+            join: Whether the ranks join a world of spark_hvd at the start. Otherwise they only have the environment.
+            hosts: The host name of each rank, equal for ranks of one host; by default the same for all.
+            preload: Modules that take seconds to import. Rank 0 imports them, and forks the others.
         """
         self.size = size
         self._timeout = timeout
@@ -109,10 +109,10 @@ class Ranks:
         listener.close()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call fn(*args) on every rank; results in rank order.
+        """Call fn(*args) on every rank, and return the results in rank order.
 
         Raises:
-            RankError: A rank raised, ended or took too long.
+            RankError: A rank raised an error, ended, or took too long.
         """
         outcomes = self.outcomes(fn, *args)
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
@@ -121,7 +121,7 @@ class Ranks:
         return [value for _, value in outcomes]
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
-        """As run(), but a rank's failure is (False, traceback) in the list."""
+        """Do the same as run(), but return a rank's failure as (False, traceback) in the list."""
         call = cloudpickle.dumps((fn, args))
         for pipe in self._pipes:
             pipe.send_bytes(call)
@@ -153,7 +153,7 @@ class Ranks:
 
 
 class MpiRanks(Ranks):
-    """As Ranks, started by mpiexec; a world that is joined is one of MPI."""
+    """The same as Ranks, but started by mpiexec. A world that they join uses MPI."""
 
     def __init__(
         self, size: int, *, timeout: float = SECONDS, join: bool = True, options: tuple[str, ...] = (), **env: str
@@ -161,11 +161,11 @@ class MpiRanks(Ranks):
         """Start the processes.
 
         Args:
-            size: World size.
+            size: Size of the world.
             timeout: Seconds until a collective fails, and until a call of run() does.
-            join: Whether the ranks are in a world of spark_hvd from the start.
-            options: More of mpiexec's.
-            env: More variables.
+            join: Whether the ranks join a world of spark_hvd at the start.
+            options: More options of mpiexec.
+            env: More environment variables.
         """
         self.size = size
         self._timeout = timeout
@@ -193,13 +193,13 @@ class MpiRanks(Ranks):
 
 
 def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings: Any) -> subprocess.Popen[str]:
-    """Start a program by MPICH's mpiexec, on loopback.
+    """Start a program with MPICH's mpiexec, on loopback.
 
     Args:
         size: Number of processes.
         program: Command and arguments.
-        options: More of mpiexec's.
-        settings: Further variables in capitals; else for Popen.
+        options: More options of mpiexec.
+        settings: Environment variables, if in capitals; otherwise arguments of Popen.
     """
     root = str(Path(__file__).resolve().parents[1])
     env = {name: settings.pop(name) for name in list(settings) if name.isupper()}
@@ -214,7 +214,7 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
 
 
 def fork_context() -> ForkServerContext:
-    """Processes forked from one server for all tests, which has loaded what takes time."""
+    """Return the context of a fork server that all tests share, and that has loaded slow modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
     return context
@@ -223,11 +223,11 @@ def fork_context() -> ForkServerContext:
 def start_ranks(
     serve: Callable[..., None], calls: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()
 ) -> list[ForkServerProcess]:
-    """Start a process for each call of `serve`; if modules are loaded before, one process, which forks the others.
+    """Start a process for each call of ``serve``. With ``preload``, start one process, which forks the others.
 
     Args:
-        serve: What ranks do, a function of a module.
-        calls: Arguments of each; sockets and pipes are closed here, and in the other ranks.
+        serve: The function that ranks run; it must belong to a module.
+        calls: Arguments of each call. Their sockets and pipes are closed here, and in the other ranks.
         preload: Modules that take seconds to import.
     """
     context, processes = fork_context(), []
@@ -271,7 +271,7 @@ def _quiet_port() -> int:
 
 @contextlib.contextmanager
 def ranks(size: int, *, mpi: bool = False, **options: Any) -> Iterator[Ranks]:
-    """Rank processes for the duration of a with statement; see :class:`Ranks` and :class:`MpiRanks`."""
+    """Run rank processes for the duration of a with statement; see :class:`Ranks` and :class:`MpiRanks`."""
     world = MpiRanks(size, **options) if mpi else Ranks(size, **options)
     try:
         yield world
@@ -298,7 +298,7 @@ def _serve(
 
 
 def serve(pipe: Connection) -> None:
-    """Run what comes over a pipe until it is closed."""
+    """Run the functions that come over a pipe until it is closed."""
     while True:
         try:
             fn, args = cloudpickle.loads(pipe.recv_bytes())

@@ -1,6 +1,6 @@
-"""Every capability once, as a user calls it: what tests/matrix.py runs on each combination of versions.
+"""Uses every feature once, as a user does. tests/matrix.py runs this on each combination of versions.
 
-Not one of the default tests, whose name would begin with ``test_``: those cover all of it, and far more.
+It is not in the default tests, whose names begin with ``test_``, because those cover far more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MINE = {"num_proc": 2, "verbose": 0}
 
 
 def train(fails: int | None = None) -> tuple[int, int, float]:
-    """Three steps of one linear layer; rank, size and a sum over all ranks."""
+    """Make three steps of a linear layer. Return the rank, the size and a sum over all ranks."""
     import spark_hvd.torch as hvd
 
     if hvd.rank() == fails:
@@ -51,7 +51,7 @@ def train(fails: int | None = None) -> tuple[int, int, float]:
 
 
 def train_elastic(steps: int) -> tuple[int, int, int]:
-    """Steps that survive the loss of rank 1 in the first world, which kills itself after some of them."""
+    """Make steps that survive the loss of rank 1, which kills itself in the first world after some of them."""
     import spark_hvd.torch as hvd
 
     model = nn.Linear(4, 1)
@@ -80,7 +80,7 @@ def count_rows() -> int:
 
 
 def keep(folder: str) -> tuple[int, list[float]]:
-    """A checkpoint written and read, of plain state and of an FSDP2 model."""
+    """Write and read a checkpoint of plain state, and one of an FSDP2 model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -292,7 +292,7 @@ def test_connect() -> None:
 
 
 def on_connect() -> None:
-    """What :func:`test_connect` runs."""
+    """The program of :func:`test_connect`."""
     from pyspark.sql import SparkSession
 
     session = SparkSession.builder.remote("local[2]").getOrCreate()

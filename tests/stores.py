@@ -1,4 +1,4 @@
-"""Fixtures of stores: servers of S3, and of Google's and Azure's storage where they are installed; small disks."""
+"""Fixtures of stores: servers of S3, and of Google's and Azure's storage if installed; and small disks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ HAS_ABFS = importlib.util.find_spec("adlfs") is not None and shutil.which(AZURIT
 
 
 def remote() -> list[str]:
-    """The fixtures of servers that can be had here; their names are those of their protocols."""
+    """Return the fixtures of servers that are available here. Their names are those of their protocols."""
     return ["s3", *["gs"] * HAS_GS, *["abfs"] * HAS_ABFS, *["hdfs"] * HAS_HDFS]
 
 
 def created(protocol: str, server: Any) -> Store:
-    """A new store on the server that a fixture of that name has given."""
+    """Return a new store on the server that the fixture of this name provides."""
     path = uuid.uuid4().hex
     if protocol == "hdfs":
         return Store.create(f"{server}/{path}")
@@ -64,7 +64,7 @@ def s3() -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _server(port: int, *command: str) -> Iterator[None]:
-    """A server as a process of its own, from when it listens on ``port``."""
+    """Run a server in its own process, and wait until it listens on ``port``."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdout=log, stderr=log)
 
@@ -108,14 +108,14 @@ def abfs() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of HDFS."""
+    """The address of an HDFS server."""
     with hadoop.hdfs(tmp_path_factory.mktemp("hdfs")) as address:
         yield address
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a tmpfs of 64 KiB, with options."""
+    """Mount a tmpfs of 64 KiB, with options."""
     mounted = []
 
     def mount_it(*options: str) -> Path:
@@ -133,7 +133,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def everything(store: Store) -> list[str]:
-    """All files of a store, temporary ones included."""
+    """Return all files of a store, including temporary ones."""
     filesystem = store.filesystem
     return (
         sorted(filesystem.find(store.inner_path(store.url))) if filesystem.exists(store.inner_path(store.url)) else []
@@ -164,7 +164,7 @@ class _Forbids(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def forbidden() -> Iterator[Store]:
-    """A store in a bucket of which all is forbidden."""
+    """A store in a bucket that denies all access."""
     pytest.importorskip("s3fs")
     with ThreadingHTTPServer(("127.0.0.1", 0), _Forbids) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -176,7 +176,7 @@ def forbidden() -> Iterator[Store]:
 
 
 class GatedFileSystem(LocalFileSystem):  # type: ignore[misc] # Any
-    """Folders of this host in which files wait for a gate to open, which is a file, before they are written."""
+    """A file system of local folders, in which writing a file waits until another file, the gate, exists."""
 
     protocol = "gated"
 
@@ -195,6 +195,6 @@ class GatedFileSystem(LocalFileSystem):  # type: ignore[misc] # Any
 
 
 def gated(folder: Path) -> Store:
-    """A store in ``folder / "run"`` whose files are written once there is ``folder / "open"``."""
+    """Return a store in ``folder / "run"`` whose files are written once ``folder / "open"`` exists."""
     fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
     return Store.create(f"gated://{folder / 'run'}", storage_options={"gate": str(folder / "open")})

@@ -1,6 +1,6 @@
-"""Runs, fits and checkpoints on a server of every kind of store, reached as a cluster reaches it: by its environment.
+"""Runs, fits and checkpoints on a server for every kind of store, which is reached by its environment, as on a cluster.
 
-The row `stores` of tests/matrix.py installs the servers, and fails where one is missing.
+The row `stores` of tests/matrix.py installs the servers, and fails if one is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ s3, gs, abfs, hdfs = stores.s3, stores.gs, stores.abfs, stores.hdfs
 
 @pytest.fixture(scope="module")
 def servers(s3: dict[str, Any], gs: dict[str, Any], abfs: dict[str, Any], hdfs: str) -> Iterator[dict[str, str]]:
-    """The root of a store by its protocol; what docs/data.md says that is to be set is set."""
+    """The root of a store for each protocol, with the settings that docs/data.md requires."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", s3["endpoint_url"])
         patch.setenv("AWS_ACCESS_KEY_ID", s3["key"])
@@ -49,7 +49,7 @@ def servers(s3: dict[str, Any], gs: dict[str, Any], abfs: dict[str, Any], hdfs: 
 
 @pytest.fixture(scope="module")
 def session(servers: dict[str, str], request: pytest.FixtureRequest) -> SparkSession:
-    """One whose processes have the environment of the servers."""
+    """A session whose processes have the environment for the servers."""
     found: SparkSession = request.getfixturevalue("spark")
     return found
 
@@ -60,7 +60,7 @@ def store(request: pytest.FixtureRequest, session: SparkSession, servers: dict[s
 
 
 def rows_and_step(folder: str) -> tuple[int, int | None]:
-    """How many rows a rank reads, and the step of the checkpoint before the one that it leaves."""
+    """Return the number of rows that a rank reads, and the step of the checkpoint before the one that it saves."""
     import spark_hvd.torch as hvd
 
     rows = sum(len(batch["id"]) for batch in hvd.get_dataset_shard("train").torch_batches(10))
@@ -93,7 +93,7 @@ def test_a_fit_goes_on_from_its_checkpoint(session: SparkSession, store: Store) 
 
 
 def save_and_die(folder: str) -> None:
-    """A save during which rank 1 is killed, after the first of its tensors."""
+    """Save a checkpoint during which rank 1 is killed, after the first of its tensors."""
     from torch.distributed.checkpoint import filesystem
 
     import spark_hvd.torch as hvd

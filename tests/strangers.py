@@ -1,4 +1,4 @@
-"""A program of strangers: they reach a port and have no keys to it. Run as ``python strangers.py PORT SECONDS``."""
+"""Strangers who reach a port but have no keys for it. Run as ``python strangers.py PORT SECONDS``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_WORDS = (
 
 
 def with_wrong_keys(port: int, context: zmq.Context[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
-    """Peers that speak ZeroMQ: without a mechanism, with a password, and with keys of their own."""
+    """Connect as ZeroMQ peers without a mechanism, with a password, and with other keys."""
     peers = [context.socket(zmq.DEALER) for _ in range(3)]
     peers[1].plain_username, peers[1].plain_password = b"admin", b"admin"
     peers[2].curve_publickey, peers[2].curve_secretkey = zmq.curve_keypair()
@@ -34,7 +34,7 @@ def with_wrong_keys(port: int, context: zmq.Context[zmq.Socket[bytes]]) -> list[
 
 
 def flood(port: int, seconds: float, most: int = 600) -> None:
-    """Keep as many connections as possible, each with some first words."""
+    """Keep as many connections as possible open, each with some first bytes."""
     dice, deadline = random.Random(1), time.monotonic() + seconds
     context = zmq.Context()
     peers = with_wrong_keys(port, context)

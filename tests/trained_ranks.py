@@ -1,4 +1,4 @@
-"""Ranks that train on a clock that the test turns, told of to a view of their run."""
+"""Ranks that train on a clock that the test controls, and report to a view of their run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from spark_hvd.world.vitals import Vitals
 
 
 class Training:
-    """Ranks that train together, told of once a second on a clock that the test turns.
+    """Ranks that train together, and report once a second, on a clock that the test controls.
 
     Args:
         size: Number of ranks.
-        step_seconds: Of every rank: they wait for each other.
-        steps: Of an epoch.
-        epochs: Of all.
+        step_seconds: Seconds of a step on every rank, because ranks wait for each other.
+        steps: Number of steps in an epoch.
+        epochs: Number of epochs.
         comm: Share of the time that each rank waits for communication.
-        data: Share of the time that it waits for data.
-        changes: To the record of a rank.
+        data: Share of the time that each rank waits for data.
+        changes: Changes to the record of each rank.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Training:
         return replace(record, **self.changes(rank))
 
     def renew(self, *ranks: int) -> None:
-        """Processes of these ranks are replaced by new ones."""
+        """Replace the processes of these ranks by new ones."""
         for rank in ranks:
             self.work[rank], self.process[rank] = 0.0, f"process {rank}, begun at {self.now}"
 
@@ -89,7 +89,7 @@ class Training:
 
 
 def trained(seconds: int = 40, size: int = 2, **facts: Any) -> RunView:
-    """The view of ranks that have trained so long, of which rank 1 waits least; ``facts`` are those of all."""
+    """Return the view of ranks that have trained for some time. Rank 1 waits least; ``facts`` apply to all."""
     view = RunView(f"train on {size} ranks", size, 0.0)
     for second in range(1, seconds + 1):
         for rank in range(size):
@@ -98,7 +98,7 @@ def trained(seconds: int = 40, size: int = 2, **facts: Any) -> RunView:
 
 
 def record(rank: int, size: int, second: int, **facts: Any) -> Vitals:
-    """What such a rank tells in that second."""
+    """Return the record that such a rank sends in this second."""
     known: dict[str, Any] = {
         "generation": 0,
         "clock": float(second),

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Spark's Python daemon with what most workers import: a worker with it is forked in milliseconds, not seconds."""
+"""Spark's Python daemon with the modules that most workers import, so that a worker is forked in milliseconds."""
 
 import gc
 import importlib

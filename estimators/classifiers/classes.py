@@ -1,11 +1,11 @@
-"""Which classes a label column has: one job of Spark before a fit, which counts nulls as well."""
+"""Finds the classes of a label column, in one Spark job before a fit that also counts nulls."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.data.readers.errors import DataError, refuse_nulls
@@ -16,22 +16,24 @@ from spark_hvd.runner.spark.series import quoted
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-MOST_CLASSES = 10_000
+_MAX_CLASSES = 10_000
 _INTEGERS = {"tinyint", "smallint", "int", "bigint", "boolean"}
 
 
 def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
-    """Return the classes of ``column``, from all rows, in one job; ``features`` must not have nulls either.
+    """Find the classes of ``column`` in all rows, and check that neither it nor ``features`` has nulls.
 
-    ``column`` has text, numbers or booleans, or arrays of 0 and 1. The Spark UI shows ``who``, which asks for it.
+    ``column`` holds text, numbers or booleans, or arrays of 0 and 1. ``who`` is the caller, which the Spark UI shows.
 
     Raises:
-        DataError: nulls, with their number; arrays of several lengths; one class, or very many; another type.
+        DataError: There are nulls, fewer than two classes or too many, or arrays of different lengths; or the type of
+            ``column`` is not allowed.
     """
-    kind, text = df.schema[column].dataType, df.schema[column].dataType.simpleString()
+    kind = df.schema[column].dataType
+    text = kind.simpleString()
     missing = F.sum(F.col(quoted(features)).isNull().cast("int")).alias("missing")
     if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.NumericType):
-        return _several(df, column, features, text, missing, who)
+        return _multi_label(df, column, features, text, missing, who)
     if not isinstance(kind, T.NumericType | T.StringType | T.BooleanType):
         raise DataError(
             f"label column {column!r} is of type {text}: expected text, numbers or booleans that are classes, or "
@@ -39,24 +41,24 @@ def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
         )
     grouped = df.groupBy(F.col(quoted(column)).alias("class")).agg(F.count("*").alias("rows"), missing)
     with job_named(grouped, f"spark_hvd: {who} looks for the classes of {column!r}"):
-        rows = grouped.limit(MOST_CLASSES + 1).collect()
-    everything = sum(row["rows"] for row in rows)
-    refuse_nulls(features, sum(row["missing"] for row in rows), f"{everything} rows")
-    refuse_nulls(column, sum(row["rows"] for row in rows if row["class"] is None), f"{everything} rows")
+        rows = grouped.limit(_MAX_CLASSES + 1).collect()
+    total = sum(row["rows"] for row in rows)
+    refuse_nulls(features, sum(row["missing"] for row in rows), f"{total} rows")
+    refuse_nulls(column, sum(row["rows"] for row in rows if row["class"] is None), f"{total} rows")
     classes = [_plain(row["class"], text) for row in rows]
     if any(isinstance(each, float) and math.isnan(each) for each in classes):
         raise DataError(f"label column {column!r} has NaN: drop these rows before fit")
-    if not 2 <= len(classes) <= MOST_CLASSES:
-        has = f"more than {MOST_CLASSES:,} values" if classes else "no rows"
+    if not 2 <= len(classes) <= _MAX_CLASSES:
+        has = f"more than {_MAX_CLASSES:,} values" if classes else "no rows"
         has = f"one value only, {classes[0]!r}" if len(classes) == 1 else has
-        raise DataError(f"label column {column!r} has {has}: expected from 2 to {MOST_CLASSES:,} classes")
+        raise DataError(f"label column {column!r} has {has}: expected from 2 to {_MAX_CLASSES:,} classes")
     return Labels(column, text, len(classes), tuple(sorted(classes)))
 
 
-def _several(df: DataFrame, column: str, features: str, text: str, missing: Any, who: str) -> Labels:
+def _multi_label(df: DataFrame, column: str, features: str, text: str, missing: Any, who: str) -> Labels:
     values = F.col(quoted(column))
     wrong = F.exists(values, lambda each: each.isNull() | ((each != 0) & (each != 1)))
-    found = df.agg(
+    statistics = df.agg(
         F.count("*").alias("rows"),
         missing,
         F.sum(values.isNull().cast("int")).alias("nulls"),
@@ -64,8 +66,8 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
         F.max(F.size(values)).alias("longest"),
         F.sum(wrong.cast("int")).alias("wrong"),
     )
-    with job_named(found, f"spark_hvd: {who} looks for the classes of {column!r}"):
-        row = found.collect()[0]
+    with job_named(statistics, f"spark_hvd: {who} looks for the classes of {column!r}"):
+        row = statistics.collect()[0]
     if not row["rows"]:
         raise DataError(f"label column {column!r} has no rows: expected at least one")
     refuse_nulls(features, row["missing"], f"{row['rows']} rows")
@@ -81,5 +83,5 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
 
 
 def _plain(value: Any, text: str) -> Any:
-    """Return a class as JSON has it; decimals become floating-point."""
+    """Return a class as a value that JSON can hold; decimals become floating-point."""
     return value if text in _INTEGERS or text == "string" else float(value)

@@ -1,4 +1,4 @@
-"""What ranks and Spark's workers do for classifiers of images: tensors of what can be decoded; the rest is counted."""
+"""Decodes images for ImageClassifier, in ranks and in Spark's Python workers, and counts those that it skips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_hvd.estimators.training.callbacks import Callback, TrainState
 
 @dataclass(frozen=True)
 class DecodedImages(Inputs):
-    """Images as a model takes them; NaN for those that are skipped."""
+    """Makes a tensor from encoded images. Skipped images are NaN."""
 
     decoder: ImageDecoder
 
@@ -27,7 +27,7 @@ class DecodedImages(Inputs):
 
 @dataclass(frozen=True)
 class ImageCollate(Collate):
-    """A batch of a fit, without the rows whose images are skipped: it may have none left."""
+    """Makes a batch for training without the rows whose images are skipped, so a batch may be empty."""
 
     inputs: DecodedImages
     augment: Augment | None = None
@@ -44,7 +44,7 @@ class ImageCollate(Collate):
 
 
 class CountSkipped(Callback):
-    """Puts the images that an epoch went on without into its row of the history, as "undecodable"."""
+    """Records the number of images that an epoch skipped in its row of the history, as "undecodable"."""
 
     def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder, self._before = decoder, 0
@@ -60,7 +60,7 @@ class CountSkipped(Callback):
 
 
 class NanForSkipped(torch.nn.Module):
-    """A model of images whose scores (rows, classes) are NaN for images of NaN, whatever it makes of these."""
+    """Wraps a model of images, and returns scores (rows, classes) of NaN for images of NaN."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

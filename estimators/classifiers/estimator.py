@@ -47,11 +47,11 @@ class CollatedEstimator(TorchEstimator):
 
     _table: ClassVar = (
         *TORCH,
-        Parameter("collate", None, checks.function, "Makes a batch of a RecordBatch and `training`."),
+        Parameter("collate", None, checks.function, "Function from a RecordBatch and `training` to a batch."),
     )
 
     def _imports(self, settings: Settings) -> list[str]:
-        # Also the modules with the model's code: those of Transformers take seconds to import.
+        # The modules with the code of Transformers models take seconds to import.
         code = {type(module).__module__ for module in settings["model"].modules()}
         slow = sorted(name for name in code if name.partition(".")[0] in ("transformers", "peft"))
         return [*super()._imports(settings), *slow]
@@ -85,7 +85,7 @@ class Prepared:
 
 
 class NeuralClassifier(SavedParams, Estimator[M]):
-    """Base of the classifiers. A subclass has a table of parameters, the name of its column, and a model to train.
+    """Base class of the classifiers. A subclass defines a table of parameters, the feature column, and the model.
 
     A fit first reads all rows once, to find the classes, which may be text, and to check for nulls. Then it tries a
     batch on the driver. Finally it hands the unchanged rows to the ranks, which make tensors from them and train.
@@ -132,7 +132,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             scale_lr=False,
             **{name: settings[name] for name in shared},
         )
-        # Messages and the tracker shall show this estimator, not the inner one.
+        # Messages and the tracker must name this estimator, not the inner one.
         inner.shown_as = type(self).__name__
         rename(inner, self.uid)
         trained = inner._fit_on(dataset)

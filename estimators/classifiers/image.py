@@ -1,4 +1,4 @@
-"""``ImageClassifier``: a column of images to classes, by any torch module that takes images."""
+"""``ImageClassifier`` trains any torch module that takes images to classify a column of images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pyspark.sql import types as T  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import types as T  # noqa: N812 - the usual name
 
 from spark_hvd.data.images import ImageDecoder
 from spark_hvd.data.readers.errors import DataError
@@ -23,7 +23,7 @@ from spark_hvd.estimators.params.params import rows
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_SPARKS = {"height", "width", "nChannels", "data"}
+_IMAGE_FIELDS = {"height", "width", "nChannels", "data"}
 """Fields of Spark's image type."""
 
 
@@ -111,15 +111,15 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
     def _check(self, dataset: DataFrame, settings: Mapping[str, Any]) -> None:
         name = settings["image_col"]
         kind = dataset.schema[name].dataType
-        sparks = isinstance(kind, T.StructType) and set(kind.names) >= _SPARKS
-        if not isinstance(kind, T.BinaryType) and not sparks:
+        is_image = isinstance(kind, T.StructType) and set(kind.names) >= _IMAGE_FIELDS
+        if not isinstance(kind, T.BinaryType) and not is_image:
             raise DataError(
                 f"image_col={name!r} is of type {kind.simpleString()}: expected binary, such as 'content' of "
                 "spark.read.format('binaryFile'), or 'image' of spark.read.format('image')"
             )
-        if sparks and settings["store"] is not None:
+        if is_image and settings["store"] is not None:
             raise ValueError(
-                f"image_col={name!r} is of Spark's image type, which cannot be written to a store: leave store out, or "
+                f"image_col={name!r} is of Spark's image type, which cannot be written to a store: omit store, or "
                 "pass a binary column, such as 'content' of spark.read.format('binaryFile')"
             )
 
@@ -145,7 +145,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
 
 
 def _check_scores(model: torch.nn.Module, decoder: ImageDecoder, labels: Labels) -> None:
-    """Refuse a model with another number of classes: one for 1,000 would learn ten, and nobody would notice."""
+    """Refuse a model with another number of classes. A model for 1,000 classes would learn ten without any error."""
     shape = 2, decoder.channels, *decoder.size
     training = model.training
     try:
@@ -161,6 +161,6 @@ def _check_scores(model: torch.nn.Module, decoder: ImageDecoder, labels: Labels)
     if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != (2, labels.size):
         has = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise ModelError(
-            f"the model returns {has} for 2 images, and column {labels.column!r} has {labels.size} classes: expected "
-            f"scores [2, {labels.size}]. Replace its last layer, by one such as torch.nn.Linear(..., {labels.size})"
+            f"the model returns {has} for 2 images, but column {labels.column!r} has {labels.size} classes: expected "
+            f"scores [2, {labels.size}]. Replace its last layer by one such as torch.nn.Linear(..., {labels.size})"
         )

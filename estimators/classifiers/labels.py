@@ -1,4 +1,4 @@
-"""The classes of a label column: numbers for the loss, and values in predictions; in ranks and in Python workers."""
+"""The classes of a label column: numbers for the loss in ranks, and values for predictions in Python workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spark_hvd.data.readers.errors import DataError
 
 @dataclass(frozen=True)
 class Labels:
-    """What a label column holds.
+    """The classes of a label column.
 
     Attributes:
-        column: Its name.
-        spark_type: Its type, as Spark's ``simpleString``.
+        column: Name of the column.
+        spark_type: Type of the column, as Spark's ``simpleString``.
         size: Number of classes.
-        classes: Their values, sorted, in the order of the model's scores; none where a row's label is an array with 0
+        classes: The sorted values of the classes, in the order of the model's scores; empty if labels are arrays with 0
             or 1 for each class (multi-label).
     """
 
@@ -43,32 +43,32 @@ class Labels:
 
     @property
     def loss(self) -> nn.Module:
-        """The loss of scores (rows, size) and :meth:`tensor`."""
+        """The loss function of scores (rows, size) and labels from :meth:`tensor`."""
         return nn.CrossEntropyLoss() if self.classes else nn.BCEWithLogitsLoss()
 
     @property
     def accuracy(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The share of scores (rows, size) that are right, a metric."""
-        return _of_classes if self.classes else _of_each
+        """The metric: the share of correct predictions among scores (rows, size) and labels from :meth:`tensor`."""
+        return _single_label_accuracy if self.classes else _multi_label_accuracy
 
     def tensor(self, values: pa.Array) -> torch.Tensor:
-        """Numbers of the classes (rows,) int64; of arrays their values (rows, size) float32.
+        """Return the class numbers, (rows,) int64; for multi-label arrays, their values, (rows, size) float32.
 
         Raises:
-            DataError: A value is none of the classes.
+            DataError: A value is not one of the classes.
         """
         if not self.classes:
             numbers = values.flatten().cast(pa.float32()).to_numpy()
             return torch.tensor(numbers, device="cpu").reshape(len(values), -1)
-        found = pc.index_in(values, value_set=pa.array(self.classes).cast(values.type))
-        if found.null_count:
-            strange = values.filter(found.is_null()).unique().to_pylist()
+        indices = pc.index_in(values, value_set=pa.array(self.classes).cast(values.type))
+        if indices.null_count:
+            unknown = values.filter(indices.is_null()).unique().to_pylist()
             raise DataError(
-                f"column {self.column!r} has values that were not there when fit collected the classes: "
-                f"{listed(strange)}. Expected the same rows whenever they are computed: use df.cache(), or give rand() "
+                f"column {self.column!r} has values that were missing when fit collected the classes: "
+                f"{listed(unknown)}. Expected the same rows whenever they are computed: use df.cache(), or give rand() "
                 "a seed"
             )
-        return torch.tensor(found.to_numpy(), device="cpu").long()
+        return torch.tensor(indices.to_numpy(), device="cpu").long()
 
     @property
     def prediction_type(self) -> str:
@@ -77,9 +77,10 @@ class Labels:
         return self.spark_type if same else "double"
 
     def predicted(self, scores: torch.Tensor, threshold: float) -> tuple[Any, torch.Tensor]:
-        """Predicted labels, and probabilities (rows, size); of ``scores`` (rows, size) before softmax or sigmoid.
+        """Return predicted labels and probabilities (rows, size) for ``scores`` (rows, size).
 
-        The threshold is that of a class's probability, where each row has several.
+        Scores are values before softmax or sigmoid. For multi-label arrays, a class whose probability reaches
+        ``threshold`` is predicted.
         """
         scores = scores.float()
         if not self.classes:
@@ -92,21 +93,21 @@ class Labels:
 
 
 def _or_null(predicted: torch.Tensor | list[Any], scores: torch.Tensor) -> torch.Tensor | list[Any]:
-    """Predictions, None where scores are NaN."""
-    nothing = scores.isnan().any(1).tolist()
-    if not any(nothing):
+    """Return the predictions, with None for rows that have a score of NaN."""
+    missing = scores.isnan().any(1).tolist()
+    if not any(missing):
         return predicted
     values = predicted if isinstance(predicted, list) else predicted.tolist()
-    return [None if no else value for value, no in zip(values, nothing, strict=True)]
+    return [None if is_missing else value for value, is_missing in zip(values, missing, strict=True)]
 
 
-def _of_classes(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _single_label_accuracy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (scores.argmax(1) == labels).float().mean()
 
 
-def _of_each(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _multi_label_accuracy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((scores > 0) == (labels > 0.5)).float().mean()
 
 
-for _metric in (_of_classes, _of_each):
-    _metric.__name__ = "accuracy"  # its name in the history; pickled by __qualname__
+for _metric in (_single_label_accuracy, _multi_label_accuracy):
+    _metric.__name__ = "accuracy"  # the name in the history; pickle uses __qualname__

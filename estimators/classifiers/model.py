@@ -1,4 +1,4 @@
-"""``NeuralClassificationModel``: what a classifier's fit gives; transform appends classes and probabilities."""
+"""``NeuralClassificationModel``: what a classifier's fit returns. It appends classes and probabilities."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class NeuralClassificationModel(SavedParams, Model):
-    """Base of what the classifiers' fits give. A saved model holds a pickle of code: only load what you trust."""
+    """Base class of trained classifiers. A saved model holds a pickle of code: only load models that you trust."""
 
     _from_json: ClassVar = LABELS_FROM_JSON
     _column: ClassVar[str]
 
     @property
     def classes(self) -> list[Any]:
-        """The values of the label, in the order of the probabilities; none where labels are arrays of 0 and 1."""
+        """The values of the label, in the order of the probabilities; empty if labels are arrays of 0 and 1."""
         return list(self.value_of("labels").classes)
 
     def plot_loss(self, metric: str | Sequence[str] = "loss") -> Figure:
@@ -52,7 +52,7 @@ class NeuralClassificationModel(SavedParams, Model):
         labels: Labels = settings["labels"]
         types = {"prediction_col": labels.prediction_type, "probability_col": "vector"}
         outputs = {settings[name]: kind for name, kind in types.items() if settings[name]}
-        check_new(dataset, list(outputs), "transform", "prediction_col and probability_col ('' leaves one out)")
+        check_new(dataset, list(outputs), "transform", "prediction_col and probability_col ('' omits one)")
         if not outputs:
             return dataset
         names = settings["prediction_col"], settings["probability_col"]
@@ -66,7 +66,7 @@ class NeuralClassificationModel(SavedParams, Model):
             use_gpu=settings["use_gpu"],
         )
 
-    # -- what a subclass adds
+    # -- methods that a subclass overrides
 
     def _inputs(self, settings: Mapping[str, Any]) -> Inputs:
         """Return the function that makes the model's tensors."""
@@ -79,7 +79,7 @@ class NeuralClassificationModel(SavedParams, Model):
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What a model is called with for values of a column, in Spark's Python workers."""
+    """Makes a model's arguments from the values of a column, in Spark's Python workers."""
 
     inputs: Inputs
 
@@ -88,12 +88,12 @@ class _Arguments:
 
 
 class _Scored(torch.nn.Module):
-    """A model whose outputs are predicted labels and probabilities, by the names of their columns ("" for none)."""
+    """Wraps a model, and returns predicted labels and probabilities by column name; "" omits either."""
 
     def __init__(self, model: torch.nn.Module, labels: Labels, names: tuple[str, str], threshold: float) -> None:
         super().__init__()
         self.model, self.labels, self.names, self.threshold = model, labels, names, threshold
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, Any]:
-        found = self.labels.predicted(self.model(*tensors), self.threshold)
-        return {name: values for name, values in zip(self.names, found, strict=True) if name}
+        outputs = self.labels.predicted(self.model(*tensors), self.threshold)
+        return {name: values for name, values in zip(self.names, outputs, strict=True) if name}

@@ -1,4 +1,4 @@
-"""The parameters that all classifiers have. Those that TorchEstimator has too mean the same."""
+"""The parameters that all classifiers have. Those that TorchEstimator also has mean the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _as_in_torch(group: str, *names: str) -> tuple[Parameter, ...]:
 
 
 def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
-    """Return the table of a classifier that has parameters of its own."""
+    """Return the table of a classifier with its ``own`` parameters."""
     where = "num_proc backend store run_id max_restarts min_num_proc tracker use_gpu verbose progress"
     rest = "random_seed precision backward_passes_per_step gradient_compression checkpoint_every callbacks monitor"
     return (
@@ -71,7 +71,7 @@ def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
 
 
 def model_table(*own: Parameter) -> tuple[Parameter, ...]:
-    """Return the table of the model of a classifier that has parameters of its own."""
+    """Return the table of a classifier's model with its ``own`` parameters."""
     return (
         *own,
         *rows(

@@ -1,4 +1,4 @@
-"""``TextClassifier``: a column of text to classes, by a model of Transformers."""
+"""``TextClassifier`` trains a model of Transformers to classify a column of text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-TEXTS = 200_000
+_MAX_TEXTS = 200_000
 """The approximate number of texts that a new tokenizer is trained on."""
-LONGEST = 512
+_MAX_TOKENS = 512
 _TOKENIZER = "The tokenizer of the model."
 _MAX_LENGTH = ("max_length", None, c.whole(1), "Maximum tokens per text; by default the model's limit, at most 512.")
 
@@ -133,33 +133,33 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
         else:
             tokenizer = trained_tokenizer(_texts(dataset, settings["text_col"]), settings["vocab_size"])
         if is_path:
-            model = _loaded(os.fspath(given), labels)
+            model = _load_model(os.fspath(given), labels)
         else:
-            model = given if isinstance(given, torch.nn.Module) else _made(given, labels, tokenizer)
+            model = given if isinstance(given, torch.nn.Module) else _new_model(given, labels, tokenizer)
         _check_fits(model, labels, tokenizer)
-        fresh = not is_path and model is not given
+        is_new = not is_path and model is not given
         return Prepared(
             Logits(model, names_of(model)),
             tokens_of(model, tokenizer, settings["max_length"]),
-            learning_rate=1e-3 if fresh else 5e-5,
+            learning_rate=1e-3 if is_new else 5e-5,
             fields={"tokenizer": tokenizer, "max_length": settings["max_length"]},
         )
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        found: torch.nn.Module = model.model  # type: ignore[assignment] # torch declares modules or tensors
-        return found
+        inner: torch.nn.Module = model.model  # type: ignore[assignment] # torch declares modules or tensors
+        return inner
 
 
 def tokens_of(model: Any, tokenizer: PreTrainedTokenizerFast, max_length: int | None) -> Tokens:
     """Return the function that turns texts into the model's tensors."""
-    most = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    return Tokens.of(tokenizer, names_of(model), max_length or min(LONGEST, most, tokenizer.model_max_length))
+    limit = getattr(model.config, "max_position_embeddings", None) or _MAX_TOKENS
+    return Tokens.of(tokenizer, names_of(model), max_length or min(_MAX_TOKENS, limit, tokenizer.model_max_length))
 
 
 def _texts(dataset: DataFrame, column: str) -> list[str]:
     texts = dataset.select(quoted(column))
     with job_named(texts, "spark_hvd: TextClassifier reads texts for a tokenizer"):
-        share = TEXTS / max(1, texts.count())
+        share = _MAX_TEXTS / max(1, texts.count())
         some = texts if share >= 1 else texts.sample(fraction=share, seed=0)
         return [row[0] for row in some.collect()]
 
@@ -175,7 +175,7 @@ def _head(labels: Labels) -> dict[str, Any]:
     }
 
 
-def _made(config: PretrainedConfig, labels: Labels, tokenizer: PreTrainedTokenizerFast) -> Any:
+def _new_model(config: PretrainedConfig, labels: Labels, tokenizer: PreTrainedTokenizerFast) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     config = copy.deepcopy(config)
@@ -188,7 +188,7 @@ def _made(config: PretrainedConfig, labels: Labels, tokenizer: PreTrainedTokeniz
     return AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
 
 
-def _loaded(path: str, labels: Labels) -> Any:
+def _load_model(path: str, labels: Labels) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     if not os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""How classifiers train: batches of raw rows, AdamW, a learning rate that warms up and then falls to zero."""
+"""The training of classifiers: batches from raw rows, AdamW, and a learning rate that warms up and falls to zero."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from spark_hvd.estimators.classifiers.labels import Labels
 
 
 class Inputs(Protocol):
-    """Makes a model's tensors of the values of a column; in ranks and in Spark's Python workers."""
+    """Makes a model's tensors from the values of a column, in ranks and in Spark's Python workers."""
 
     def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors (rows, ...) by name, always the same names, in the order of the model's arguments.
+        """Return the tensors (rows, ...) by name, in the order of the model's arguments. The names are always the same.
 
-        ``values`` are those of the column, without nulls. Where ``training``, they may be changed at random.
+        ``values`` are those of the column, without nulls. For ``training``, the tensors may be changed at random.
         """
 
 
 @dataclass(frozen=True)
 class Collate:
-    """A batch of a fit: the tensors of the features, and the label under the name of its column."""
+    """Makes a batch for training: the tensors of the features, and the label under the name of its column."""
 
     column: str
     inputs: Inputs
@@ -40,7 +40,7 @@ class Collate:
 
 
 def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW of what is trained of a model; biases and scales of norms do not decay.
+    """Return AdamW for the trainable parameters of a model, without weight decay for biases and scales of norms.
 
     Raises:
         ValueError: All parameters are frozen.

@@ -1,8 +1,8 @@
-"""Columns of a DataFrame as models see them: which Spark types become which tensors, and how Spark hands them out.
+"""How columns of a DataFrame become tensors: the dtype for each Spark type, and the expression that selects a column.
 
 Floating-point numbers, decimals and vectors become float32, or float64 on the way to a dtype whose numbers float32
 would lose. Integers and booleans keep their type. Types that cannot become tensors (times, maps, and text unless the
-model takes it) are refused before any job runs, with what to do about it.
+model takes it) are refused before any job runs, and the message says what to do instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.data.readers.dataset import Column, listed
@@ -37,7 +37,7 @@ _WIDE = (T.DoubleType, T.DecimalType)
 _SQL_TYPES = {"float32": "float", "float64": "double"}
 _NARROW = (None, "float32", "float16", "bfloat16")
 _DOUBLE_DIGITS = 15
-"""Every decimal of so many digits is a double of its own."""
+"""Doubles distinguish all decimals that have at most this many digits."""
 
 _REMEDIES = {
     "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer. A KerasEstimator takes "
@@ -46,8 +46,8 @@ _REMEDIES = {
     "date": "turn it into numbers first, for example F.unix_date(c), F.dayofyear(c), F.dayofweek(c)",
     "map": "take the values that you need into columns of their own, for example F.element_at(c, 'key')",
     "struct": "take its fields into columns of their own, for example df.withColumn('x', df['c']['x'])",
-    "binary": "give a function that decodes one value (bytes to array) for it, or decode it into an array first",
-    "matrix": "make an array of it first, for example with a function of pyspark.sql.functions.udf",
+    "binary": "pass a function from the bytes of one value to an array in decoders, or decode it into an array first",
+    "matrix": "turn it into an array first, for example with pyspark.sql.functions.udf",
     "": "cast it to a number or an array of numbers first",
 }
 _REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "timestamp_ntz": _REMEDIES["timestamp"]}
@@ -57,46 +57,45 @@ def session_of(frame: Any, what: str) -> SparkSession:
     """Return the session of a DataFrame.
 
     Raises:
-        TypeError: It is no DataFrame of Spark.
+        TypeError: ``frame`` is not a Spark DataFrame.
         ClusterError: Its session has been stopped.
     """
     if not hasattr(frame, "sparkSession"):
         kind = type(frame)
         if kind.__module__.startswith("pyspark.pandas."):
-            give = "frame.to_spark()" if kind.__name__ == "DataFrame" else "series.to_frame().to_spark()"
-            raise TypeError(f"{what} got a {kind.__name__} of pandas on Spark: give {give}")
+            converted = "frame.to_spark()" if kind.__name__ == "DataFrame" else "series.to_frame().to_spark()"
+            raise TypeError(f"{what} got a {kind.__name__} of pandas on Spark: pass {converted}")
         raise TypeError(
-            f"{what} got a {kind.__module__}.{kind.__qualname__}: expected a DataFrame of Spark; of pandas or Arrow, "
-            "spark.createDataFrame(frame)"
+            f"{what} got a {kind.__module__}.{kind.__qualname__}: expected a Spark DataFrame. Convert pandas or "
+            "Arrow with spark.createDataFrame(frame)"
         )
     return active_session(frame.sparkSession)
 
 
 def check_columns(schema: T.StructType, names: Sequence[str], what: str, *, exact: bool = True) -> None:
-    """Check that a DataFrame has the columns that a parameter names, each once.
+    """Check that a DataFrame has each column that a parameter names exactly once.
 
-    ``names`` are exactly as in the schema: upper and lower case differ, and dots are part of a name. ``what`` is the
-    parameter that names them; ``exact`` tells whether upper and lower case differ in the session.
+    ``names`` must be exactly as in the schema: case matters, and dots are part of a name. ``what`` is the parameter
+    that names the columns. ``exact`` tells whether the session distinguishes upper and lower case.
 
     Raises:
-        DataError: A column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has
-            another that Spark does not tell from it.
+        DataError: A column is missing or occurs twice, or the session cannot distinguish it from another.
     """
-    there = schema.fieldNames()
+    known = schema.fieldNames()
     for name in names:
-        if name not in there:
-            hint = nearest(name, there)
-            raise DataError(f"{what} names {name!r}, which the DataFrame does not have.{hint} It has {listed(there)}")
-        if there.count(name) > 1:
+        if name not in known:
+            hint = nearest(name, known)
+            raise DataError(f"{what} names {name!r}, which the DataFrame does not have.{hint} It has {listed(known)}")
+        if known.count(name) > 1:
             raise DataError(
-                f"{what} names {name!r}, which the DataFrame has {there.count(name)} times: expected once. "
+                f"{what} names {name!r}, which the DataFrame has {known.count(name)} times: expected once. "
                 "Drop or rename the others, for example after a join."
             )
-        alike = [] if exact else [each for each in there if each != name and each.casefold() == name.casefold()]
-        if alike:
+        similar = [] if exact else [each for each in known if each != name and each.casefold() == name.casefold()]
+        if similar:
             raise DataError(
-                f"{what} names {name!r}, which Spark does not tell from the column {alike[0]!r}: rename one of them, "
-                "or set spark.sql.caseSensitive to true"
+                f"{what} names {name!r}, which Spark does not distinguish from the column {similar[0]!r}: rename one "
+                "of them, or set spark.sql.caseSensitive to true"
             )
 
 
@@ -109,15 +108,15 @@ def columns_of(
     text: Collection[str] = frozenset(),
     compress_sparse: bool = False,
 ) -> tuple[Column, ...]:
-    """Return the columns called ``names`` as they will lie in the files.
+    """Return the columns called ``names`` as they will be stored in files.
 
     Args:
         schema: Schema of the DataFrame.
         names: Names of the columns, in the wanted order; repeated names count once.
         decoders: Names of the binary columns that a function will turn into tensors.
-        collated: A function makes tensors of whole rows, so that there may be text and bytes.
+        collated: A function makes tensors from whole rows, so columns may hold text and bytes.
         text: Names of the columns that may be text, which the model takes unchanged.
-        compress_sparse: Store vectors as size, indices and values; worth it if most of their entries are zero.
+        compress_sparse: Store vectors as size, indices and values. This saves space if most entries are zero.
 
     Returns:
         One column for each name. The shape of vectors and arrays is None, because only their values show it.
@@ -132,26 +131,26 @@ def columns_of(
     )
 
 
-def widened(columns: Sequence[Column], asked: Iterable[tuple[str, str | None]]) -> tuple[Column, ...]:
-    """``columns`` in float64 instead of float32 where a dtype that is ``asked`` for, by name, needs their digits."""
-    wide = {name for name, dtype in asked if dtype not in _NARROW}
+def widened(columns: Sequence[Column], requested: Iterable[tuple[str, str | None]]) -> tuple[Column, ...]:
+    """Return ``columns``, with float64 instead of float32 where a requested (name, dtype) needs the digits."""
+    wide = {name for name, dtype in requested if dtype not in _NARROW}
     return tuple(
         replace(each, dtype="float64") if each.name in wide and each.dtype == "float32" else each for each in columns
     )
 
 
 def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
-    """Return the expression to select for ``column``, with its name: Arrow receives numbers, lists and structs only.
+    """Return the expression that selects ``column`` under its name, as numbers, lists or structs for Arrow.
 
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
 
     Args:
         column: A column of the DataFrame.
-        rounds: Let float32 round whole numbers up to 2**53, as ids and times are, in a column of doubles or decimals;
-            else they end the job that computes them. Lists and vectors are rounded in either case.
+        rounds: Let float32 round whole numbers up to 2**53, such as ids and times, in a column of doubles or decimals.
+            If False, such a number ends the job with an error. Numbers in lists and vectors are rounded in any case.
     """
     source = F.col(quoted(column.name))
-    if column.spark_type in ("binary", "string"):  # whatever is made of it
+    if column.spark_type in ("binary", "string"):  # decoders and models take these values unchanged
         result = source
     elif column.encoding == "sparse":
         result = _sparse(source, _SQL_TYPES[column.dtype])
@@ -171,10 +170,11 @@ def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
             whole = (F.rint(before) == before) & (F.abs(before) <= 2.0**53) & (before != after)
             lost = whole | ((F.abs(after) == float("inf")) & (F.abs(before) < float("inf")))
         if lost is not None:
-            wrong = F.concat(F.lit(f"column {column.name!r} of {column.spark_type} has "), source.cast("string"))
-            hint = f", which {column.dtype} cannot hold: cast it to a type that fits its values, such as bigint"
-            wrong = F.concat(wrong, F.lit(f"{hint}, or to float or double to have them rounded"))
-            result = F.when(lost, F.raise_error(wrong).cast(_SQL_TYPES[column.dtype])).otherwise(result)
+            subject = f"column {column.name!r} of {column.spark_type} has "
+            hint = "cast it to a type that fits its values, such as bigint, or to float or double to have them rounded"
+            reason = F.lit(f", which {column.dtype} cannot hold: {hint}")
+            message = F.concat(F.lit(subject), source.cast("string"), reason)
+            result = F.when(lost, F.raise_error(message).cast(_SQL_TYPES[column.dtype])).otherwise(result)
     else:
         result = source
     return result.alias(column.name)
@@ -194,7 +194,7 @@ def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, text: bo
     if dtype is None:
         family = re.split(r"[^a-z_]", inner.simpleString())[0]
         remedy = _REMEDIES.get(family, _REMEDIES[""])
-        raise DataError(f"column {name!r} has the type {spark_type}, of which no tensor can be made: {remedy}")
+        raise DataError(f"column {name!r} has the type {spark_type}, which cannot become a tensor: {remedy}")
     return Column(name, dtype, None if isinstance(kind, T.ArrayType) else (), spark_type)
 
 

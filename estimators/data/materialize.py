@@ -1,7 +1,7 @@
-"""A DataFrame becomes Parquet in the store: one job of Spark, whose tasks write one file each and report on it.
+"""Writes a DataFrame to the store as Parquet, in one Spark job; each task writes a file per split and reports on it.
 
-Nothing is shuffled and the DataFrame is computed once, whatever the split is. Task files have names of their own in
-each attempt, and only what is reported counts; the data exist from the moment the manifest is written.
+Nothing is shuffled, and the DataFrame is computed only once, also if it is split. Each attempt of a task writes files
+under new names, and only reported files count. The data exist once the manifest is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import BooleanType, IntegralType
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Datasets = tuple[DatasetMeta, DatasetMeta | None]
-"""Training data, validation data."""
+"""The training data, and the validation data if there are any."""
 
 
 def materialize(
@@ -53,25 +53,25 @@ def materialize(
     """Write ``columns`` of ``df`` as Parquet, or find them already written.
 
     Args:
-        df: The data. Computed once, or not at all where its data are found.
+        df: The rows. They are computed once, or not at all if they have been written before.
         columns: What :func:`spark_hvd.estimators.data.columns.columns_of` returned.
-        store: Takes the files; must be seen by all hosts.
-        num_proc: Ranks that will read.
-        validation: Share of the rows for validation, above 0 and below 1, drawn row by row. Or the name of a
-            boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
+        store: The store for the files. All hosts must be able to reach it.
+        num_proc: Number of ranks that will read the data.
+        validation: Share of the rows for validation, above 0 and below 1, drawn row by row; or the name of a boolean
+            or integer column that is true or above 0 in the rows for validation; or None for no validation.
         seed: Seed of that draw. The same partitions with the same rows and seed are split in the same way.
-        partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
-        uses: What some of ``columns`` are for.
-        who: Asks for it; the Spark UI shows the name.
+        partitions_per_process: Minimum number of row groups for each rank, if there are enough rows.
+        uses: What the columns are used for.
+        who: Name of the caller, which the Spark UI shows.
 
     Returns:
-        The training data and the validation data, None for the latter where ``validation`` is. Shapes of vectors and
-        arrays are those of the values.
+        The training data and the validation data, or None for the latter if ``validation`` is None. The shapes of
+        vectors and arrays are those found in the values.
 
     Raises:
         ValueError: ``validation`` is not between 0 and 1.
-        DataError: nulls, lists of different lengths, no rows, a validation column that does not fit, or weights that
-            cannot be used.
+        DataError: There are nulls, lists of different lengths, or no rows; the validation column has the wrong type;
+            or the weights cannot be used.
         StoreError: The store cannot be written.
     """
     if not store.is_shared:
@@ -88,17 +88,17 @@ def materialize(
             manifest = _write(df, columns, store, key, validation, seed, groups, uses or Uses(), who)
             reuse.write_manifest(store, key, manifest)
         else:
-            _log.info("using data again that were written to %s", store.data_path(key))
-    train, held = (manifest[split] and DatasetMeta.from_json(manifest[split]) for split in (TRAIN, VALIDATION))
-    return train, held
+            _log.info("reusing the data in %s", store.data_path(key))
+    train, held_out = (manifest[split] and DatasetMeta.from_json(manifest[split]) for split in (TRAIN, VALIDATION))
+    return train, held_out
 
 
 def check_validation(df: DataFrame, validation: float | str | None) -> None:
-    """Make sure that ``validation`` is a share of the rows or a column that marks them, see :func:`materialize`.
+    """Check that ``validation`` is a share of the rows, or a column that marks them, as in :func:`materialize`.
 
     Raises:
-        ValueError: It is not between 0 and 1.
-        DataError: It is no such column.
+        ValueError: The share is not between 0 and 1.
+        DataError: The column is missing, or has the wrong type.
     """
     if isinstance(validation, str):
         check_columns(df.schema, [validation], "validation", exact=tells_case_apart(df.sparkSession))
@@ -126,7 +126,7 @@ def _write(
     uses: Uses,
     who: str,
 ) -> dict[str, Any]:
-    """Run the job; return the manifest. Nothing is left of it on an error."""
+    """Run the job and return the manifest. On an error, delete everything that the job wrote."""
     directories = reuse.directories_of(store, key)
     if validation is None:
         del directories[VALIDATION]
@@ -135,7 +135,7 @@ def _write(
     sources = [expression_of(column) for column in columns]
     if marked_by:
         sources.append(F.col(quoted(marked_by)).cast("bigint") > 0)
-    # names without dots, which mapInArrow takes for fields of structs; tasks go by position
+    # mapInArrow takes a dot in a name for a field of a struct, so rename the columns; tasks go by position
     selected = df.select([source.alias(f"c{number}") for number, source in enumerate(sources)])
     choose_python(df.sparkSession)
     try:
@@ -148,7 +148,7 @@ def _write(
         for directory in directories.values():
             _delete_quietly(store, posixpath.dirname(directory))
         raise
-    for directory in directories.values():  # of attempts that Spark ran twice, gave up, or killed
+    for directory in directories.values():  # delete files of attempts that Spark repeated, gave up or killed
         for path in store.list(directory, unfinished=True):
             if path not in manifest["sizes"]:
                 _delete_quietly(store, path)
@@ -169,7 +169,7 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
-    """Return what the tasks measured as one; raise what they found wrong, or the error of a task."""
+    """Merge what the tasks measured. Raise the error of a task, or a DataError if the rows cannot be used."""
     for report in reports:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
@@ -184,13 +184,13 @@ def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
             written[file["split"]] += sum(file["groups"])
     for split, purpose in PURPOSES.items():
         if split in task.directories and not written[split]:
-            asked = repr(task.marked_by or task.validation)
+            value = repr(task.marked_by or task.validation)
             remedy = (
-                "Check that column: it shall be true or above 0 in some of the rows, those for validation"
+                "Check that column: it must be true or above 0 in the rows for validation, and in those only"
                 if task.marked_by
-                else "Take another share, more rows or another seed"
+                else "Use another share, more rows or another seed"
             )
-            raise DataError(f"no rows for {purpose}: validation={asked} leaves none of {rows}. {remedy}")
+            raise DataError(f"no rows for {purpose}: validation={value} leaves none of {rows}. {remedy}")
     return measured
 
 
@@ -225,4 +225,4 @@ def _delete_quietly(store: Store, path: str) -> None:
     try:
         store.delete(path)
     except StoreError as error:
-        _log.warning("%s; it is not needed any more", error)
+        _log.warning("%s; the file is no longer needed", error)

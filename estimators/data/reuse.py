@@ -1,19 +1,19 @@
-"""Whether data were materialised before: what a DataFrame reads, as a fingerprint, and the life of what was written.
+"""Finds data that this process has written before, by the fingerprint of a DataFrame, and deletes unused data.
 
-A fingerprint is of the plan and of what the plan reads, not of the DataFrame object. Files count with their present
-length and time of modification. What is not understood for certain has no fingerprint, and is written anew each time.
+A fingerprint covers the plan and what the plan reads, not the DataFrame object. Files count with their current length
+and modification time. A plan that is not fully understood has no fingerprint, so its data are written anew each time.
 
-What lies in ``<store>/intermediate_data``:
+The data in ``<store>/intermediate_data`` have the following lifetime:
 
-* data that this process wrote are found again by this process only, and deleted when it ends normally;
-* data of processes that were killed are deleted by the next fit with the same store, once unused for 7 days;
-* ``clear_materialized_data(store)`` deletes all of it at once.
+* Only the process that wrote them finds them again. It deletes them when it ends normally.
+* If the process was killed, a later fit with the same store deletes them, once they have been unused for 7 days.
+* ``clear_materialized_data(store)`` deletes all of them at once.
 
-A lease is a file beside the data with the time of its last renewal. A clean-up may look at it just when a fit takes the
-data up, so both go in an order that any store with consistent reads keeps. Who uses data renews the lease first and
-looks for the manifest then; a clean-up takes the manifest away first and looks at the lease once more then. So either
-the clean-up sees the new lease and leaves the files, or the fit sees no manifest and writes anew, in a directory that
-the clean-up had not seen.
+A lease is a file beside the data that holds the time of its last renewal. A clean-up may read it at the moment when a
+fit starts to use the data. Therefore both act in an order that is safe on any store with consistent reads. A fit first
+renews the lease and then looks for the manifest. A clean-up first deletes the manifest and then reads the lease again.
+So either the clean-up sees the new lease and keeps the files, or the fit sees no manifest and writes the data anew, to
+a directory that the clean-up has not listed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ clock = time.time
 
 
 def renew(store: Store, key: str) -> None:
-    """Say that the data under ``key`` are in use now.
+    """Mark the data under ``key`` as in use now.
 
     Raises:
         StoreError: The store cannot be written.
@@ -60,28 +60,28 @@ def renew(store: Store, key: str) -> None:
 
 @contextlib.contextmanager
 def leased(store: Store, key: str) -> Iterator[None]:
-    """Renew the lease now, and again and again until the end of the block.
+    """Renew the lease now, and once an hour until the end of the block.
 
     Raises:
-        StoreError: The store cannot be written now. Later that is a warning.
+        StoreError: The store cannot be written now. Later failures are only logged as warnings.
     """
     renew(store, key)
     ended = threading.Event()
 
-    def go_on() -> None:
+    def keep_renewing() -> None:
         while not ended.wait(RENEW_SECONDS):
             try:
                 renew(store, key)
             except StoreError as error:
-                _log.warning("%s. Data of a training that goes on are deleted when that lasts %g days", error, DAYS)
+                _log.warning("%s. The data of a running training are deleted if this lasts %g days", error, DAYS)
 
-    thread = threading.Thread(target=go_on, name="spark_hvd-lease", daemon=True)
+    thread = threading.Thread(target=keep_renewing, name="spark_hvd-lease", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(10)  # seconds; a store that answers no more must not keep a fit
+        thread.join(10)  # seconds; a store that no longer answers must not block a fit
 
 
 def in_use(store: Store, data: DatasetMeta) -> contextlib.AbstractContextManager[None]:
@@ -95,21 +95,21 @@ def in_use(store: Store, data: DatasetMeta) -> contextlib.AbstractContextManager
 
 
 def delete_unused(store: Store, days: float = DAYS) -> None:
-    """Delete what processes left that were killed, if nothing has used it for ``days``. Errors are logged only."""
+    """Delete data that killed processes left, if unused for ``days``. Errors are only logged."""
     try:
-        found = store.list(store.join("intermediate_data"))
+        paths = store.list(store.join("intermediate_data"))
     except StoreError as error:
-        _log.debug("nothing is cleaned up: %s", error)
+        _log.debug("unused data are not deleted: %s", error)
         return
-    for path in found:
+    for path in paths:
         try:
             _delete_unless_used(store, posixpath.basename(path), days)
         except (StoreError, ValueError) as error:  # not ours, or another process deletes it too
-            _log.debug("%s is left as it is: %s", path, error)
+            _log.debug("%s is not deleted: %s", path, error)
 
 
 def roots_of(store: Store, key: str) -> list[str]:
-    """Return the directories that hold something of ``key``: the first with manifest and lease."""
+    """Return the directories that hold data of ``key``. The first also holds the manifest and the lease."""
     return [store.data_path(key), *(f"{root}/{key}" for root in (store.train_path, store.val_path) if root)]
 
 
@@ -126,15 +126,15 @@ def _delete_unless_used(store: Store, key: str, days: float) -> None:
     for path in written:
         if path != lease:
             store.delete(path)
-    store.delete(lease)  # last: what has none is nobody's, and stays
+    store.delete(lease)  # last, because a directory without a lease is never cleaned up
     for root in (home, *others):
-        if store.is_local:  # others have no call that spares what came in the meantime, and many no directories
+        if store.is_local:  # object stores cannot spare files that were added meanwhile, and need no rmdir
             with contextlib.suppress(OSError):
                 os.rmdir(root)
 
 
 FORMAT = 1
-"""Version of the files and of the manifest; another one is never read."""
+"""Version of the files and of the manifest. Other versions are not read."""
 
 _process = uuid.uuid4().hex
 _locks: dict[str, threading.Lock] = {}
@@ -146,40 +146,40 @@ _guard = threading.Lock()
 
 
 def fingerprint(df: DataFrame) -> str | None:
-    """Return what ``df`` computes and from which data; None if that is not certain.
+    """Return a digest of what ``df`` computes and of the data that it reads; None if these are not certain.
 
-    Two DataFrames with one fingerprint have the same rows. The other way round nothing follows: what was made by
-    ``createDataFrame`` or is cached has the same fingerprint only as long as it is the same object. Nothing is computed
-    of it; the directories of its files are listed.
+    DataFrames with the same fingerprint have the same rows. The converse does not hold: the fingerprint of a DataFrame
+    that is cached or was made by ``createDataFrame`` is only found again for the same object. No rows are computed, but
+    the directories of files are listed.
     """
     if not spark_private.has_plan(df):
         return None
     try:
         parts = spark_private.reads(df)
-    except Exception as error:  # whatever a plan that Spark or a plugin made in another way answers
-        lost = "Fits write their data anew each time, also where the DataFrame reads what it did before."
+    except Exception as error:  # a plan of a newer Spark, or of a plugin, may fail in any way
+        lost = "Each fit writes its data anew, even if the DataFrame reads the same data as before."
         spark_private.does_not_tell(df.sparkSession, "what a DataFrame reads", lost, error)
         return None
     return None if parts is None else _digest([df.sparkSession.sparkContext.applicationId, *parts])
 
 
-def key_of(found: str | None, extra: Sequence[Any]) -> str:
-    """Name of the directory for data: the same for the same data written in the same way, else never the same.
+def key_of(digest: str | None, extra: Sequence[Any]) -> str:
+    """Return the name of the directory for data: the same for equal data that are written equally, else a new one.
 
-    ``extra`` is all else that decides what the files hold: values whose repr tells them apart.
+    ``digest`` is the fingerprint. ``extra`` holds all other values that affect the files; their reprs must differ.
     """
-    return _digest([FORMAT, found or uuid.uuid4().hex, _process, [repr(value) for value in extra]])
+    return _digest([FORMAT, digest or uuid.uuid4().hex, _process, [repr(value) for value in extra]])
 
 
 def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-# -- what was written, and for how long it stays
+# -- data that were written
 
 
 def directories_of(store: Store, key: str) -> dict[str, str]:
-    """Return new directories for the files of ``key``, by split; other ones at each call."""
+    """Return a directory for the files of each split under ``key``, with a new name at each call."""
     roots = {"train": store.train_path, "validation": store.val_path}
     name = uuid.uuid4().hex[:8]
     return {
@@ -189,7 +189,7 @@ def directories_of(store: Store, key: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def using(store: Store, key: str) -> Iterator[None]:
-    """Hold the data of ``key`` for looking or writing: one thread at a time, and with a lease.
+    """Hold a lease for the data of ``key`` in order to find or write them; one thread at a time.
 
     Raises:
         StoreError: The store cannot be written.
@@ -198,7 +198,7 @@ def using(store: Store, key: str) -> Iterator[None]:
     with _guard:
         lock = _locks.setdefault(path, threading.Lock())
     with lock, leased(store, key):
-        with _guard:  # only now: where not even the lease could be written there is nothing to delete
+        with _guard:  # only now: if the lease cannot be written, there is nothing to delete
             if not _mine:
                 atexit.register(_delete_mine)
             _mine[store.url, key] = (store, os.getpid())
@@ -215,15 +215,15 @@ def read_manifest(store: Store, key: str) -> dict[str, Any] | None:
         if manifest["format"] == FORMAT and _sizes(store, manifest["sizes"]) == manifest["sizes"]:
             return dict(manifest)
     except (StoreError, ValueError, KeyError, TypeError) as error:
-        _log.debug("no data to use again under %s: %s", key, error)
+        _log.debug("no data to reuse under %s: %s", key, error)
     return None
 
 
 def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest; from here on the data exist.
+    """Write the manifest. From then on, the data exist.
 
     Raises:
-        StoreError: It cannot be written.
+        StoreError: The manifest cannot be written.
     """
     content = json.dumps({"format": FORMAT, **manifest}).encode()
     store.write_bytes(f"{store.data_path(key)}/{MANIFEST}", content)
@@ -249,10 +249,10 @@ def _delete(store: Store, key: str) -> None:
 
 def _delete_mine() -> None:
     for (_, key), (store, process) in _mine.items():
-        if process == os.getpid():  # a fork has the list too, but its end is not ours
+        if process == os.getpid():  # a forked process inherits the list, but must not delete the data
             try:
                 _delete(store, key)
-            except Exception as error:  # nobody is left to catch it
+            except Exception as error:  # nothing catches errors at exit
                 _log.warning(
                     "data stay in %s: %s. A later fit deletes them, or clear_materialized_data(store) does.",
                     store.data_path(key),

@@ -32,7 +32,7 @@ PURPOSES = {TRAIN: "training", VALIDATION: "validation"}
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """What to write and how, the same for every task.
+    """Tells a task what to write and how. It is the same for all tasks.
 
     Attributes:
         store: The store that holds the files.
@@ -65,7 +65,7 @@ class WriteReport:
     error: str = ""
     """The text of the error that ended the task."""
     kind: str = ""
-    """The name of its class."""
+    """The name of that error's class."""
 
     def to_bytes(self) -> bytes:
         """Return the report as JSON."""
@@ -167,7 +167,7 @@ def _list(element: pa.DataType) -> pa.DataType:
 
 
 def convert(array: pa.Array, column: Column) -> pa.Array:
-    """Return a column of a batch, which must be measured and not empty, with its type in the file."""
+    """Return a column of a batch with its type in the file. The batch must be measured and not empty."""
     type_ = _type_of(column)
     if column.dtype == "object":
         return array.cast(type_)
@@ -175,7 +175,7 @@ def convert(array: pa.Array, column: Column) -> pa.Array:
         return _convert_sparse(array, type_)
     if column.shape == ():
         return array if array.type == type_ else array.cast(type_)
-    # Nested lists become one flat list per row. Rows that are not null are equally long, which was measured.
+    # Nested lists become one flat list per row. Measuring has shown that all rows but nulls are equally long.
     rows, values = len(array), array
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         values = values.flatten()

@@ -1,4 +1,4 @@
-"""``spark_hvd.predict``: appends the outputs of any model to a DataFrame.
+"""``spark_hvd.predict`` appends the outputs of any model to a DataFrame.
 
 On the driver, `predict` checks its arguments and makes a `Prediction` (estimators/transform), which executors run over
 batches of Arrow.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import ArrayType, BinaryType, StringType
 
 from spark_hvd.data.readers.errors import DataError
@@ -72,7 +72,7 @@ def predict(
 
     Args:
         df: The rows. Their columns and order are kept.
-        model_or_loader: A ``torch.nn.Module`` (models of Transformers are such) or a ``keras.Model``, sent to the
+        model_or_loader: A ``torch.nn.Module`` (such as a model of Transformers) or a ``keras.Model``, sent to the
             executors; or a function without arguments that is called there and returns one of these or any callable. A
             returned module is loaded once per executor if it can be pickled, and anything else once per worker. Modules
             are put into evaluation mode and onto the device.
@@ -86,8 +86,7 @@ def predict(
             list of values.
         collate: Function that makes the model's arguments from a batch, such as a tokenizer with padding or an image
             decoder. It gets a list of values for each column (by name if ``columns`` is a mapping), and returns a tuple
-            of arguments, a mapping of them by name, or a single argument. It runs on executors, in a thread beside the
-            model.
+            of arguments, a mapping of them by name, or a single argument. It runs on executors, in a background thread.
         batch_size: Rows of a batch.
         window: With ``collate``, the number of rows among which rows of similar length (of text, bytes or arrays) form
             batches, to save padding; None for the rows that Spark sends at once
@@ -110,9 +109,7 @@ def predict(
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError(f"{name}={number!r}: expected a whole number from 1")
     if window is not None and collate is None:
-        raise ValueError(
-            f"window={window} without collate=: it groups rows for collate. Leave window out, or give collate"
-        )
+        raise ValueError(f"window={window} without collate=: it groups rows for collate. Omit window, or pass collate")
     plan = declared_outputs(outputs)
     names, arguments = _names(columns)
     check_columns(df.schema, names, "columns", exact=tells_case_apart(session))
@@ -145,11 +142,13 @@ def _names(columns: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     named = isinstance(columns, Mapping)
     names = (columns,) if isinstance(columns, str) else tuple(columns.values() if named else columns)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"columns={columns!r}: expected names of columns, at least one, or a mapping to such")
+        raise ValueError(
+            f"columns={columns!r}: expected names of columns, at least one, or a mapping from arguments to them"
+        )
     if not named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a name occurs twice. Give a mapping of arguments to columns")
+        raise ValueError(f"columns={columns!r}: a name occurs twice. Pass a mapping from arguments to columns")
     if named and len(set(names)) < len(names):
-        raise ValueError(f"columns={columns!r}: a column occurs twice. Give it once, and use it twice in the model")
+        raise ValueError(f"columns={columns!r}: a column occurs twice. Pass it once, and use it twice in the model")
     return names, tuple(columns) if named else ()
 
 
@@ -158,7 +157,7 @@ def _check_types(schema: StructType, names: Sequence[str]) -> None:
         if isinstance(schema[name].dataType, StringType | BinaryType):
             raise DataError(
                 f"column {name!r} is of type {schema[name].dataType.simpleString()}, which cannot become a tensor: "
-                "give collate=, a function from a list of values to the model's argument (a tokenizer)"
+                "pass collate=, a function from a list of values to the model's argument (a tokenizer)"
             )
 
 
@@ -181,13 +180,13 @@ def _source(model_or_loader: Any, session: Any, connect: bool) -> ModelSource:
     module = _module(model_or_loader)
     if module is not None:
         return sent(pack(module), session, connect)
-    expected = f"expected {_MODELS}, or a function without arguments that returns something to call"
+    expected = f"expected {_MODELS}, or a function without arguments that returns a callable"
     if not callable(model_or_loader):
         raise TypeError(f"predict got {model_or_loader!r} as its model: {expected}")
     if required := _required_arguments(model_or_loader):
         raise TypeError(
             f"predict got {model_or_loader!r}, which takes {', '.join(required)}, as its model: {expected}. For a "
-            "function that is the model itself give `lambda: function`"
+            "function that is the model itself, pass `lambda: function`"
         )
     _check_pickles("model_or_loader", model_or_loader)
     loader = _ModelLoader(Shipped(_name(model_or_loader), model_or_loader))
@@ -195,7 +194,7 @@ def _source(model_or_loader: Any, session: Any, connect: bool) -> ModelSource:
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments without which a function cannot be called; none if Python does not know."""
+    """Return the names of a function's required arguments; empty if Python does not know its signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -217,8 +216,8 @@ def _check_pickles(name: str, value: Any) -> None:
         cloudpickle.dumps(value)
     except Exception as error:
         raise UnpicklableError(
-            f"cannot pickle {name}: {explain([(name, value)], error)}\nIt is sent to executors. Load what cannot be "
-            "sent in model_or_loader, a function without arguments"
+            f"cannot pickle {name}: {explain([(name, value)], error)}\nIt is sent to executors. If it cannot be "
+            "sent, load it in model_or_loader, a function without arguments"
         ) from error
 
 
@@ -228,7 +227,7 @@ def _name(function: Any) -> str:
 
 @dataclass(frozen=True)
 class _ModelLoader:
-    """Calls the user's function in a worker; a ModelError says what went wrong."""
+    """Calls the user's loader in a Spark worker. If it fails, a ModelError gives the reason."""
 
     function: Shipped
 
@@ -236,15 +235,15 @@ class _ModelLoader:
         name = self.function.name
         with memory_named(f"what {name} loads"):
             try:
-                found = self.function()
+                model = self.function()
             except (MemoryError, torch.OutOfMemoryError, ModelError):
                 raise
             except Exception as error:
                 raise ModelError(
                     f"{name} failed on {socket.gethostname()}: {type(error).__name__}: {error}\nIt is called on "
-                    f"executors: files that it reads, and packages that it imports, must be there. {MODULE_ON_SPARK}"
+                    f"executors: the files and packages that it needs must exist there. {MODULE_ON_SPARK}"
                 ) from error
-        if not callable(found):
-            raise ModelError(f"{name} returned {found!r}: expected {_MODELS}, or a function")
-        module = _module(found)
-        return found if module is None else module
+        if not callable(model):
+            raise ModelError(f"{name} returned {model!r}: expected {_MODELS}, or a function")
+        module = _module(model)
+        return model if module is None else module

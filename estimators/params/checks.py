@@ -1,4 +1,4 @@
-"""What the values of parameters may be. Each check names the parameter, the value and what is allowed."""
+"""Checks for the values of parameters. Each error names the parameter, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spark_hvd.store import Store
 from spark_hvd.world.words import nearest
 
 Check = Callable[[str, Any], Any]
-"""(name, value) -> the value, perhaps in its plain form; raises ValueError or TypeError."""
+"""(name, value) -> the value, possibly converted; raises ValueError or TypeError."""
 
 
 def anything(name: str, value: Any) -> Any:
-    """No check."""
+    """Accept any value."""
     return value
 
 
@@ -33,7 +33,7 @@ def whole(at_least: int) -> Check:
 
 
 def number(above: float | None = None, at_least: float | None = None) -> Check:
-    """Check for a number above a bound, or from a bound on."""
+    """Check for a number that is above a bound, or at least a bound."""
     bound = f" above {above:g}" if above is not None else f", at least {at_least:g}" if at_least is not None else ""
 
     def check(name: str, value: Any) -> float:
@@ -47,33 +47,33 @@ def number(above: float | None = None, at_least: float | None = None) -> Check:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Check for True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected True or False")
     return value
 
 
 def flag_or_number(name: str, value: Any) -> int:
-    """True or False, or a whole number from 0 on; True is 1."""
+    """Check for True, False, or a whole number that is not negative; True becomes 1."""
     return int(value) if isinstance(value, bool) else int(whole(0)(name, value))
 
 
 def text(name: str, value: Any) -> str:
-    """Text that is not empty."""
+    """Check for text that is not empty."""
     if not isinstance(value, str) or not value:
         raise (ValueError if value == "" else TypeError)(f"{name}={value!r}: expected text that is not empty")
     return value
 
 
 def maybe_empty_text(name: str, value: Any) -> str:
-    """Text; empty text turns something off."""
+    """Check for text, which may be empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r}: expected text, or '' for none")
     return value
 
 
 def one_of(*allowed: str) -> Check:
-    """Check for one of some words."""
+    """Check for one of the ``allowed`` words."""
 
     def check(name: str, value: Any) -> str:
         if value not in allowed:
@@ -87,18 +87,18 @@ def one_of(*allowed: str) -> Check:
 
 
 def names(name: str, value: Any) -> list[str]:
-    """Column names; one may be given as plain text."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, Sequence) or not all(isinstance(item, str) and item for item in found) or not found:
+    """Check for column names; a single one may be plain text."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) and item for item in items) or not items:
         raise TypeError(f"{name}={value!r}: expected a list of column names")
-    twice = {item for item in found if list(found).count(item) > 1}
-    if twice:
-        raise ValueError(f"{name}={value!r}: {', '.join(sorted(twice))} is named more than once")
-    return list(found)
+    repeated = {item for item in items if list(items).count(item) > 1}
+    if repeated:
+        raise ValueError(f"{name}={value!r}: {', '.join(sorted(repeated))} is named more than once")
+    return list(items)
 
 
 def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
-    """Check for a list of shapes, each with one -1 for the rows, or of a single row; None leaves a tensor as it is."""
+    """Check for a list of shapes: with one -1 for the rows, or of a single row; None keeps the shape of the tensor."""
     example = f"expected a list of shapes, one for each column, such as {name}=[[-1, 1, 28, 28]]"
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r}: {example}")
@@ -109,12 +109,12 @@ def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
             raise TypeError(f"{name}={value!r}: {example}")
         if any(n < 1 and n != -1 for n in shape) or list(shape).count(-1) > 1:
             raise ValueError(f"{name}: the shape {shape!r} may have one -1; expected numbers above 0 otherwise")
-    # A shape of one row is that of any number of them.
+    # Add the dimension of the rows to the shape of a single row.
     return [None if shape is None else tuple(shape) if -1 in shape else (-1, *shape) for shape in value]
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:
-    """Check for a list of torch dtypes, as such or by name; None keeps the column's."""
+    """Check for a list of torch dtypes or their names; None keeps the dtype of the column."""
     import torch
 
     if not isinstance(value, (list, tuple)):
@@ -123,13 +123,13 @@ def dtypes(name: str, value: Any) -> list[str | None]:
     for item in value:
         short = str(item).removeprefix("torch.")
         if item is not None and not isinstance(getattr(torch, short, None), torch.dtype):
-            raise ValueError(f"{name}={value!r}: {item!r} is no torch dtype; expected one such as 'float32' or 'int64'")
+            raise ValueError(f"{name}={value!r}: {item!r} is not a torch dtype, such as 'float32' or 'int64'")
         result.append(None if item is None else short)
     return result
 
 
 def callable_or(expected: str, *attributes: str) -> Check:
-    """Something that can be called, or that has some attributes; so that what is checked need not be imported."""
+    """Check for a callable, or an object with certain attributes, so that its class need not be imported."""
 
     def check(name: str, value: Any) -> Any:
         if not callable(value) and not (attributes and all(hasattr(value, each) for each in attributes)):
@@ -145,15 +145,12 @@ scheduler = callable_or("a learning rate scheduler, or a function of the optimiz
 
 
 def functions(name: str, value: Any) -> list[Any]:
-    """Check for a list of functions; one may be given alone."""
-    found = list(value) if isinstance(value, (list, tuple)) else [value]
-    for item in found:
-        function(name, item)
-    return found
+    """Check for a function or a list of functions."""
+    return [function(name, item) for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def function_groups(name: str, value: Any) -> list[list[Any]]:
-    """Functions, or lists of them: one list for each label."""
+    """Check for a list of functions, or a list of such lists, one for each label."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r}: expected a list of functions, or one such list for each label")
     groups = [value] if value and not isinstance(value[0], (list, tuple)) else value
@@ -168,7 +165,7 @@ def numbers(name: str, value: Any) -> list[float]:
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
-    """Check for a share of the rows between 0 and 1, or the name of a column."""
+    """Check for a share of the rows, at least 0 and below 1, or the name of a column."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -179,14 +176,14 @@ def fraction_or_column(name: str, value: Any) -> float | str:
 
 
 def mapping_of_functions(name: str, value: Any) -> dict[str, Any]:
-    """Column name -> function."""
+    """Check for a dict of column name -> function."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name}={value!r}: expected a dict of column name -> function")
     return {key: function(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
 def instance(kind: str, *methods: str) -> Check:
-    """Check for an object with some methods, so that its class need not be imported."""
+    """Check for an object with certain methods, so that its class need not be imported."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
@@ -197,17 +194,17 @@ def instance(kind: str, *methods: str) -> Check:
 
 
 def losses(name: str, value: Any) -> list[Any]:
-    """Check for a list of losses; one may be given alone."""
+    """Check for a loss or a list of losses."""
     kind = instance("a function of (output, label) such as torch.nn.MSELoss(), not its class or its name", "__call__")
     return [kind(name, item) for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def store(name: str, value: Any) -> Store:
-    """Check for a Store, or the path or URL of one."""
+    """Check for a Store, or its path or URL."""
     if isinstance(value, (str, os.PathLike)):
         return Store.create(os.fspath(value))
-    found: Store = instance("a Store, or its path or URL", "open", "run_path")(name, value)
-    return found
+    checked: Store = instance("a Store, or its path or URL", "open", "run_path")(name, value)
+    return checked
 
 
 def callbacks(name: str, value: Any) -> list[Any]:
@@ -221,7 +218,7 @@ def callbacks(name: str, value: Any) -> list[Any]:
 
 
 def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...] | None, bool]]:
-    """Fields as Petastorm's TransformSpec takes them; a shape of None is found in the values."""
+    """Check for fields of Petastorm's TransformSpec. If a shape is None, it is that of the values."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(field, (list, tuple)) and len(field) == 4 and isinstance(field[0], str) for field in value
     ):
@@ -230,7 +227,7 @@ def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...] |
 
 
 def compression(name: str, value: Any) -> Any:
-    """Something with ``compress`` and ``decompress``; classes too, as ``hvd.Compression.fp16`` is one."""
+    """Check for an object with ``compress`` and ``decompress``. It may be a class, as ``hvd.Compression.fp16`` is."""
     if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
         raise TypeError(
             f"{name}={value!r}: expected hvd.Compression.fp16, .bf16, or an object with compress and decompress"

@@ -1,8 +1,8 @@
 """Parameters declared once, in a table: Spark ML Params, getters, setters, defaults, checks and documentation.
 
-A class that inherits from TableParams names its table; each row becomes a ``Param`` of that name, ``getBatchSize()``,
-``setBatchSize(value)`` and a keyword of the constructor, for ``batch_size``. Values are checked whenever they are set,
-in a ParamGridBuilder's grid too (there when ``fit`` starts).
+A class that inherits from TableParams names its table. A row such as ``batch_size`` becomes a ``Param`` of that name,
+``getBatchSize()``, ``setBatchSize(value)``, and a keyword of the constructor. Values are checked when they are set;
+those of a ParamGridBuilder's grid are checked when ``fit`` starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter: its ``check`` says what values may be, ``group`` is its heading in the documentation."""
+    """One parameter. ``check`` says which values are allowed, ``group`` is the heading in the documentation."""
 
     name: str
     default: Any
@@ -35,13 +35,13 @@ class Parameter:
 
 
 class TableParams(Params):
-    """Base of everything whose parameters come from a table."""
+    """Base class of everything whose parameters come from a table."""
 
     _table: ClassVar[tuple[Parameter, ...]] = ()
     _gone: ClassVar[Mapping[str, str]] = {}
-    """Names that Horovod's users may still give -> what to do instead."""
+    """Names that users of Horovod may still pass -> what to do instead."""
     _from_json: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    """Parameters that are saved as what their ``to_json()`` returns -> its inverse."""
+    """Parameters that are saved as JSON by their ``to_json()`` -> the function that reads it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -64,7 +64,7 @@ class TableParams(Params):
         """Set parameters by name.
 
         Raises:
-            TypeError: There is no parameter of that name, or its value is of a wrong type.
+            TypeError: There is no parameter of that name, or its value has the wrong type.
             ValueError: A value is not allowed.
         """
         rows = {row.name: row for row in self._table}
@@ -72,7 +72,7 @@ class TableParams(Params):
             if name not in rows:
                 instead = f": {self._gone[name]}" if name in self._gone else f".{nearest(name, rows)}"
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}{instead}")
-            # None, where it is not a value of the parameter, means the default, as in Horovod.
+            # As in Horovod, None selects the default.
             if value is None and rows[name].default is not None:
                 self.clear(getattr(self, name))
             else:
@@ -80,7 +80,7 @@ class TableParams(Params):
         return self
 
     def value_of(self, name: str) -> Any:
-        """Return the value of a parameter, given or default, checked again: grids and copies set values unchecked."""
+        """Return a parameter's value or default. It is checked again, because grids and copies set values unchecked."""
         row = next(row for row in self._table if row.name == name)
         value = self.getOrDefault(name)
         value = row.default if value is None else value

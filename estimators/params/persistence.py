@@ -1,10 +1,10 @@
-"""Saving and loading whatever has a table of parameters: plain values as JSON, objects as a pickle and safetensors.
+"""Saves and loads objects that have a table of parameters: plain values as JSON, others as pickle and safetensors.
 
     <path>/metadata              one line of JSON, written by Spark: class, uid, versions, plain parameters
     <path>/structure.pkl         the objects without their weights (code: only load what you trust)
     <path>/weights.safetensors   the weights, readable without Spark and without this package
 
-The metadata is written last and holds the other files' digests, so that what is cut or mixed up is noticed.
+The metadata is written last and holds the other files' digests, so that truncated or mixed files are detected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T", bound=TableParams)
 
 
 class ParamsWriter(MLWriter):
-    """Saves the parameters of ``instance`` that are set, but for those in ``skip``, and its defaults."""
+    """Saves the parameters that are set on ``instance``, except those in ``skip``, and its defaults."""
 
     def __init__(self, instance: TableParams, skip: Collection[str] = ()) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class ParamsWriter(MLWriter):
         """Save to ``path``: a local path, or a URL that both Spark and fsspec know.
 
         Raises:
-            StoreError: There is something already and ``overwrite()`` was not called, or it cannot be written.
-            UnpicklableError: naming the attribute that cannot be saved.
+            StoreError: The path exists and ``overwrite()`` was not called, or the path cannot be written.
+            UnpicklableError: A value cannot be pickled. The message names the attribute.
         """
         instance = self._instance
         values, defaults = (
-            {name: value for name, value in given.items() if name not in self._skip}
-            for given in spark_private.values_and_defaults(instance)
+            {name: value for name, value in params.items() if name not in self._skip}
+            for params in spark_private.values_and_defaults(instance)
         )
         plain = {
             name: value.to_json() if value is not None and name in instance._from_json else value
@@ -85,7 +85,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader[Any], Generic[T]):
-    """Makes a new ``cls`` with the parameters that a :class:`ParamsWriter` saved."""
+    """Makes a new ``cls`` from the parameters that a :class:`ParamsWriter` saved."""
 
     def __init__(self, cls: type[T]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class ParamsReader(MLReader[Any], Generic[T]):
         """Load from ``path``.
 
         Raises:
-            CheckpointError: There is none, it is damaged, of a newer version, or needs code that is not here.
+            CheckpointError: It is missing or damaged, has a newer format, or needs code that is not installed.
         """
         cls, spark = self._cls, self.sparkSession
         metadata = _metadata(cls, path, spark)
@@ -104,8 +104,8 @@ class ParamsReader(MLReader[Any], Generic[T]):
         instance = cls()
         spark_private.rename(instance, metadata["uid"])
         plain = metadata["paramMap"]
-        plain |= {name: made(plain[name]) for name, made in cls._from_json.items() if name in plain}
-        known = {row.name for row in cls._table}  # those of other versions may be gone
+        plain |= {name: from_json(plain[name]) for name, from_json in cls._from_json.items() if name in plain}
+        known = {row.name for row in cls._table}  # the parameters of other versions may no longer exist
         defaults = {name: value for name, value in metadata["defaultParamMap"].items() if name in known}
         spark_private.set_defaults(instance, defaults)
         instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
@@ -130,27 +130,28 @@ class SavedParams(TableParams, MLWritable, MLReadable[Any]):
 def _metadata(cls: type[TableParams], path: str, spark: SparkSession) -> dict[str, Any]:
     from pyspark.errors import PySparkException
 
-    at = f"{path.rstrip('/')}/metadata"
+    file = f"{path.rstrip('/')}/metadata"
     try:
-        row = spark.read.text(at).head()
+        row = spark.read.text(file).head()
         metadata: dict[str, Any] = json.loads(row[0] if row else "")
-        found, version = metadata["class"], metadata["format_version"]
+        saved_class, version = metadata["class"], metadata["format_version"]
     except PySparkException as error:
         reason = str(error).splitlines()[0]
-        raise CheckpointError(f"cannot read {at}: {reason}. Expected a saved {cls.__name__} at {path}.") from error
+        raise CheckpointError(f"cannot read {file}: {reason}. Expected a saved {cls.__name__} at {path}.") from error
     except (ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{at} is cut, or not written by spark_hvd ({type(error).__name__}: {error}): save the {cls.__name__} again"
+            f"{file} is truncated, or was not written by spark_hvd ({type(error).__name__}: {error}): save the "
+            f"{cls.__name__} again"
         ) from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version}, written by spark_hvd {metadata.get('spark_hvd')}; this is spark_hvd "
             f"{spark_hvd.__version__}, which reads up to {FORMAT_VERSION}: install a newer spark_hvd"
         )
-    # A class that adds nothing to the table of its base, as those of horovod.spark.lightning, loads what that saved.
+    # A class with the table of its base, such as those of horovod.spark.lightning, also loads what the base saved.
     names = {each.__name__ for each in cls.__mro__ if getattr(each, "_table", None) is cls._table}
-    if found.rpartition(".")[2] not in names:
-        raise CheckpointError(f"{path} holds a {found}, not a {cls.__name__}: load it with that class")
+    if saved_class.rpartition(".")[2] not in names:
+        raise CheckpointError(f"{path} holds a {saved_class}, not a {cls.__name__}: load it with that class")
     return metadata
 
 
@@ -161,28 +162,28 @@ def _file(store: Store, name: str, sha256: str) -> bytes:
     except StoreError as error:
         raise CheckpointError(f"{path} is missing or cannot be read ({error}): copy or save the model again") from error
     if _sha256(content) != sha256:
-        raise CheckpointError(f"{path} is damaged: its {len(content)} bytes are not those saved; copy or save it again")
+        raise CheckpointError(f"{path} is damaged: its {len(content)} bytes are not as saved; copy or save it again")
     return content
 
 
 def _unpacked(packed: PackedModule, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    wrote = f"saved with torch {metadata.get('torch')}, spark_hvd {metadata.get('spark_hvd')}"
+    origin = f"saved with torch {metadata.get('torch')}, spark_hvd {metadata.get('spark_hvd')}"
     try:
         objects: dict[str, Any] = unpack(packed)
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{path} needs the module {error.name!r}, which is not installed here ({wrote})"
+            f"{path} needs the module {error.name!r}, which is not installed here ({origin})"
         ) from error
     except (AttributeError, ImportError, pickle.UnpicklingError, TypeError) as error:
         raise CheckpointError(
-            f"{path} does not fit the code that is installed here ({wrote}): {error}. Install the version of that "
+            f"{path} does not fit the code that is installed here ({origin}): {error}. Install the version of that "
             "module with which it was saved."
         ) from error
     return objects
 
 
 def _qualified(path: str, spark: SparkSession) -> str:
-    """``path`` with the file system that Spark takes it for: "/models" may be on HDFS."""
+    """Return ``path`` as a URL of the file system that Spark would use: "/models" may be on HDFS."""
     return path if is_connect(spark) else spark_private.qualified(spark, path)
 
 

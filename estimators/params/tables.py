@@ -1,4 +1,4 @@
-"""The parameters of the estimators. Names and meanings are Horovod's where it has them."""
+"""The parameters of the estimators. Those that Horovod also has keep its names and meanings."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ MODEL_SETTINGS = (
     "probability_col",
     "raw_prediction_col",
 )
-"""Parameters that the model takes over from the estimator."""
+"""Parameters that the model inherits from the estimator."""
 
 GONE = {
     "mp_start_method": "ranks are forked from a server that the runner keeps; there is nothing to choose",
@@ -260,4 +260,4 @@ GONE = {
     "categorical_cols": "it was for NVTabular only; index strings with pyspark.ml.feature.StringIndexer",
     "continuous_cols": "it was for NVTabular only",
 }
-"""What Horovod had and this has not -> what to do."""
+"""Parameters of Horovod that do not exist here -> what to do instead."""

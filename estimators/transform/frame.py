@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import UserDefinedType
 
 from spark_hvd.data.readers.errors import DataError

@@ -56,7 +56,7 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
                 if name in moved and name not in names:
                     group = moved[name]
                     warnings.warn(
-                        f"{function.__name__}({name}=...) is deprecated: give "
+                        f"{function.__name__}({name}=...) is deprecated: pass "
                         f"{group}=spark_hvd.{GROUPS[group].__name__}({name}=...)",
                         DeprecationWarning,
                         stacklevel=2,

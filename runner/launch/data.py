@@ -77,8 +77,8 @@ class Given:
             raise refused.error
         if self.frames:
             raise ValueError(
-                f"data[{next(iter(self.frames))!r}] is a Spark DataFrame, but {function} runs without Spark: give "
-                "df.toArrow(), the path of its files, or use spark_hvd.run"
+                f"data[{next(iter(self.frames))!r}] is a Spark DataFrame, but {function} runs without Spark: pass "
+                "df.toArrow() or the path of its files, or use spark_hvd.run"
             )
         return self
 
@@ -182,11 +182,11 @@ def given(data: Mapping[str, Any] | None) -> Given:
             _check_names(name, table.column_names)
             check_rows(name, table.num_rows)
         elif instead := _INSTEAD.get((type(value).__module__.partition(".")[0].lstrip("_"), type(value).__name__)):
-            raise TypeError(f"data[{name!r}] is a {type(value).__name__}: give {instead}")
+            raise TypeError(f"data[{name!r}] is a {type(value).__name__}: pass {instead}")
         elif type(value).__module__.startswith("pyspark.pandas."):
             kind = type(value).__name__
             raise TypeError(
-                f"data[{name!r}] is a {kind} of pandas on Spark: give "
+                f"data[{name!r}] is a {kind} of pandas on Spark: pass "
                 f"{'frame.to_spark()' if kind == 'DataFrame' else 'series.to_frame().to_spark()'}"
             )
         else:

@@ -1,4 +1,4 @@
-"""``hvd.checkpoint``: what a training function needs to go on after a restart, in a folder or a store.
+"""``hvd.checkpoint``: saves what a training function needs to continue after a restart, in a folder or a store.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Saving and loading the state of a training function: whole on rank 0, or a shard on each rank."""
+"""Saves and loads the state of a training function: all of it on rank 0, or a shard on each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Checkpoint:
     """A loaded checkpoint.
 
     Attributes:
-        step: The number under which it was saved.
+        step: The number of the checkpoint.
         state: The saved state; tensors are on the CPU.
     """
 
@@ -51,11 +51,11 @@ def save(
     """Write a checkpoint on rank 0. Other ranks do nothing, so either all ranks or rank 0 alone may call it.
 
     The file gets its name only when it is complete. A process killed meanwhile leaves earlier checkpoints intact, and
-    in a local folder an unfinished file that the next save there deletes.
+    in a local folder, an unfinished file that the next save deletes.
 
     With ``wait=False``, all ranks must call it. Rank 0 copies the state and continues, and a thread writes the copy.
-    One save is under way at a time: the next one waits for it, as do :func:`load` and the end of the program. If it
-    failed, they raise its error on all ranks. The next save raises it before saving anything, so it may be called
+    Only one save runs at a time: the next one waits for it, as do :func:`load` and the end of the program. If the save
+    failed, they raise its error on all ranks. The next save raises it before it saves anything, so you may call it
     again.
 
     Args:
@@ -110,7 +110,7 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
 
     Args:
         where: As in :func:`save`.
-        step: Read only this checkpoint.
+        step: Read this checkpoint only.
 
     Returns:
         The checkpoint, or None if there is none yet.
@@ -125,7 +125,7 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
     def newest() -> Found | None:
         folder = Folder(store_of(where), ONE_FILE)
         return folder.newest(
-            step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it", _CONTENT)
+            step, lambda each: read(folder.store, folder.path(each), "Delete it to continue without it", _CONTENT)
         )
 
     saved = read_by_rank_0(newest)
@@ -135,7 +135,7 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
 def latest(where: Store | str | os.PathLike[str]) -> int | None:
     """Return the number of the newest checkpoint, including sharded ones; None if there is none.
 
-    Every rank looks by itself; a rank that is still writing finishes first. Only :func:`load` finds out whether the
+    Every rank looks by itself. A rank that is still writing finishes first. Only :func:`load` checks whether the
     checkpoint can be read.
 
     Raises:
@@ -156,7 +156,7 @@ def save_sharded(
     keep: int | None = 2,
     wait: bool = True,
 ) -> SaveHandle:
-    """Write a checkpoint for FSDP2 and DTensor, of which each rank writes its part. Collective.
+    """Write a checkpoint of FSDP2 modules and DTensors; each rank writes its part. Collective.
 
     ``torch.distributed.checkpoint`` writes the parts. A manifest, written last, completes the checkpoint.
 
@@ -198,7 +198,7 @@ def load_sharded(
         where: As in :func:`save_sharded`.
         model: The module to load the weights into, in place.
         optimizers: The optimizers to load, in place; the same as at saving.
-        step: Read only this checkpoint.
+        step: Read this checkpoint only.
 
     Returns:
         Its number and ``state``, or None if there is no checkpoint yet.

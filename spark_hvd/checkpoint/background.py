@@ -1,6 +1,7 @@
-"""Writing while training goes on: in a thread, one save at a time, and no failure is lost.
+"""Writes checkpoints in a thread while training continues: one save at a time, and every failure is reported.
 
-What a rank writes alone needs no other rank, so it ends whether its peers live or not; :func:`settle` needs all.
+A file that one rank writes alone needs no other rank, so the save ends even if peers are lost. :func:`settle` needs all
+ranks.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ from spark_hvd.world.errors import CollectiveError
 Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 64
-"""Bytes. Each copied storage begins at a multiple."""
+"""Bytes: each copied storage begins at a multiple of this."""
 _PIECE = 8 << 20
-"""Bytes that a thread copies at once."""
+"""Number of bytes that a thread copies at once."""
 _THREADS = 4
 
 
 def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
     """Return a copy of ``state`` that shares no memory with it, with tensors on the CPU.
 
-    What shares memory in ``state``, such as tied weights, does so in the copy: it is written once, as without a copy.
-    Numbers go to ``memory``, over a former copy there. Of DTensors, this rank's part is copied.
+    Tensors that share memory in ``state``, such as tied weights, also share it in the copy, so they are written once.
+    The numbers are copied to ``memory``, over a previous copy there. Only this rank's part of a DTensor is copied.
     """
     tensors = {id(tensor): tensor for tensor in _tensors_in(state)}
     parts = {key: tensor if (part := local_part(tensor)) is None else part for key, tensor in tensors.items()}
     plain = [part for part in parts.values() if _has_plain_memory(part)]
     storages = _copies_of({storage_key(part): part.untyped_storage() for part in plain}, memory)
-    # deepcopy takes what is in its memo as copied. It keeps the order and the attributes of a module's state_dict.
+    # deepcopy uses the copies in its memo. It keeps the order and the attributes of a module's state_dict.
     memo: dict[int, Any] = {}
     for key, tensor in tensors.items():
         part = parts[key]
         if _has_plain_memory(part):
-            copy_of = torch.empty(0, dtype=part.dtype, device="cpu")
-            copy_of.set_(storages[storage_key(part)], part.storage_offset(), part.size(), part.stride())
+            copied_part = torch.empty(0, dtype=part.dtype, device="cpu")
+            copied_part.set_(storages[storage_key(part)], part.storage_offset(), part.size(), part.stride())
         else:
-            copy_of = part.detach().clone() if part.device.type == "meta" else part.detach().to("cpu", copy=True)
+            copied_part = part.detach().clone() if part.device.type == "meta" else part.detach().to("cpu", copy=True)
         if part is not tensor:
-            memo[key] = with_local_part(tensor, copy_of)
+            memo[key] = with_local_part(tensor, copied_part)
         elif type(tensor) is torch.nn.Parameter:
-            memo[key] = torch.nn.Parameter(copy_of, tensor.requires_grad)
+            memo[key] = torch.nn.Parameter(copied_part, tensor.requires_grad)
         else:
-            memo[key] = copy_of.requires_grad_() if tensor.requires_grad else copy_of
+            memo[key] = copied_part.requires_grad_() if tensor.requires_grad else copied_part
     return copy.deepcopy(dict(state), memo)
 
 
@@ -84,20 +85,20 @@ def _has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 class Memory:
-    """Memory that is made once and used for each copy: most of the time that a first copy takes goes into making it."""
+    """Memory that is reused for each copy, because allocating it takes most of the time of a first copy."""
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, dtype=np.uint8)
         self._pinned: list[Bytes] = []
 
     def take(self, sizes: Sequence[int], on_gpu: bool) -> list[Bytes]:
-        """Memory for some parts, with what was in it before.
+        """Return memory for parts of these sizes in bytes, which still has its previous content.
 
-        ``sizes`` are in bytes. With ``on_gpu``, the memory is pinned: a GPU is to write to it directly.
+        With ``on_gpu``, the memory is pinned, so that a GPU can write to it directly.
         """
         if on_gpu:
             if [len(part) for part in self._pinned] != list(sizes):
-                self._pinned = []  # the old ones go before the new ones are made
+                self._pinned = []  # free the old memory before allocating the new one
                 self._pinned = [part.numpy() for part in pinned(sizes)]
             return self._pinned
         ends = list(accumulate(size + -size % _ALIGNMENT for size in sizes))
@@ -108,7 +109,7 @@ class Memory:
 
 
 def _copies_of(storages: Mapping[int, torch.UntypedStorage], memory: Memory) -> dict[int, torch.UntypedStorage]:
-    """Copy storages; the result has the same keys."""
+    """Copy storages to ``memory``, under the same keys."""
     on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
     parts = memory.take([storage.nbytes() for storage in storages.values()], on_gpu)
     copies, pieces = {}, []
@@ -124,7 +125,7 @@ def _copies_of(storages: Mapping[int, torch.UntypedStorage], memory: Memory) -> 
 
 
 def _copy(pieces: list[tuple[Bytes, Bytes]]) -> None:
-    """Copy the second of each pair into the first, by some threads: the other ranks soon wait for this one anyway."""
+    """Copy (target, source) pairs with several threads. Soon the other ranks wait for this one, so cores are idle."""
     threads = min(_THREADS, os.cpu_count() or 1, len(pieces))
     if threads < 2:
         for target, source in pieces:
@@ -141,35 +142,35 @@ _memory = Memory()
 
 
 class Write:
-    """Something that is being written.
+    """A save in the background.
 
     Attributes:
-        failure: Why it could not be written, once it has ended.
-        is_told: Whether the failure was raised somewhere.
+        failure: Why the save failed, once it has ended.
+        is_reported: Whether the failure was raised.
     """
 
     def __init__(self, path: str, do: Callable[[], None]) -> None:
         self.failure: StoreError | None = None
-        self.is_told = False
+        self.is_reported = False
         self._path, self._do = path, do
         self._steps = activity.total_steps
         self._generation = generation() if is_initialized() else 0
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        # No daemon: a process that ends waits for it.
+        # Not a daemon thread, so that the process waits for it at exit.
         self._thread = threading.Thread(target=self._run, name="spark_hvd-checkpoint")
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the save has ended."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until nothing is left to do."""
+        """Wait until the save has ended."""
         self._thread.join()
         if isinstance(self.failure and self.failure.__cause__, CollectiveError) and is_initialized():
-            # The ranks that it needed are no more: whoever goes on without them was told by the end of their world.
-            self.is_told = self.is_told or generation() != self._generation
+            # The save needed ranks that were lost. The survivors know this from the end of their world.
+            self.is_reported = self.is_reported or generation() != self._generation
 
     def _run(self) -> None:
         try:
@@ -183,35 +184,35 @@ class Write:
             self.failure.__cause__ = error
             _log.warning("%s", self.failure)
         finally:
-            del self._do  # and with it the copy of the state
+            del self._do  # frees the copy of the state
 
 
 def start(path: str, state: Mapping[str, Any], put: Callable[[dict[str, Any]], None]) -> Write:
-    """Copy a state, and have it written in the background; what was written before must have ended: :func:`finish`."""
+    """Copy a state, and write it in the background. The previous save must have ended; see :func:`finish`."""
     global _latest
-    assert _latest is None or _latest.ended, "its copy is in the memory that is used for this one"
+    assert _latest is None or _latest.ended, "the previous save still uses the memory for the copy"
     copy = copied(state, _memory)
     _latest = Write(path, lambda: put(copy))
     return _latest
 
 
 def ended() -> StoreError | None:
-    """Wait for what is being written, and return why it failed, if it did and nobody was told. They are now."""
+    """Wait for the current save. Return why it failed, unless that was reported before; it counts as reported now."""
     write = _latest
     if write is None:
         return None
     write.join()
-    if write.is_told:
+    if write.is_reported:
         return None
-    write.is_told = True
+    write.is_reported = True
     return write.failure
 
 
 def finish() -> None:
-    """Wait for what is being written.
+    """Wait for the current save.
 
     Raises:
-        StoreError: It failed, and that was not raised yet.
+        StoreError: The save failed, and this was not raised before.
     """
     failure = ended()
     if failure is not None:
@@ -225,16 +226,16 @@ _handle: SaveHandle | None = None
 
 
 class SaveHandle:
-    """A save under way, as ``save(..., wait=False)`` returns it; one that waited returns one that is done."""
+    """The result of a save. After ``save(..., wait=False)`` it may still be running; otherwise it is done."""
 
     __module__ = "spark_hvd.checkpoint"
 
     def __init__(self, write: Write | None, *, settled: bool = False) -> None:
-        """Made by a save.
+        """Create the handle of a save.
 
         Args:
-            write: What is written by this rank; None where it has nothing to write.
-            settled: Whether all ranks know how it ended.
+            write: The save of this rank; None if this rank has nothing to write.
+            settled: Whether all ranks know how the save ended.
         """
         self._write = write
         self._generation = generation()
@@ -242,20 +243,20 @@ class SaveHandle:
         self._failure: str | None = None
 
     def done(self) -> bool:
-        """Return whether this rank has nothing more to write, whatever the outcome here or on other ranks."""
+        """Return whether this rank has nothing more to write, regardless of the outcome here or on other ranks."""
         return self._write is None or self._write.ended
 
     def wait(self) -> None:
-        """Wait until the checkpoint is whole. To be called by all ranks, or by none.
+        """Wait until the checkpoint is complete. Either all ranks or none must call this.
 
         Raises:
-            StoreError: It could not be written. Raised on every rank, each time.
+            StoreError: The checkpoint could not be written. Raised on every rank, each time.
             CollectiveError: A peer or the network failed.
         """
         if not self._settled:
             if in_world() and generation() == self._generation:
                 self._settle(_exchanged(self._write))
-            else:  # the ranks that it was saved with are no more
+            else:  # the world in which it was saved has ended
                 failure = _ended(self._write)
                 self._settle(None if failure is None else str(failure))
         if self._failure is not None:
@@ -266,17 +267,17 @@ class SaveHandle:
 
 
 def start_saving(write: Write | None) -> SaveHandle:
-    """Return the handle of a save that all ranks have just begun."""
+    """Return the handle of a save that all ranks have just started."""
     global _handle
     _handle = SaveHandle(write)
     return _handle
 
 
 def settle() -> None:
-    """Wait until what was saved in the background before is whole; collective in a world.
+    """Wait until the previous save in the background is complete. Collective in a world.
 
     Raises:
-        StoreError: It is not, and that was not raised yet. Raised on every rank.
+        StoreError: The save failed, and this was not raised before. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
     global _handle
@@ -292,12 +293,12 @@ def settle() -> None:
 
 
 def _exchanged(write: Write | None) -> str | None:
-    """Why the save of any rank failed; collective."""
+    """Return why the save failed on any rank, or None. Collective."""
     failure = _ended(write)
     texts = allgather_object(None if failure is None else str(failure), name="spark_hvd.checkpoint.outcome")
     return next((text for text in texts if text is not None), None)
 
 
 def _ended(write: Write | None) -> StoreError | None:
-    untold = ended()
-    return untold if write is None or write.failure is None else write.failure
+    unreported = ended()
+    return unreported if write is None or write.failure is None else write.failure

@@ -1,4 +1,4 @@
-"""A folder of numbered checkpoints: their names, which there are, which to try, which to delete."""
+"""A folder of numbered checkpoints: their names, which of them exist, which to load, and which to delete."""
 
 from __future__ import annotations
 
@@ -23,27 +23,31 @@ _NAME = re.compile(r"step-(\d+)\.(pt|sharded\.json)")
 
 @dataclass(frozen=True)
 class Folder:
-    """The checkpoints of a kind, ``ONE_FILE`` or ``SHARDED``, right below the root of a store."""
+    """The checkpoints of one kind, ``ONE_FILE`` or ``SHARDED``, directly below the root of a store."""
 
     store: Store
     kind: str
 
     def path(self, step: int) -> str:
-        """File of a step: for a sharded one, its manifest."""
+        """Return the file of a step; for a sharded checkpoint, its manifest."""
         return self.store.join(f"{stem(step)}.{self.kind}")
 
     def steps(self) -> list[int]:
-        """Return the existing steps, ascending."""
+        """Return the existing steps in ascending order."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.url))
         matches = (match for name in names if (match := _NAME.fullmatch(name)))
         return sorted(int(match[1]) for match in matches if match[2] == self.kind)
 
     def newest(self, wanted: int | None, read_step: Callable[[int], Found]) -> Found | None:
-        """Return the newest checkpoint that is not damaged, and warn of each that is; None if there is none yet.
+        """Return the newest checkpoint that is not damaged, and warn of each damaged one; None if there is none yet.
+
+        Args:
+            wanted: Only try this step; None for all, newest first.
+            read_step: Reads the checkpoint of a step.
 
         Raises:
-            StoreError: One cannot be read.
-            CheckpointError: All are damaged, the one wanted is or is not there, or one is of a newer version.
+            StoreError: A checkpoint cannot be read.
+            CheckpointError: All tried checkpoints are damaged, ``wanted`` does not exist, or a newer version wrote one.
         """
         steps = self.steps()
         if wanted is not None and wanted not in steps:
@@ -57,16 +61,16 @@ class Folder:
             except CheckpointError as error:
                 if step == steps[-1]:
                     raise
-                _log.warning("%s. Going on from the checkpoint before it", error)
+                _log.warning("%s. Trying the previous checkpoint", error)
         return None
 
     def superseded(self, step: int, keep: int | None) -> list[int]:
-        """Return the steps to delete now that there is ``step``. Later ones are left, with a warning."""
+        """Return the steps to delete after ``step`` was saved. Warn of later steps, which are kept."""
         steps = self.steps()
         if later := [each for each in steps if each > step]:
             _log.warning(
-                "%s has checkpoints of later steps than the %d just saved, %s: of a run that went back, or of another. "
-                "load() takes them for newer: delete them, or save to another folder",
+                "%s has checkpoints of later steps than the %d just saved, %s. They are from another run, or this run "
+                "went back. load() takes them for newer: delete them, or save to another folder",
                 self.store.url,
                 step,
                 later,
@@ -75,21 +79,21 @@ class Folder:
 
 
 def stem(step: int) -> str:
-    """Return the beginning of the names of a step's files, which sort by step."""
+    """Return the common prefix of a step's file names, which sort by step."""
     return f"step-{step:012d}"
 
 
 def store_of(where: Store | str | os.PathLike[str]) -> Store:
-    """``where`` as a store whose root is the folder.
+    """Return ``where`` as a store whose root is the folder.
 
     Raises:
-        StoreError: It is gone with this process.
+        StoreError: Other processes cannot see the store.
     """
-    from spark_hvd.store import Store  # not above: `import spark_hvd.torch` would load fsspec
+    from spark_hvd.store import Store  # imported here, so that `import spark_hvd.torch` does not load fsspec
 
     store = where if isinstance(where, Store) else Store.create(where)
     if not store.is_shared:
-        raise StoreError(f"cannot use {store.url} for checkpoints: it goes with the process. Use a shared folder")
+        raise StoreError(f"cannot use {store.url} for checkpoints: it ends with the process. Use a shared folder")
     return store
 
 

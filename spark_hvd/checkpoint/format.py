@@ -1,4 +1,4 @@
-"""A checkpoint as one file of a store: tensors and plain data, written whole or not at all, checked when read."""
+"""A checkpoint in one file of a store: tensors and plain data, which are written completely and checked when read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORMAT = 1
 _CHUNK = 64 << 20
-"""Bytes that ranks send each other at once; bounds the copies that are in memory."""
+"""Bytes that ranks send each other at once, which limits the copies in memory."""
 _PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), torch.Size, torch.dtype, torch.device,
     torch.Tensor, torch.nn.Parameter,
 )  # fmt: skip
-"""What torch loads without running code. Exact types: a numpy.float64 is a float too, but not to the unpickler."""
+"""Types that torch loads without running code. They must match exactly: numpy.float64 is a subclass of float, but the
+unpickler refuses it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read: its file, the content, and the state in it."""
+    """A checkpoint that was read: the path of its file, the content, and the state in it."""
 
     path: str
     data: bytes
@@ -45,11 +46,11 @@ class NewerFormatError(CheckpointError):
 
 
 def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
-    """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
+    """Write ``state``, which may only hold dicts, lists, numbers, text and tensors.
 
     Raises:
-        TypeError: Something else is in it, which could not be read again.
-        StoreError: It cannot be written; a former file of that name is still there, whole.
+        TypeError: ``state`` holds something else, which could not be read again.
+        StoreError: The file cannot be written. A previous file of that name is unchanged.
     """
     check_state(state)
     with store.writing(path) as file:
@@ -60,8 +61,8 @@ def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | No
     """Read a checkpoint; see :func:`unpack`.
 
     Raises:
-        StoreError: It cannot be read.
-        CheckpointError: It is damaged, or, as NewerFormatError, of a newer version.
+        StoreError: The file cannot be read.
+        CheckpointError: The checkpoint is damaged, or, as NewerFormatError, has a newer format.
     """
     data = store.read_bytes(path)
     return Found(path, data, unpack(data, path, otherwise, parts))
@@ -70,21 +71,26 @@ def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | No
 def unpack(
     data: bytes, path: str, otherwise: str, parts: Mapping[str, type] | None = None, *, tested: bool = False
 ) -> dict[str, Any]:
-    """Return the state in a file's content, on the CPU. It runs no code: only tensors and plain data are unpickled.
+    """Return the state in a file's content, on the CPU. Only tensors and plain data are unpickled, so no code runs.
 
-    ``parts`` must be in it, of these types; ``tested`` says that the checksums are known to be right.
+    Args:
+        data: The content.
+        path: The file, for messages.
+        otherwise: The next step, for messages.
+        parts: Keys that the state must have, with their types.
+        tested: Whether the checksums are known to be right.
 
     Raises:
-        CheckpointError: It is damaged, or, as NewerFormatError, of a newer version.
+        CheckpointError: The checkpoint is damaged, or, as NewerFormatError, has a newer format.
     """
     try:
         if not tested and (wrong := zipfile.ZipFile(io.BytesIO(data)).testzip()) is not None:
-            raise ValueError(f"wrong checksum of {wrong}")  # torch itself takes any bytes for a tensor
+            raise ValueError(f"wrong checksum of {wrong}")  # torch itself accepts any bytes as a tensor
         state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         format_ = state["format"]
         for part, kind in {"format": int, **(parts or {})}.items():
             if type(state[part]) is not kind:
-                raise TypeError(f"its {part!r} is no {kind.__name__}")
+                raise TypeError(f"its {part!r} is not of type {kind.__name__}")
     except Exception as error:
         raise CheckpointError(
             f"the checkpoint {path} ({len(data):,} bytes) is damaged: {type(error).__name__}: "
@@ -101,10 +107,10 @@ def unpack(
 def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
     """Return on all ranks what ``do`` returns on rank 0. Without a world, just call it.
 
-    Ranks match their calls by the name, which one thread at a time uses.
+    Ranks match their calls by ``name``, which only one thread may use at a time.
 
     Raises:
-        Exception: what ``do`` raised on rank 0, on all ranks.
+        Exception: The error of ``do`` on rank 0. Raised on all ranks.
     """
     if not is_initialized():
         return do()
@@ -121,29 +127,29 @@ def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
 
 
 def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
-    """Return on all ranks the state that rank 0 has chosen and read; None if it found none. Without a world, just read.
+    """Return on all ranks the state that rank 0 chooses and reads; None if it finds none. Without a world, just read.
 
-    One rank chooses, because hosts may list a folder differently for a moment, and reads, because a store serves one
-    reader better than a thousand.
+    Only one rank chooses, because hosts may briefly list a folder differently. Only one rank reads, because a store
+    serves one reader better than a thousand.
 
     Raises:
-        Exception: what ``choose`` raised on rank 0, on all ranks.
+        Exception: The error of ``choose`` on rank 0. Raised on all ranks.
     """
     mine: list[Found] = []
 
-    def outline() -> tuple[str, int] | None:
+    def chosen_file() -> tuple[str, int] | None:
         found = choose()
         if found is None:
             return None
         mine.append(found)
         return found.path, len(found.data)
 
-    outlined = on_rank_0(outline)
-    if outlined is not None:
+    file = on_rank_0(chosen_file)
+    if file is not None:
         activity.load_steps()
-    if outlined is None or not is_initialized():
+    if file is None or not is_initialized():
         return mine[0].state if mine else None
-    path, length = outlined
+    path, length = file
     parts = []
     for start in range(0, length, _CHUNK):
         part = mine[0].data[start : start + _CHUNK] if mine else b""
@@ -152,20 +158,20 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Make sure that :func:`write` can write ``state``.
+    """Check that :func:`write` can write ``state``.
 
     Raises:
-        TypeError: Something else than dicts, lists, numbers, text and tensors is in it.
+        TypeError: ``state`` holds something else than dicts, lists, numbers, text and tensors.
     """
     for name, part in state.items():
         check_plain(part, name)
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Make sure that a checkpoint can hold ``value``, called ``where`` in the error.
+    """Check that a checkpoint can hold ``value``, which errors call ``where``.
 
     Raises:
-        TypeError: Something in it could not be read again without running code.
+        TypeError: Part of ``value`` could not be read again without running code.
     """
     if type(value) in _PLAIN:
         return
@@ -181,6 +187,6 @@ def check_plain(value: Any, where: str) -> None:
         remedy = (
             "a DTensor has a part on each rank: use save_sharded"
             if hasattr(value, "device_mesh")
-            else "give its state_dict(), or what it is made of: .item() or .tolist() of what numpy made"
+            else "pass its state_dict(), or plain values, such as .item() or .tolist() of a numpy value"
         )
         raise TypeError(f"{where} is a {kind}: expected tensors, numbers, text, and dicts and lists of them; {remedy}")

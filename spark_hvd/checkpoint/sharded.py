@@ -1,8 +1,8 @@
-"""Checkpoints of which each rank writes its part, by ``torch.distributed.checkpoint``; a manifest commits them.
+"""Sharded checkpoints: each rank writes its part with ``torch.distributed.checkpoint``, and a manifest commits them.
 
 ::
 
-    step-000000000100-1f0c88a2.shards/   what torch writes, in a directory of its own each time; state.pt: plain data
+    step-000000000100-1f0c88a2.shards/   the files of torch, in a new directory for each save; state.pt has plain data
     step-000000000100.sharded.json       the manifest: directory, files and their sizes; written last
 """
 
@@ -86,7 +86,7 @@ def save(
 
 
 def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[int, dict[str, Any]] | None:
-    """See :func:`spark_hvd.checkpoint.load_sharded`; returns the step and what is the same on all ranks."""
+    """See :func:`spark_hvd.checkpoint.load_sharded`. Return the step, and the state that is the same on all ranks."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
@@ -111,10 +111,10 @@ def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[i
 
 
 def _checked(folder: Folder, step: int) -> str:
-    """Return the directory of a checkpoint, all of whose files exist with the right size.
+    """Return the directory of a checkpoint, after checking that all its files exist and have the right sizes.
 
     Raises:
-        CheckpointError: Some are not, or the manifest is damaged or of a newer version.
+        CheckpointError: Files are missing or damaged, or the manifest is damaged or has a newer format.
     """
     store, path = folder.store, folder.path(step)
     data = store.read_bytes(path)
@@ -134,27 +134,28 @@ def _checked(folder: Folder, step: int) -> str:
         raise NewerFormatError(f"{path} has format {manifest['format']}, written by a newer spark_hvd: update it")
     for name, expected in files.items():
         file = store.join(directory, name)
-        there = store.size(file) if store.exists(file) else None
-        if there != expected:
+        actual = store.size(file) if store.exists(file) else None
+        if actual != expected:
+            problem = "does not exist" if actual is None else f"has {actual:,} bytes"
             raise CheckpointError(
-                f"the checkpoint of {path} is damaged: {file} has {'gone' if there is None else f'{there:,} bytes'}, "
-                f"and {expected:,} bytes were written. Delete its manifest"
+                f"the checkpoint of {path} is damaged: {file} {problem}, but {expected:,} bytes were written. Delete "
+                "its manifest"
             )
     return directory
 
 
 def _tidy(folder: Folder, step: int, keep: int | None) -> None:
-    """Delete superseded checkpoints, and directories that a save left that was cut off."""
+    """Delete superseded checkpoints, and directories of saves that did not end."""
     store = folder.store
     store.sweep(store.url)
     for old in folder.superseded(step, keep):
-        store.delete(folder.path(old))  # first, so that no manifest is ever without its files
+        store.delete(folder.path(old))  # first, so that a manifest always has its files
     known = set()
     for each in folder.steps():
         try:
             known.add(json.loads(store.read_bytes(folder.path(each)))["directory"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            return  # damaged: whose directory is whose cannot be told
+            return  # a manifest is damaged, so it is unknown which directories are in use
     for path in store.list(store.url):
         name = path.rpartition("/")[2]
         if name.endswith(_SHARDS) and name not in known:
@@ -163,12 +164,12 @@ def _tidy(folder: Folder, step: int, keep: int | None) -> None:
 
 @contextmanager
 def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
-    """Turn what torch raises when parts cannot be written or read into one of our errors."""
+    """Turn torch's error about a part that cannot be written or read into an error of type ``kind``."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    # A world of one has no process group, which is what it should be. For good: a thread cannot undo it alone.
+    # A world of one needs no process group. The filter stays, because a thread cannot remove it for itself alone.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    # Saving may go on beside the program's own collectives, of which those without a name are matched by their order.
+    # Saving may run beside the program's own collectives. Those without names are matched by order, so use names here.
     names = (f"{_SAVING}.{number}" for number in itertools.count())
     try:
         with sharded_objects_by(
@@ -180,5 +181,5 @@ def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
         cause = failure[0]
         raise kind(
             f"rank {number} cannot {verb} its part of {path}: {type(cause).__name__}: {cause}. Every rank "
-            "needs the folder, and the model and optimizers those of the checkpoint"
+            "must reach the folder, and the model and optimizers must be those of the checkpoint"
         ) from error

@@ -1,4 +1,4 @@
-"""What every face has beside :mod:`who`, whatever the framework: the world, process sets, objects, reductions."""
+"""Names in the API of every framework, besides those of :mod:`who`: the world, process sets, objects, reductions."""
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set

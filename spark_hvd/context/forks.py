@@ -1,8 +1,8 @@
-"""Processes that a rank forks: they know who their parent is, and leave its world alone.
+"""Processes that a rank forks: they know their parent's rank, but do not touch its world.
 
-A forked child has its parent's connections and none of its threads. If it used, shut down or even destroyed what it
-has, the parent would suffer: both share the sockets, and what the kernel knows of who waits for them. So it can ask
-what its parent's rank is, as workers of data loaders do, and all else is an error.
+A forked child has its parent's connections, but none of its threads. Both share the sockets and their registrations in
+the kernel, so the parent would fail if the child used, shut down or destroyed them. Therefore the child may ask for the
+rank, as workers of data loaders do, but anything else is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spark_hvd.transport.torch_private import process_groups
 
 
 def _leave_world_to_parent() -> None:
-    """Runs in every forked child, before anything else does; no other thread lives that could hold a lock."""
+    """Run first in every forked child. No other thread exists that could hold a lock."""
     standing.lock = threading.RLock()
     context, joined, outside = standing.context, standing.joined, standing.pending
     places = [each.world.me for each in (context, joined) if each is not None]
@@ -24,7 +24,8 @@ def _leave_world_to_parent() -> None:
     if not places:
         return
     me = places[0]
-    # Destructors wait for threads that are not here, and take sockets out of the epoll that the parent waits with.
+    # Keep these objects forever: their destructors would wait for threads that do not exist here, and would remove
+    # sockets from the epoll instance that the parent uses.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((context, joined, process_groups())))
     standing.forked = (
         f"this process was forked from rank {me.rank}: it may ask for the rank and the size, but the connections to "

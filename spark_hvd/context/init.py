@@ -1,7 +1,7 @@
-"""The world that this process has joined: init, join, shutdown, and the one current Context.
+"""Joining a world: init() for users, and join() for launchers.
 
-An elastic rank goes from world to world. Between two of them, and before the first, it has a provisional place: it
-can be asked who it is, but there is nobody to talk to.
+An elastic rank joins one world after another. Between two worlds, and before the first, it has a provisional rank: it
+can answer questions about it, but collectives are not possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.members import open_members
-from spark_hvd.context import forks  # noqa: F401  what it registers keeps forked processes out of the world
+from spark_hvd.context import forks  # noqa: F401  registers what keeps forked processes out of the world
 from spark_hvd.context.leave import end, shutdown
 from spark_hvd.context.standing import Context, JoinedWorld, PendingMember, current, refuse_fork, standing
 from spark_hvd.engine.engine import Engine
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from spark_hvd.transport.mpi.library import MPI
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds until a collective gives up on its peers, as in torch.distributed."""
+"""Seconds after which a collective fails if peers do not take part, as in torch.distributed."""
 
 _log = logging.getLogger("spark_hvd")
 _adoptions = 0
@@ -93,7 +93,7 @@ def init(
         if comm is not None:
             _join_part(comm, config)
         if _started_by_mpi:
-            abort_on_exceptions()  # no launcher of ours looks after the ranks
+            abort_on_exceptions()  # no launcher of spark_hvd supervises the ranks
     if process_sets is not None and process_sets != "dynamic":
         from spark_hvd.context.register import register_all
 
@@ -103,39 +103,40 @@ def init(
 
 
 def _tune(here: Context, settings: dict[str, Any]) -> None:
-    """init() in a world that was joined already."""
+    """Apply the settings of init() in a joined world."""
     if settings.get("stall_timeout", 0.0) is None:
         settings["stall_timeout"] = here.groups.timeout
-    wanted = replace(here.engine.config, **settings)
-    kept = here.engine.config.kept_text(wanted)
-    if kept is not None and here.world.me.rank == 0:  # whose values count for all
-        _log.warning(kept)
-    here.engine.tune(wanted)
+    config = replace(here.engine.config, **settings)
+    warning = here.engine.config.kept_text(config)
+    if warning is not None and here.world.me.rank == 0:  # rank 0's settings apply to all
+        _log.warning(warning)
+    here.engine.tune(config)
 
 
 def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
-    """init() of an elastic rank outside its worlds: what was set counts in those to come."""
+    """Keep the settings of init() outside a world of an elastic rank, for its next worlds."""
     outside = standing.pending
     assert outside is not None
     if comm is not None:
         raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
     if process_sets and process_sets != "dynamic":
         raise ValueError(
-            f"process_sets={process_sets!r}: process sets end with the world, and an elastic rank goes from world to "
-            "world; register them by hvd.add_process_set() inside the function that is decorated with hvd.elastic.run."
+            f"process_sets={process_sets!r}: process sets end with the world, and an elastic rank joins one world "
+            "after another; register them with hvd.add_process_set() in the function decorated with hvd.elastic.run."
         )
     if settings:
         standing.pending = replace(outside, config=replace(outside.config or read_config(), **settings))
 
 
 def expect(me: RankInfo) -> None:
-    """Take a provisional place in worlds to come; the launchers of elastic ranks call it before the user's code.
+    """Set the provisional rank in the next world. Launchers of elastic ranks call this before the user's code.
 
-    init() then does nothing, who-am-I questions are answered from it, and collectives raise NotInitializedError.
-    :func:`join` replaces it by a world, :func:`abandon` brings one back.
+    Then init() does nothing, rank() and the like return the provisional values, and collectives raise
+    NotInitializedError. :func:`join` replaces the provisional rank by a world, and
+    :func:`~spark_hvd.context.leave.abandon` returns to one.
     """
     with standing.lock:
-        assert standing.context is None, "a rank that is in a world has its place there"
+        assert standing.context is None, "a rank in a world cannot have a provisional rank"
         before = standing.pending
         standing.pending = PendingMember(me, None, 0) if before is None else replace(before, me=me)
 
@@ -164,14 +165,14 @@ def _join_mpi(comm: MPI.Intracomm | None, config: Config, master: str | None = N
 
 
 def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
-    """Leave the world for one of some of its ranks, unless those are all."""
+    """Leave the world, and join one that consists of some of its ranks, unless they are all of them."""
     here = current()
     me, size = here.world.me.rank, here.world.me.size
     ranks = ranks_of(comm, here.world.mpi, size) if is_mpi_communicator(comm) else ranks_in(comm, size)
     if ranks == list(range(size)):
         return
     if me not in ranks:
-        raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank passes the world that it is in.")
+        raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank must pass its own world.")
     if standing.joined is None or not here.owns_default_group:
         raise ValueError(
             f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
@@ -194,26 +195,26 @@ def join(
     backend: str | None = None,
     config: Config | None = None,
 ) -> None:
-    """Join a world; launchers call it in the rank's process before the user's code, for which init() is then a no-op.
+    """Join a world. Launchers call this in the rank's process before the user's code, where init() then does nothing.
 
     Args:
-        world: Who I am.
-        kv: A store that all ranks reach. One of the ranks or the launcher must keep it served.
-        timeout: Seconds until a collective gives up on its peers.
+        world: This rank and its world.
+        kv: A store that all ranks can reach. A rank or the launcher must keep it running.
+        timeout: Seconds after which a collective fails if peers do not take part.
         backend: "gloo", "nccl" or "mpi" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors. For
-            "mpi" the process must have been started by an MPI process manager that numbers the ranks alike.
-        config: Values that tune named collectives; None: the environment's.
+            "mpi", an MPI process manager that numbers the ranks in the same way must have started the process.
+        config: Values that tune named collectives; None for those of the environment.
 
     Raises:
-        RuntimeError: This process is in a world already, or MPI numbers the ranks in another way.
+        RuntimeError: This process is already in a world, or MPI numbers the ranks in another way.
         ImportError: `backend` is "mpi", but there is no mpi4py.
-        CollectiveError: The other ranks could not be reached, or :func:`abort` was called for this generation.
+        CollectiveError: The other ranks could not be reached, or abort() was called for this generation.
     """
     with standing.lock:
         if standing.context is not None:
             raise RuntimeError(
                 f"this process is rank {standing.context.world.me.rank} of a world already; "
-                "call hvd.shutdown() before it joins another."
+                "call hvd.shutdown() before joining another."
             )
         times, before = 0, standing.joined
         if before is not None and before.kv is kv and before.world.generation == world.generation:
@@ -239,20 +240,20 @@ def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: 
 def _require_one_dialect(dialects: Sequence[str]) -> None:
     if other := next((rank for rank, dialect in enumerate(dialects) if dialect != dialects[0]), None):
         raise PlanMismatchError(
-            f"the dialect is {dialects[0]!r} on rank 0 and {dialects[other]!r} on rank {other}: expected one for all, "
-            "as gradients and joins count otherwise in each. Next: set SPARK_HVD_DIALECT alike for all ranks, or "
+            f"the dialect is {dialects[0]!r} on rank 0 and {dialects[other]!r} on rank {other}: expected the same, "
+            "because they treat gradients and joins differently. Next: set SPARK_HVD_DIALECT equally for all ranks, or "
             "import horovod, or spark_hvd, on all of them"
         )
 
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
-    """Join a world that :func:`abort` can end, also before all have joined."""
+    """Join a world that abort() can end at any time, even before all ranks have joined."""
     registry = standing.register_connections(ConnectionRegistry(world.generation, world.endpoint, world.me.size))
     try:
         with registry.establishing():
             _meet(world, kv, timeout, backend, config)
     except BaseException:
-        # It may have been joined in the very moment in which it was aborted.
+        # The world may have been joined just before it was aborted.
         end("this rank gave up the generation.")
         standing.joined = standing.registry = None
         raise
@@ -270,7 +271,7 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
         mpi_backend.use(world.mpi, world.me.rank, world.me.size)
         backend = MPI_BACKEND
     elif backend is None:
-        # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
+        # Without a GPU, use plain "gloo": with "cpu:gloo", torch warns about its own plugins for every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     before = sockets()
     try:
@@ -292,7 +293,7 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
     except BaseException as error:
         if standing.registry is not None:
-            standing.registry.abort(str(error))  # what is under way would be waited for
+            standing.registry.abort(str(error))  # else destroying the group would wait for collectives in flight
         dist.destroy_process_group()
         raise
 
@@ -300,7 +301,7 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
 def _settle(
     world: World, layout: WorldLayout, kv: Store, timeout: float, config: Config, *, owns_default_group: bool
 ) -> None:
-    """Open the queue of all ranks over the default process group's ranks; the world is then joined."""
+    """Open the queue of all ranks of the default process group. Then the world is joined."""
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
     registry = standing.registry
@@ -311,8 +312,8 @@ def _settle(
         if registry is not None:
             registry.on_abort(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
-        # A default group that the user initialised is not ours to destroy. Ours is looked up, not kept:
-        # its connections close with the last reference to it, which is how peers notice that it was destroyed.
+        # A default group that the user initialised must not be destroyed. Ours is looked up rather than kept: its
+        # connections close with the last reference, which shows peers that it was destroyed.
         nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])
         members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
         queue = engine.open_queue(members, PrefixStore("queue/0", kv))
@@ -334,7 +335,7 @@ def _settle(
 
 
 def _numbered(path: str, generation: int) -> str:
-    """Return the path for a generation, so that a later one does not overwrite what led to its beginning."""
+    """Return the path for a generation, so that generations do not overwrite each other's timelines."""
     stem, suffix = os.path.splitext(path)
     return path if generation == 0 else f"{stem}.{generation}{suffix}"
 
@@ -359,7 +360,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Stop recording, gather the events of all ranks, and complete the file; does nothing if nothing is recorded.
+    """Stop recording, gather the events of all ranks, and complete the file. Without a recording, do nothing.
 
     Raises:
         NotInitializedError: Before init().

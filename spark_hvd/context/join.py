@@ -1,8 +1,8 @@
-"""join(): a rank that has no more data stands in for itself in all collectives of the world, until every rank has come.
+"""join(): a rank without more data takes part in all collectives of the world until every rank has joined.
 
-The coordinator of named collectives counts it as ready for all. Gradient reducers negotiate nothing: there it takes
-part in one step after the other with zeros, and learns in each whether any rank has made that step in earnest. When
-all have joined, all stand in for the same step, which nobody makes; thereby they know.
+The coordinator of named collectives counts the rank as ready for all of them. Gradient reducers do not negotiate, so
+the rank takes part in one step after another with zeros, and learns in each whether any rank has made a real step. Once
+all ranks have joined, all take part in a step that no rank has made, which tells them to stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_hvd.world.words import ranks_text
 Ends = queue.SimpleQueue[tuple[int, BaseException | None]]
 
 _LOOK_SECONDS = 0.1
-"""How often a rank that stands in looks whether the coordinator has told of a failure."""
+"""Seconds between two checks whether the coordinator has reported a failure."""
 
 
 def join(*, counts: bool) -> int:
@@ -42,44 +42,44 @@ def join(*, counts: bool) -> int:
     """
     here = current()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    if "stand-in" not in here.ordinals:  # as on all ranks
+    if "stand-in" not in here.ordinals:  # no optimizer was made, on any rank
         return here.queue.join(counts, device).wait()
-    gc.collect()  # optimizers that were dropped, before any rank stands in for one that others have no more
+    gc.collect()  # remove dropped optimizers, so that no rank takes part for one that the others no longer have
     stand_ins = dict(here.stand_ins)
     if any(each.in_flight for each in stand_ins.values()):
         raise AssertionError("join() was called while gradients are being reduced: call optimizer.step() first.")
     handle = here.queue.join(counts, device)
-    # A thread each: the others may come to their optimizers in any order. They cannot be interrupted, the caller can.
+    # Use a thread for each optimizer, as other ranks may step them in any order. Only the caller can be interrupted.
     ends: Ends = queue.SimpleQueue()
     for number, each in stand_ins.items():
         args = (number, each, counts, device, ends)
         threading.Thread(target=_stand_in, args=args, name="spark_hvd-join", daemon=True).start()
     ended: set[int] = set()
     while not handle.done and len(ended) < len(stand_ins):
-        _hear(ends, ended, handle)
-    last = handle.wait()  # raises if a rank has gone
-    # What some rank has no more, nobody can step through, nor need its other owners wait for its last step.
+        _collect_end(ends, ended, handle)
+    last = handle.wait()  # raises if a rank was lost
+    # If a rank no longer has an optimizer, nobody can step it, so do not wait for its last step.
     wanted = set.intersection(*map(set, allgather_object(list(stand_ins), name="spark_hvd.context.join")))
     while not ended >= wanted:
-        _hear(ends, ended, handle)
+        _collect_end(ends, ended, handle)
     return last
 
 
 def require_everyone(what: str, process_set: ProcessSet) -> None:
-    """Go on only if no rank has joined; collective. ``what`` is a name that is not used for something else meanwhile.
+    """Check that no rank has called join(). Collective. ``what`` must be a name that nothing else uses meanwhile.
 
     Raises:
         MismatchError: A rank has joined.
     """
-    here = set(allgather_object(current().world.me.rank, name=f"spark_hvd.{what}", process_set=process_set))
-    away = [rank for rank in queue_of(process_set).ranks if rank not in here]
-    if away:
+    present = set(allgather_object(current().world.me.rank, name=f"spark_hvd.{what}", process_set=process_set))
+    joined = [rank for rank in queue_of(process_set).ranks if rank not in present]
+    if joined:
         raise MismatchError(
-            f"{what} cannot run: {ranks_text(away)} called join(), and it needs every rank; call it before or after."
+            f"{what} cannot run: {ranks_text(joined)} called join(), and it needs every rank; call it before or after."
         )
 
 
-def _hear(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
+def _collect_end(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
     try:
         number, error = ends.get(timeout=_LOOK_SECONDS)
     except queue.Empty:

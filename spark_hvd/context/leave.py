@@ -1,4 +1,4 @@
-"""Leaving a world: in order, or, as an elastic rank, at once."""
+"""Leaving a world: in order, or at once if an elastic world is over."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.ends import at_exit
 
 _LAST_SECONDS = 1.0
-"""How long leaving waits for what is still on the wire."""
+"""Seconds for which leaving waits for collectives in flight."""
 
 _log = logging.getLogger("spark_hvd")
 
 at_end: list[Callable[[], None]] = []
-"""Each finishes something that a program leaves unfinished when it ends, and raises what failed; none needs a world."""
+"""Functions that finish work in the background when a program ends, and raise its failure. They need no world."""
 
 
 def finish() -> None:
-    """Finish what the program left unfinished; the caller of its function calls this when that has returned.
+    """Finish the program's work in the background. The caller of the user's function calls this after it returned.
 
     Raises:
         Exception: The first failure.
@@ -35,22 +35,22 @@ def finish() -> None:
 
 
 def shutdown() -> None:
-    """Leave the world; does nothing outside one. init() may follow, if every rank calls it.
+    """Leave the world; outside a world, do nothing. init() may follow, if every rank calls it.
 
     Collectives in flight fail, here and on the other ranks. A default process group that the user initialised stays.
-    Called automatically when the interpreter exits. Checkpoints that are being written are finished first.
+    It is called automatically when the interpreter exits. Checkpoints that are being written are finished first.
 
     Raises:
-        StoreError: A checkpoint could not be written. The world is left nevertheless.
+        StoreError: A checkpoint could not be written. The rank has left the world nevertheless.
     """
     _shutdown()
 
 
 def shutdown_for_good() -> None:
-    """Do :func:`shutdown` for a process that will end by ``os._exit`` and join no other world.
+    """Do :func:`shutdown` for a process that will end with ``os._exit`` and join no other world.
 
-    It does not wait until Gloo has taken its connections apart: for each, Gloo waits for a thread that wakes up every
-    10 ms. A thread does it, as others may still wait for this rank, and ends with the process.
+    It does not wait until Gloo has closed its connections, for each of which Gloo waits up to 10 ms. A thread closes
+    them, because others may still wait for this rank, and ends with the process.
     """
     _shutdown(for_good=True)
 
@@ -64,15 +64,15 @@ def _shutdown(*, for_good: bool = False) -> None:
 
 
 def abort(text: str, generation: int | None = None) -> None:
-    """End the connections of an elastic world at once; what the training thread waits for fails. From any thread.
+    """Close the connections of an elastic world at once, so that whatever the training thread waits for fails.
 
-    :func:`join`, too, then ends with a CollectiveError soon.
+    Any thread may call this. :func:`~spark_hvd.context.init.join` then soon ends with a CollectiveError, too.
 
     Args:
-        text: Why, for the errors that follow.
-        generation: Whose world it is about. Nothing happens to a later one, and an earlier or equal one cannot be
-            joined any more: so no call is lost that comes a moment before :func:`join`. None: the one that is joined
-            or is being joined, if any.
+        text: The reason, for the errors that follow.
+        generation: The number of the world. Later worlds are not affected. This one and earlier ones can no longer be
+            joined, so that a call just before :func:`~spark_hvd.context.init.join` is not lost. None for the world that
+            is joined or is being joined, if any.
     """
     if generation is not None and (standing.aborted is None or generation >= standing.aborted[0]):
         standing.aborted = generation, text
@@ -93,9 +93,9 @@ def is_aborted() -> bool:
 
 
 def abandon() -> None:
-    """Leave an elastic world, broken or not, and take a provisional place; nobody is waited for.
+    """Leave an elastic world, broken or not, without waiting for anyone, and take a provisional rank.
 
-    Does nothing outside a world. To be called in the training thread. Process sets are unregistered.
+    Outside a world, this does nothing. Call it in the training thread. Process sets are unregistered.
     """
     with standing.lock:
         context = standing.context
@@ -118,7 +118,7 @@ def end(text: str, *, for_good: bool = False) -> None:
     drain([context.queue, *context.queues.values()])
     if context.registry is not None:
         context.registry.abort(text)
-    # The user may have destroyed the default group, and all others with it.
+    # The user may have destroyed the default group, which destroys all groups.
     if dist.is_initialized():
         if not context.owns_default_group:
             context.groups.destroy_all()
@@ -137,12 +137,12 @@ def _destroy(context: Context) -> None:
 def drain(queues: Sequence[NegotiatedQueue]) -> None:
     """Wait for collectives in flight on closed queues, then abort them, so that their process groups can be destroyed.
 
-    A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
+    When a process group is destroyed, it waits for its collectives, even if they wait for a lost rank.
     """
     for queue in queues:
         if (queue.peer_lost or queue.left_unfinished) and queue.members.nccl is not None:
             queue.members.nccl.abort()
-    # It may still end well, and the peers may need it.
+    # The other collectives may still succeed, and peers may need them.
     _wait([queue for queue in queues if not queue.peer_lost], _LAST_SECONDS)
     for queue in queues:
         if queue.unfinished:
@@ -150,7 +150,7 @@ def drain(queues: Sequence[NegotiatedQueue]) -> None:
     _wait(queues, _LAST_SECONDS)
     for queue in queues:
         if queue.unfinished:
-            # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
+            # A daemon thread keeps the group alive, so that the process can exit without waiting for either.
             threading.Thread(target=_hold, args=[queue], name="spark_hvd-farewell", daemon=True).start()
 
 
@@ -170,7 +170,7 @@ def _leave() -> None:
         return
     try:
         shutdown()
-    except Exception as error:  # nobody is left to take it
+    except Exception as error:  # at exit, nothing catches it
         _log.error("%s", error)
     for end in at_exit:
         end()

@@ -1,4 +1,4 @@
-"""Rank-local tensors: parameters that differ between ranks by intention, so nothing reduces or broadcasts them."""
+"""Rank-local parameters, which intentionally differ between ranks, so that they are not reduced or broadcast."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark_local(param: torch.Tensor, *, averaged: bool = False) -> None:
-    """Make a parameter this rank's own.
+    """Mark a parameter as rank-local.
 
-    An ``averaged`` gradient is the mean over all ranks already, as that of a table cut over them.
+    With ``averaged``, its gradient is already the mean over all ranks, as for a table that is divided among them.
     """
     _marks[param] = averaged
 
 
 def is_local(param: torch.Tensor) -> bool:
-    """Return whether this parameter is this rank's own."""
+    """Return whether a parameter is rank-local."""
     return param in _marks
 
 
 def is_averaged(param: torch.Tensor) -> bool:
-    """Return whether the gradient of a rank-local parameter is a mean over the ranks already."""
+    """Return whether the gradient of a rank-local parameter is already the mean over the ranks."""
     return param in _marks and bool(_marks[param])
 
 
 def require_no_tables(of: Any, what: str) -> None:
-    """Raise a ValueError if a model, an optimizer or a state has parts of tables: one rank's are not the others'."""
+    """Raise a ValueError if a model, an optimizer or a state holds parts of tables, which differ between ranks."""
     tables = {_address(param) for param in list(_marks) if _marks[param]} - {0}
     for name, tensor in _named(of) if tables else ():
         if _address(tensor) in tables:
             raise ValueError(
-                f"{what} would take this rank's rows of {name!r} for the whole of a ShardedEmbedding: save "
+                f"{what} would take this rank's rows of {name!r} for a whole ShardedEmbedding: save "
                 "hvd.whole_state_dict(model) and that of its optimizer, and load them with any number of ranks"
             )
 

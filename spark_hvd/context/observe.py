@@ -1,4 +1,4 @@
-"""One look at this rank: what its activity, its loop and the operating system say of it, as a record to send."""
+"""Collects a record of this rank to send: its activity, its loop, and its use of memory, CPU and GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE = resource.getpagesize()
 
 
 def observe() -> Vitals | None:
-    """Return what is known of this rank now; None while it is in no world. From any thread."""
+    """Return the current record of this rank; None outside a world. Any thread may call this."""
     here = standing.context
     if here is None:
         return None
@@ -58,11 +58,11 @@ def _resident() -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    """Return the fields of the GPUs on which torch holds memory in this process.
+    """Return the fields for the GPUs on which torch holds memory in this process.
 
-    The current device says nothing: each thread has its own, and this thread's is CUDA's first.
+    The current device does not show them, because each thread has its own.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # to ask in another way would begin to use one
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # other queries would initialise CUDA
         return {}
     held = {number: torch.cuda.memory_reserved(number) for number in range(torch.cuda.device_count())}
     busy = [share for number, bytes_ in held.items() if bytes_ and (share := _utilization(number)) is not None]
@@ -73,6 +73,6 @@ def _utilization(device: int) -> float | None:
     try:
         return torch.cuda.utilization(device) / 100
     except Exception as error:
-        # Without pynvml, or NVML's own errors: on MIG, vGPU and in some containers it tells nothing.
-        _log.debug("NVML tells nothing of cuda:%d: %s", device, error)
+        # pynvml is missing, or NVML failed: on MIG, on vGPU and in some containers it has no data.
+        _log.debug("NVML has no utilization of cuda:%d: %s", device, error)
         return None

@@ -1,8 +1,8 @@
-"""The next steps of this rank by torch's profiler, for somebody who watches; a step that nobody asks about pays a look.
+"""Profiles the next steps of this rank with torch's profiler, on request. Other steps only pay for one check.
 
-The profiler has to start and stop on the thread that trains, so it does at the ends of steps. What it has found is read
-and packed by a thread of its own: ``traceEvents`` of Chrome's format with the numbers of this rank, compressed, so that
-whoever has those of all ranks only puts them behind each other. Times are those of the host's clock.
+The profiler must start and stop in the training thread, so it does this at the ends of steps. Another thread then reads
+and compresses the trace: ``traceEvents`` in Chrome's format, with numbers that only this rank uses. The traces of all
+ranks can therefore be concatenated. Times are those of the host's clock.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from spark_hvd.scratch import Scratch, local_directory
 from spark_hvd.transport.torch_private import is_profiling
 from spark_hvd.world.activity import activity
 
-_PART = 512 << 10
-_MOST_BYTES = 64 << 20
+_PART_BYTES = 512 << 10
+_MAX_BYTES = 64 << 20
 _LAST_SECONDS = 10.0
-"""How long the end of a function waits for the trace of its last steps to be sent."""
+"""Seconds for which the end of a function waits until the trace of its last steps is sent."""
 _PROCESSES = 1000
-"""Numbers that each rank has for its process and its GPUs."""
+"""Number of process ids in the trace that each rank has for its process and its GPUs."""
 
 
 class StepProfiler:
-    """Profiles steps when it is asked; one request at a time.
+    """Profiles steps on request; one request at a time.
 
-    ``tell`` sends what there is to say, as fields: the ``number`` of the request; ``parts``, of which there are as many
-    (0: it was heard), this one's place ``part`` and base64 ``data``; or an ``error``. It is called from any thread.
+    ``tell`` sends the fields of a message: the ``number`` of the request; and either an ``error``, or the number of
+    ``parts`` (0 only confirms the request), the number ``part`` of this one, and its base64 ``data``. Any thread may
+    call it.
     """
 
     def __init__(self, tell: Callable[..., None]) -> None:
@@ -46,16 +47,16 @@ class StepProfiler:
         self._packing: threading.Thread | None = None
 
     def ask(self, number: int, steps: int) -> None:
-        """Profile so many steps, from the end of the one under way; from any thread."""
+        """Profile ``steps`` steps, beginning at the end of the current one. Any thread may call this."""
         if activity.at_step is not None or (self._packing is not None and self._packing.is_alive()):
-            self._tell(number, error="it is still busy with a profile that was asked for before")
+            self._tell(number, error="it is still busy with a previous profile")
             return
         self._number, self._left = number, steps
         self._tell(number)
         activity.at_step = self._turn
 
     def end(self) -> None:
-        """No step will follow; on the thread that trains. What was profiled so far is sent."""
+        """Send what was profiled so far, because no step will follow. Call this in the training thread."""
         if self._profiler is not None:
             self._guarded(self._finish)
         elif activity.at_step is not None:
@@ -72,7 +73,7 @@ class StepProfiler:
             self._guarded(self._mark if self._left else self._finish)
 
     def _mark(self) -> None:
-        """Begin the span of a step, and end that of the previous one."""
+        """End the span of the previous step, and begin that of the next one."""
         self._unmark()
         self._span = torch.profiler.record_function("step")
         self._span.__enter__()
@@ -85,7 +86,7 @@ class StepProfiler:
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        if is_profiling():  # torch would take that one's place without a word
+        if is_profiling():  # torch would silently replace that profiler
             raise RuntimeError("the program profiles itself at the moment")
         more = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         profiler = profile(activities=[ProfilerActivity.CPU, *more])
@@ -101,7 +102,7 @@ class StepProfiler:
             target=self._guarded, args=[self._pack, profiler, number], name="spark_hvd-profile", daemon=True
         )
         self._packing.start()
-        activity.at_step = self._profiler = None  # last: from now on somebody else may ask
+        activity.at_step = self._profiler = None  # last, because this allows the next request
 
     def _pack(self, profiler: Any, number: int) -> None:
         here = standing.context
@@ -113,15 +114,15 @@ class StepProfiler:
                 trace = json.load(file)
         text = ",\n".join(json.dumps(each) for each in events_of(trace, rank, size, host, os.getpid()))
         packed = base64.b64encode(gzip.compress(text.encode(), 6)).decode()
-        if len(packed) > _MOST_BYTES:
+        if len(packed) > _MAX_BYTES:
             self._tell(number, error=f"its trace has {len(packed) >> 20} MiB: ask for fewer steps")
             return
-        parts = [packed[start : start + _PART] for start in range(0, len(packed), _PART)]
+        parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
         for part, data in enumerate(parts):
             self._tell(number, part=part, parts=len(parts), data=data)
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
-        """Call a function, and stop profiling if it fails: what observes a training must not end it."""
+        """Call a function, and stop profiling if it fails, because observing a training must not end it."""
         try:
             work(*args)
         except Exception as error:
@@ -136,34 +137,34 @@ def events_of(trace: dict[str, Any], rank: int, size: int, host: str, pid: int) 
     """Return one rank's events for a trace of all ranks, with processes, numbers and times that do not collide.
 
     Args:
-        trace: What torch has exported.
-        rank: The rank whose trace this is.
-        size: Ranks in all.
-        host: Where it ran.
-        pid: The process that was profiled; other numbers of processes are those of its GPUs.
+        trace: The trace that torch has exported.
+        rank: The rank of the trace.
+        size: Number of ranks.
+        host: Host of the rank.
+        pid: The process that was profiled. Other process ids in the trace are numbers of GPUs.
 
     Returns:
-        Events with times in microseconds since 1970, without those that tell of the profiler itself.
+        Events with times in microseconds since 1970, without those of the profiler itself.
     """
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     numbers = {pid: _PROCESSES * rank}
-    used = {event.get("pid") for event in trace["traceEvents"] if event["ph"] == "X"}  # of a host's GPUs
-    found = []
+    used = {event.get("pid") for event in trace["traceEvents"] if event["ph"] == "X"}  # without idle GPUs
+    events = []
     for event in trace["traceEvents"]:
-        told = event.get("pid")
-        if not isinstance(told, int) or told not in used or "ts" not in event:
+        source = event.get("pid")
+        if not isinstance(source, int) or source not in used or "ts" not in event:
             continue
-        number = numbers.setdefault(told, _PROCESSES * rank + len(numbers))
-        made = {**event, "pid": number, "ts": round(event["ts"] + base, 3)}
+        number = numbers.setdefault(source, _PROCESSES * rank + len(numbers))
+        result = {**event, "pid": number, "ts": round(event["ts"] + base, 3)}
         if "id" in event and isinstance(event["id"], int):
-            made["id"] = event["id"] * size + rank
+            result["id"] = event["id"] * size + rank
         if event["ph"] == "M":
-            what = f"GPU {told}" if told != pid else "CPU"
+            label = f"GPU {source}" if source != pid else "CPU"
             changed = {
-                "process_name": {"name": f"rank {rank} ({host}): {what}"},
-                "process_labels": {"labels": what},
+                "process_name": {"name": f"rank {rank} ({host}): {label}"},
+                "process_labels": {"labels": label},
                 "process_sort_index": {"sort_index": number},
             }
-            made["args"] = changed.get(event["name"], event.get("args"))
-        found.append(made)
-    return found
+            result["args"] = changed.get(event["name"], event.get("args"))
+        events.append(result)
+    return events

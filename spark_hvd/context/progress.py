@@ -1,8 +1,7 @@
-"""``hvd.progress``: a loop that says how far it is, what its metrics are, and how long it waits for its data.
+"""``hvd.progress``: a loop that reports its progress, its metrics, and the time it waits for data.
 
-What a rank says here is taken along by whoever watches the run; nothing is sent from the loop itself.
-A step costs two looks at the clock and a few additions, and metrics are kept as they are given: a tensor is read when
-somebody asks, so that no step waits for a GPU.
+The loop itself sends nothing; the thread that observes the rank reads its state. A step costs two readings of the clock
+and a few additions. Tensors are kept as metrics and read only when their value is needed, so no step waits for a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Metric = float | int | torch.Tensor | Callable[[], Any]
 
 
 class Progress(Generic[T]):
-    """Returned by :func:`progress`; iterate over it, or call :meth:`step` after each step.
+    """The result of :func:`progress`. Iterate over it, or call :meth:`step` after each step.
 
     Attributes:
         done: Number of steps done.
@@ -51,7 +50,7 @@ class Progress(Generic[T]):
         self.done = initial
         activity.end_loop(epoch)
         before = activity.progress
-        # Totals go on from loop to loop, so that whoever watches can take differences.
+        # Totals continue from loop to loop, so that observers can take differences.
         self._totals = _Totals(activity.optimizer_steps) if before is None else before.close()
         self._started: float | None = None if items is not None else time.monotonic()
         self._fetching: float | None = None
@@ -60,20 +59,20 @@ class Progress(Generic[T]):
 
     def __len__(self) -> int:
         if self._steps is None:
-            raise TypeError("the number of steps of this loop is not known; give hvd.progress a total=.")
+            raise TypeError("the number of steps of this loop is unknown; pass total= to hvd.progress.")
         return self._steps
 
     @property
     def total_steps(self) -> int:
-        """Steps of all loops of this process, and of its optimizers before the first."""
+        """Number of steps in all loops of this process, and of its optimizers before the first loop."""
         return self._totals.steps
 
     def __iter__(self) -> Iterator[T]:
         """Yield the items, one for each step; a step ends when the next item is requested."""
         if self._items is None:
             raise TypeError(
-                "hvd.progress was given a number of steps, so there is nothing to go through: call .step() once a "
-                "step, or give it the iterable."
+                "hvd.progress was given a number of steps, so there is nothing to iterate over: call .step() after "
+                "each step, or pass the iterable instead."
             )
         self._started = time.monotonic()
         items = iter(self._items)
@@ -83,14 +82,14 @@ class Progress(Generic[T]):
                     item = next(items, _END)
                 if item is _END:
                     return
-                yield item  # type: ignore[misc] # it is no _END
+                yield item  # type: ignore[misc] # it is not _END
                 self._count(self._samples_each if self._samples_each is not None else _rows(item))
         finally:
             self.close()
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Count the time in this context as waiting for data, for loops that fetch their batches themselves."""
+        """Count the time in this context as waiting for data. Loops that fetch batches themselves use it."""
         self._fetching = before = time.monotonic()
         try:
             yield
@@ -107,9 +106,7 @@ class Progress(Generic[T]):
             metrics: As for :meth:`report`.
         """
         if self._items is not None:
-            raise TypeError(
-                "this loop counts its steps itself, one an item: call .report(loss=...) instead of .step()."
-            )
+            raise TypeError("this loop counts a step for each item itself: call .report(loss=...) instead of .step().")
         self._count(self._samples_each or 0 if samples is None else samples)
         if metrics:
             self.report(**metrics)
@@ -130,29 +127,29 @@ class Progress(Generic[T]):
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(
-                        f"{name}: a tensor of shape {tuple(value.shape)}; hvd.progress shows single numbers, so give "
-                        f"it {name}=value.mean(), for example."
+                        f"{name}: a tensor of shape {tuple(value.shape)}; hvd.progress shows single numbers, so pass "
+                        f"{name}=value.mean(), for example."
                     )
                 value = value.detach()
             self._metrics[name] = value
 
     def _count(self, samples: int) -> None:
         self.done += 1
-        if activity.progress is self:  # else a loop inside this one has counted
+        if activity.progress is self:  # otherwise, a loop inside this one has counted the step
             self._totals.steps += 1
             self._totals.samples += samples
             if activity.at_step is not None:
                 activity.at_step()
 
     def close(self) -> _Totals:
-        """End the loop; its last values stay. The end of an iteration calls this."""
+        """End the loop, and keep its last values. The end of an iteration calls this."""
         if self._started is not None:
             self._totals.seconds += time.monotonic() - self._started
             self._started = None
         return self._totals
 
     def facts(self, now: float) -> dict[str, Any]:
-        """Return those fields of :class:`spark_hvd.world.vitals.Vitals` that are known here. From any thread."""
+        """Return the fields of :class:`spark_hvd.world.vitals.Vitals` for this loop. Any thread may call this."""
         totals, started, fetching = self._totals, self._started, self._fetching
         fetched = 0.0 if fetching is None else now - fetching
         return {
@@ -173,7 +170,7 @@ class Progress(Generic[T]):
 
 
 class _Totals:
-    """The counts of all loops of this process, and of the optimizer before the first: none that is told ever falls."""
+    """The counts of all loops of this process, and of the optimizers before the first. They never decrease."""
 
     __slots__ = ("data", "samples", "seconds", "steps")
 
@@ -219,11 +216,11 @@ def progress(
     items: Iterable[T] | None = None
     if isinstance(work, int):
         if total is not None and total != work:
-            raise ValueError(f"hvd.progress({work}, total={total}): two numbers of steps; give one of them.")
+            raise ValueError(f"hvd.progress({work}, total={total}): two numbers of steps; pass one of them.")
         total = work
     elif work is not None:
         if not isinstance(work, Iterable):
-            raise TypeError(f"hvd.progress({work!r}): expected something to go through, or a number of steps.")
+            raise TypeError(f"hvd.progress({work!r}): expected an iterable, or a number of steps.")
         items = work
         if total is None and isinstance(work, Sized):
             total = _length(work)
@@ -237,7 +234,7 @@ def progress(
         if number is not None and number < 0:
             raise ValueError(f"{name}={number}: expected a number from 0.")
     if total is not None and initial > total:
-        raise ValueError(f"initial={initial}, total={total}: expected at most the total, which counts them too.")
+        raise ValueError(f"initial={initial}, total={total}: expected at most the total, which includes them.")
     return Progress(
         items, total, stage=stage, epoch=epoch, epochs=epochs, samples=batch_size, metrics=metrics, initial=initial
     )
@@ -246,7 +243,7 @@ def progress(
 def _length(work: Sized) -> int | None:
     try:
         return len(work)
-    except TypeError:  # a DataLoader over an iterable dataset has a length by its class alone
+    except TypeError:  # the class DataLoader has a length, but not one over an iterable dataset
         return None
 
 
@@ -264,6 +261,6 @@ def _number(value: Metric) -> float | None:
     """Return the value of a metric now; None if it has none."""
     try:
         return float(value() if callable(value) else value)
-    except Exception as error:  # of the user's function, in the middle of something that it reads
+    except Exception as error:  # the user's function may run while its data change
         _log.debug("a metric of hvd.progress cannot be read: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""Process sets are registered in the world, and given up, by all of its ranks together."""
+"""Registers process sets in the world, and removes them; collective."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         if theirs != ranks:
             raise MismatchError(
                 f"add_process_set: rank {here.world.me.rank} adds the ranks {ranks}, rank {rank} adds {theirs}; every "
-                "rank of the world must add the same sets in the same order, also those it is not in."
+                "rank of the world must add the same sets in the same order, including sets without it."
             )
     size = here.world.me.size
     if ranks[-1] >= size:
-        raise ValueError(f"{added} has ranks that the world has not: expected 0 to {size - 1}.")
-    twin = next((other for other in [global_process_set, *here.process_sets.values()] if other.ranks == ranks), None)
-    if twin is not None:
-        raise ValueError(f"{twin} has the ranks {ranks} already; use that one, or remove it first.")
+        raise ValueError(f"{added} has ranks that the world does not have: expected 0 to {size - 1}.")
+    same = next((other for other in [global_process_set, *here.process_sets.values()] if other.ranks == ranks), None)
+    if same is not None:
+        raise ValueError(f"{same} already has the ranks {ranks}; use that one, or remove it first.")
     _open(added, ranks)
     return added
 
 
 def register_all(process_sets: Sequence[ProcessSet] | str) -> None:
-    """Register process sets that are not yet; every rank of the world must, the same ones.
+    """Register process sets that are not yet registered. Every rank of the world must register the same ones.
 
     Raises:
-        ValueError: It is no list of process sets, or one cannot be made.
+        ValueError: ``process_sets`` is not a list of process sets, or one of them cannot be registered.
         MismatchError: Ranks register different sets. Raised on every rank.
     """
     if isinstance(process_sets, str):
@@ -96,7 +96,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
-    """Open the queue of a process set that all ranks have agreed on; every rank of the world must call this."""
+    """Open the queue of a process set. Every rank of the world must call this with the same set."""
     here = current()
     number = next(here.numbers)
     me, groups = here.world.me.rank, here.groups
@@ -110,7 +110,7 @@ def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
 
 
 def _close(process_set: ProcessSet) -> None:
-    """Close the queue of a process set; every rank of the world must call this."""
+    """Close the queue of a process set. Every rank of the world must call this."""
     here = current()
     number = process_set.process_set_id
     assert number is not None

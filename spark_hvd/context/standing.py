@@ -1,4 +1,4 @@
-"""Where this process stands: the world it is in, or, as an elastic rank between two worlds, its provisional place."""
+"""The state of this process: its world or, for an elastic rank between two worlds, its provisional rank."""
 
 from __future__ import annotations
 
@@ -33,105 +33,105 @@ from spark_hvd.world.errors import NotInitializedError
 from spark_hvd.world.layout import RankInfo, World, WorldLayout
 
 _NO_GENERATION = (
-    "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
+    "this elastic rank is not in a world at the moment, so it has no peers: call collectives inside the "
     "function that is decorated with hvd.elastic.run."
 )
 
 
 class StandIn(Protocol):
-    """Collectives of all ranks that are not negotiated."""
+    """An object with collectives of all ranks that are not negotiated, such as a gradient reducer."""
 
     @property
     def in_flight(self) -> bool:
         """Whether collectives of this rank are in flight."""
 
     def stand_in(self, *, counts: bool) -> bool:
-        """Take part in the next step of the other ranks; returns whether any rank has made one.
+        """Take part in the next step of the other ranks, and return whether any rank has made one.
 
-        ``counts`` says that Average divides by this rank.
+        ``counts`` tells whether Average also divides by this rank.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What this process knows of the world it is in."""
+    """The world of this process, and its resources."""
 
     world: World
     layout: WorldLayout
     communicator: Communicator
     kv: Store
-    """The ranks' key-value store, with a prefix of this world's own."""
+    """The key-value store of the ranks, with a prefix for this world."""
     owns_default_group: bool
-    """False if the user had initialised torch.distributed; it is then left alone."""
+    """False if the user had initialised torch.distributed, which is then never destroyed."""
     engine: Engine
     queue: NegotiatedQueue
     """The queue of the collectives of all ranks."""
     groups: Groups
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
-    """The registered process sets, the global one aside, by number."""
+    """The registered process sets by number, without the global one."""
     queues: dict[int, NegotiatedQueue] = field(default_factory=dict)
-    """The queues of the process sets that this rank is in, by number."""
+    """The queues of the process sets with this rank, by number."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """The numbers of process sets; none is used twice, as keys of the key-value store must not be."""
+    """The numbers of process sets. None is used twice, because keys of the key-value store must be unique."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
     """See :func:`ordinal`."""
     registry: ConnectionRegistry | None = None
     """The connections of an elastic world."""
     handles: dict[int, NamedHandle[Any]] = field(default_factory=dict)
-    """In Horovod's dialect: handles by their numbers, until they are waited for."""
+    """In Horovod's dialect, the handles by number, until they are waited for."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
-    """What this rank stands in for while it has joined, besides named collectives; by numbers that all ranks share."""
+    """Objects whose collectives a joined rank takes part in, besides named ones, by numbers that all ranks share."""
 
     def establishing(self) -> contextlib.AbstractContextManager[None]:
-        """Make process groups and queues within this context, so that :func:`abort` ends that too."""
+        """Return a context in which to make process groups and queues, so that abort() can end that, too."""
         return contextlib.nullcontext() if self.registry is None else self.registry.establishing()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
         """Return a process group of the ranks of a process set; each of them must call this, in the same order.
 
-        With ``gloo_threads``, Gloo alone with so many threads, in place of the world's backends. ``process_set_id`` is
-        0 for all ranks.
+        With ``gloo_threads``, the group uses Gloo with this number of threads instead of the world's backends.
+        ``process_set_id`` is 0 for all ranks.
         """
         queue = self.queues[process_set_id] if process_set_id else self.queue
         return self.groups.make(process_set_id, queue.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
-        """Pipes between a process set's ranks, all on one host; each of them must call this.
+        """Open pipes between the ranks of a process set, which are all on one host. Each of them must call this.
 
-        ``process_set_id`` is 0 for all ranks. The ranks agree over ``group``, a process group of theirs, which can
-        exchange small facts on ``device``.
+        ``process_set_id`` is 0 for all ranks. ``group`` is a process group of these ranks, over which they exchange
+        facts on ``device``.
 
         Returns:
-            None, on every rank, if one cannot reach another's.
+            The pipes; None on every rank if a rank cannot reach another's.
         """
         queue = self.queues[process_set_id] if process_set_id else self.queue
         facts = partial(exchange, group=group, device=device)
-        made = Pipes.open(queue.ranks, dist.get_rank(group), self.groups.timeout, facts)
-        if made is not None:
-            self.groups.keep(process_set_id, made)
-        return made
+        pipes = Pipes.open(queue.ranks, dist.get_rank(group), self.groups.timeout, facts)
+        if pipes is not None:
+            self.groups.keep(process_set_id, pipes)
+        return pipes
 
     def hierarchy(self, process_set_id: int, group: dist.ProcessGroup, wanted: bool) -> Hierarchy | None:
-        """Return the two levels of a process set, see :meth:`spark_hvd.transport.host.hierarchy.Hierarchy.open`."""
+        """Return the two levels of a process set; see :meth:`spark_hvd.transport.host.hierarchy.Hierarchy.open`."""
         members = (self.queues[process_set_id] if process_set_id else self.queue).members
         return Hierarchy.open(process_set_id, members.ranks, members.hosts, wanted, self.groups, group)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedWorld:
-    """How the world was joined, so that init() after shutdown() finds it again."""
+    """How the world was joined, so that init() can join it again after shutdown()."""
 
     world: World
     kv: Store
     timeout: float
     backend: str | None
     times: int
-    """How often this generation was joined over this store: every time gets keys of its own."""
+    """How often this generation was joined over this store before, so that each time uses new keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMember:
-    """What an elastic rank is outside its worlds."""
+    """The provisional rank of an elastic rank outside a world."""
 
     me: RankInfo
     config: Config | None
@@ -139,25 +139,25 @@ class PendingMember:
 
 
 class ProcessState:
-    """What changes when a world is joined or left."""
+    """The state that changes when a world is joined or left."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held by whoever joins or leaves."""
+        """Held while a world is joined or left."""
         self.context: Context | None = None
         self.joined: JoinedWorld | None = None
         self.pending: PendingMember | None = None
         self.registry: ConnectionRegistry | None = None
-        """The connections of the elastic world that is joined, or is being joined."""
+        """The connections of the elastic world that was joined or is being joined."""
         self.aborted: tuple[int, str] | None = None
-        """The last generation that was aborted by its number, and why."""
+        """The last generation that was aborted by number, and the reason."""
         self.forked: str | None = None
-        """What a process that a rank has forked must not do; None in others. See :mod:`spark_hvd.context.forks`."""
+        """The error message for a process that a rank has forked; None in others. See spark_hvd.context.forks."""
         self.functions = 0
-        """Elastic functions that were begun here."""
+        """Number of elastic functions that were called in this process."""
 
     def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
-        """These connections are to be made; they are cut at once if their generation was aborted already."""
+        """Register connections before they are made, or close them if their generation was already aborted."""
         self.registry = registry
         stand_by(lambda: registry.broken)
         if self.aborted is not None and registry.generation <= self.aborted[0]:
@@ -166,7 +166,7 @@ class ProcessState:
 
 
 standing = ProcessState()
-"""What this process is: in a world, expecting one, or in none."""
+"""The state of this process."""
 
 
 def current() -> Context:
@@ -186,7 +186,7 @@ look_up_with(current)
 
 
 def refuse_fork() -> None:
-    """Go on only in a rank itself.
+    """Raise an error in a process that a rank has forked.
 
     Raises:
         NotInitializedError: A rank has forked this process.
@@ -196,17 +196,17 @@ def refuse_fork() -> None:
 
 
 def place() -> RankInfo:
-    """Who I am: in the world, or, as an elastic rank outside one, provisionally.
+    """Return this rank in the world or, for an elastic rank outside a world, the provisional one.
 
     Raises:
-        NotInitializedError: Neither.
+        NotInitializedError: There is neither.
     """
     outside = standing.pending
     return current().world.me if outside is None or in_world() else outside.me
 
 
 def generation() -> int:
-    """Return the number of the world; outside of a world, an elastic rank's last one.
+    """Return the number of the world; for an elastic rank outside a world, that of its last one.
 
     Raises:
         NotInitializedError: Before init().
@@ -234,10 +234,10 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def ordinal(kind: str) -> str:
-    """Return the next number for a kind of thing that all ranks make in the same order, so that it is the same on each.
+    """Return the next number for objects of a kind that all ranks make in the same order, so that it is equal on each.
 
-    A rank that an elastic world has taken in has not made what the others made in the worlds before: what is made
-    inside such a world is numbered from 0.
+    A new rank of an elastic world did not make the objects of previous worlds. Therefore objects that are made inside
+    an elastic world are numbered from 0 in each world.
     """
     if launcher.installed() is None or not in_world():
         return str(next(_numbers[kind]))

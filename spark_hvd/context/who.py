@@ -1,4 +1,4 @@
-"""Who am I: the questions about ranks and hosts, in Horovod's words."""
+"""Rank, size, hosts and available backends, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return place().size
 
 
@@ -49,7 +49,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Number of ranks on this rank's host."""
+    """Return the number of ranks on this rank's host."""
     return place().local_size
 
 
@@ -59,7 +59,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank with the same local rank as this one."""
+    """Return the number of hosts that have a rank with the same local rank as this one."""
     return place().cross_size
 
 
@@ -73,7 +73,7 @@ def is_homogeneous() -> bool:
 def generation() -> int:
     """Return how often the membership of an elastic job has changed, or how often a job was restarted.
 
-    Starts at 0. The same on all ranks of a world.
+    It starts at 0, and is the same on all ranks of a world.
     """
     return standing.generation()
 
@@ -87,7 +87,7 @@ def mpi_threads_supported() -> bool:
     """
     current()
     if not mpi_enabled():
-        raise ValueError("this world was not made by MPI, so there is nothing to say of its threads.")
+        raise ValueError("this world was not made by MPI, so it has no MPI threads.")
     from spark_hvd.transport.mpi.library import THREADS
 
     return THREADS
@@ -132,10 +132,10 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not supported."""
+    """Return False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not supported."""
+    """Return False: Intel's oneCCL is not supported."""
     return False

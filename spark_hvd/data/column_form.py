@@ -80,8 +80,8 @@ class ColumnForm(Form[Part, Columns]):
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         return self._tables.row_bytes(table, where)
 
-    def window(self, asked: Round) -> _PartWindow:
-        return _PartWindow(asked)
+    def window(self, round_: Round) -> _PartWindow:
+        return _PartWindow(round_)
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
         first = next(parts)
@@ -117,11 +117,11 @@ def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
 
 
 class _PartWindow(Window[Part]):
-    """Collects the rows of one window for a :class:`ColumnForm`."""
+    """Collects the rows of a round for a :class:`ColumnForm`."""
 
-    def __init__(self, asked: Round) -> None:
-        self._arrays, self._others = RowWindow(asked), TableWindow(asked)
-        self._rows = asked.rows
+    def __init__(self, round_: Round) -> None:
+        self._arrays, self._others = RowWindow(round_), TableWindow(round_)
+        self._rows = round_.rows
 
     def put(self, number: int, rows: Part) -> None:
         self._last = rows

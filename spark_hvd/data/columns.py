@@ -45,7 +45,7 @@ Values = Any
 """A numpy array, a list, or a dict of these by field."""
 
 Offsets = np.ndarray[Any, np.dtype[np.int64]]
-"""Where the values of each row begin, and where those of the last row end; shape (rows + 1,)."""
+"""The offset of each row's first value, and the end of the last row; shape (rows + 1,)."""
 
 Collate = Callable[[pa.RecordBatch], dict[str, Any]]
 _VECTOR = {"type", "size", "indices", "values"}
@@ -248,7 +248,7 @@ ONE_LENGTH = (
     "expected one. Next: pass torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
     "them equally long in the DataFrame"
 )
-"""What to do about arrays of different lengths."""
+"""The end of the error for arrays of different lengths."""
 
 _ONE_SHAPE = (
     "expected one for the arrays inside a row's array; only their number may differ. Next: pad them to one length in "

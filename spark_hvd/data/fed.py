@@ -1,4 +1,4 @@
-"""Rows that pass through a function before they form batches: in feeders, or in threads of the rank.
+"""Applies a function to rows before they form batches, in feeders or in threads of the rank.
 
 The rank reads the rows as usual and sends them through the function, so sharing, order and positions stay the same. The
 function must keep the number of rows, so the number of steps stays the same, too.
@@ -36,7 +36,7 @@ Submit = Callable[[pa.RecordBatch, "Sequence[int] | None"], "Future[pa.RecordBat
 
 @dataclass(frozen=True)
 class FedSource(DataSource):
-    """See the module's description.
+    """A source whose rows are the results of a function.
 
     Attributes:
         name: Name of the data set.
@@ -56,7 +56,7 @@ class FedSource(DataSource):
         return FedSource, (self.name, self.inner, self.fed, self.result_schema, self._rank())
 
     def _rank(self) -> int:
-        """Return whose rows these are. In an elastic run, a process may get another rank."""
+        """Return the rank that reads these rows. In an elastic run, a process may get another rank."""
         return who.rank() if self.rank is None or is_initialized() else self.rank
 
     @property
@@ -106,29 +106,29 @@ class FedReader(Reader[BatchT]):
             ends.callback(source.close)
             submit, in_flight = opened(self._name, self._fed, self._asked, ends)
             thread = ends.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
-            under_way: deque[Future[pa.RecordBatch]] = deque(maxlen=in_flight + 1)
-            left = threading.Event()
+            requests: deque[Future[pa.RecordBatch]] = deque(maxlen=in_flight + 1)
+            closed = threading.Event()
 
-            def leave() -> None:
-                left.set()
-                for request in list(under_way):  # a copy: the reader's thread may add to it
+            def cancel() -> None:
+                closed.set()
+                for request in list(requests):  # a copy: the reader's thread may add to it
                     request.cancel()
 
-            ends.callback(leave)
+            ends.callback(cancel)
 
             def start(item: tuple[int, pa.RecordBatch]) -> Callable[[], pa.RecordBatch]:
                 number, batch = item
                 draws = [self._asked.seed, epoch, self._rank(), number] if self._fed.row_map.random else None
                 request = submit(batch, draws)
-                under_way.append(request)
-                if left.is_set():
+                requests.append(request)
+                if closed.is_set():
                     request.cancel()
                 return request.result
 
             where = f"the result of the function of data set {self._name!r}"
             results = ahead(start, enumerate(source), in_flight)
             parts = (self._form.of(pa.Table.from_batches([result]), where) for result in results)
-            # Cut each batch while the one before is used, so that the consumer waits for one thread only.
+            # Cut each batch while the previous one is used, so that the consumer waits for one thread only.
             yield from one_ahead(thread, self._form.cut(parts, sizes))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a DataFrame, spread over the disks of the ranks' hosts: each rank reads its share of them."""
+"""Reads a rank's share of a DataFrame, whose rows are spread over the disks of the ranks' hosts."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def seed_of(seed: int | None, epoch: int) -> Seed | None:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """A rank's pieces in the order of an epoch: where each begins among all rows, and the fields of a Piece."""
+    """A rank's pieces in the order of an epoch: the start of each among all rows, and the fields of a Piece."""
 
     begins: Ints
     units: Ints
@@ -280,12 +280,12 @@ class _Pieces:
     def cut(self, share: Sequence[Interval]) -> _Pieces:
         """Return the same pieces, in which only the rows of ``share`` remain to be done: the last rows of each piece.
 
-        A piece is cut in two where finished rows follow unfinished ones, as other ranks may have left it.
+        A piece is cut in two if finished rows follow unfinished ones, which other ranks may have left.
         """
         edges = np.array([(0, 0), *share], np.int64)
         stops, ends = edges[1:, 1], self.begins + self.lengths
-        whose = np.searchsorted(self.begins, stops) - 1
-        begins = np.sort(np.concatenate([self.begins, stops[stops < ends[whose]]])) if len(stops) else self.begins
+        containing = np.searchsorted(self.begins, stops) - 1
+        begins = np.sort(np.concatenate([self.begins, stops[stops < ends[containing]]])) if len(stops) else self.begins
         piece = np.searchsorted(self.begins, begins, side="right") - 1
         ends = np.minimum(ends[piece], np.append(begins[1:], np.iinfo(np.int64).max))
         below = np.cumsum(edges[:, 1] - edges[:, 0])

@@ -1,4 +1,4 @@
-"""Iterate over the batches of a shard, an epoch at a time, in the form of a framework; as a data set for PyTorch."""
+"""Loaders, which iterate over the batches of a shard, an epoch at a time; also as a data set for PyTorch."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ShardLoader(Generic[T_co]):
 
     Args:
         name: Name of the data set, for messages.
-        source: Location of its rows.
-        sharding: How the rows are divided.
-        asked: What to read.
-        form: Makes the form that rows are read into.
-        collate: Makes the result from a batch of that form; None for the batch itself.
+        source: Source of the rows.
+        sharding: How ranks share the rows.
+        asked: The request to the source.
+        form: Makes the form in which rows are read.
+        collate: Makes the result from a batch; None for the batch itself.
         row_weights: Adds row weights to a batch, given the batch, its number of rows, and the weight of each; see
             :class:`~spark_hvd.data.readers.feed.Feed`.
     """
@@ -89,14 +89,14 @@ class ShardLoader(Generic[T_co]):
         self._next, self._now = Position(epoch), None
 
     def __len__(self) -> int:
-        """Number of batches of a whole epoch, the same on all ranks."""
+        """Return the number of batches of a whole epoch, which is the same on all ranks."""
         return len(self._sharding.batches(Position(self._next.epoch), *self._rank_and_size()))
 
     def __iter__(self) -> Iterator[T_co]:
         """Yield the batches of an epoch; the first time after a state was loaded, the rest of its epoch.
 
         Raises:
-            DataError: Values do not fit, a file vanished or changed, or there are fewer rows than ranks.
+            DataError: Values do not fit, a file was deleted or changed, or there are fewer rows than ranks.
         """
         rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
@@ -104,7 +104,7 @@ class ShardLoader(Generic[T_co]):
         return _Epoch(self._begin, self._collate, self._row_weights)
 
     def _begin(self, epoch: _Epoch[T_co]) -> tuple[Feed[Any], int, int]:
-        """Begin the next epoch; return its batches, its number, and how many batches these ranks have left of it."""
+        """Begin the next epoch. Return its feed, its number, and how many batches are left for these ranks."""
         start = self._next
         feed = Feed(self._opened(), self._sharding, *self._rank_and_size(), start)
         self._next, self._now = Position(start.epoch + 1), feed
@@ -153,7 +153,7 @@ class ShardLoader(Generic[T_co]):
             reader.close()
 
     def _watch(self) -> None:
-        """Called when the next epoch is known here, and no iterator has begun it."""
+        """Note that the next epoch is known, and that no iterator has begun it. A subclass may override this."""
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place

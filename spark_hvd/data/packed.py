@@ -22,7 +22,7 @@ Matrix = np.ndarray[Any, Any]
 """Columns of one type, (rows, columns)."""
 
 Rows = tuple[pa.RecordBatch, Ints | None]
-"""A batch, packed or not, and the numbers of its rows that are meant; None for all."""
+"""A batch, packed or not, and the numbers of the rows to use; None for all."""
 
 _COLUMNS = b"spark_hvd.columns"
 """Metadata key of a field of fixed-size lists; the value is the names of the packed columns."""
@@ -30,7 +30,7 @@ _COLUMNS = b"spark_hvd.columns"
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a record batch, some of whose columns lie side by side.
+    """The rows of a record batch, some of whose columns are stored side by side.
 
     ``matrices`` maps the names of packed columns to their matrix; ``plain`` has the other columns in any order.
     """
@@ -50,7 +50,7 @@ class PackedRows:
         return {name: (columns, place) for columns in self.matrices for place, name in enumerate(columns)}
 
     def numbers(self, names: Sequence[str]) -> Matrix | None:
-        """Return columns of one type, (rows, columns), writable; None if they do not lie in one matrix."""
+        """Return columns of one type, (rows, columns), writable; None if they are not in one matrix."""
         places = [self._places.get(name) for name in names]
         first = places[0]
         if first is None or any(place is None or place[0] is not first[0] for place in places):
@@ -101,19 +101,19 @@ def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
     matrices = [{_packed_in(field): at for at, field in enumerate(batch.schema)} for batch, _ in parts]
     for each in matrices:
         each.pop((), None)
-    found = {}
+    packed = {}
     for columns in matrices[0]:
         if all(columns in each for each in matrices) and not set(columns).isdisjoint(schema.names):
-            its = [
+            numbers = [
                 (_matrix(batch.column(each[columns])), at) for (batch, at), each in zip(parts, matrices, strict=True)
             ]
-            found[columns] = _rows_taken(its, order)
-    done = {name for columns in found for name in columns}
+            packed[columns] = _rows_taken(numbers, order)
+    done = {name for columns in packed for name in columns}
     rest = pa.schema([field for field in schema if field.name not in done])
     plain = pa.RecordBatch.from_pylist([], schema=rest)
     if rest.names:
         plain = single(pa.Table.from_batches([unpack(batch, at, rest) for batch, at in parts])).take(order)
-    return PackedRows(schema, len(order), found, plain)
+    return PackedRows(schema, len(order), packed, plain)
 
 
 def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.RecordBatch:

@@ -42,10 +42,10 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
     """Describe Parquet files that another program wrote, by their footers.
 
     Args:
-        store: Opens the files; ``path`` may lie anywhere in its file system.
-        path: A file, a directory, or a Delta or Iceberg table, complete. Directories below a directory are searched
-            too, and columns in their names ("day=2") are columns of the data set. Files and directories whose names
-            start with "_" or "." are omitted.
+        store: The store that opens the files. ``path`` may be anywhere in its file system.
+        path: The complete path of a file, a directory, or a Delta or Iceberg table. Directories below a directory are
+            searched too, and columns in their names ("day=2") are columns of the data set. Files and directories whose
+            names start with "_" or "." are omitted.
         columns: Names of the requested columns; None for all.
         uses: The purpose of columns, as they are in the files. For labels, the result has the lowest number if all
             footers hold it.
@@ -65,7 +65,7 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, us
 def dataset_in(
     store: Store, table: TableFiles, columns: Sequence[str] | None = None, uses: Uses | None = None
 ) -> DatasetMeta:
-    """Do what :func:`dataset_of` does, for files that are listed already.
+    """Do what :func:`dataset_of` does, for files that are already listed.
 
     Raises:
         DataError, StoreError: As :func:`dataset_of`.
@@ -103,9 +103,9 @@ def dataset_in(
 
 def _extremes(footers: Sequence[_Footer], name: str) -> tuple[float, float] | None:
     """Return the lowest and the highest number of a column in all files; None if a file does not say."""
-    found = [footer.extremes.get(name) for footer in footers if any(footer.rows)]
-    known = [each for each in found if each is not None]
-    if not known or len(known) < len(found):
+    extremes = [footer.extremes.get(name) for footer in footers if any(footer.rows)]
+    known = [each for each in extremes if each is not None]
+    if not known or len(known) < len(extremes):
         return None
     return min(low for low, _ in known), max(high for _, high in known)
 

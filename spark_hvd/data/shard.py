@@ -37,8 +37,8 @@ class DatasetShard:
     """This rank's part of a data set. In an epoch, each row goes to one rank, and all ranks make equally many steps.
 
     Args:
-        name: Its name in ``data=``.
-        source: Location of its rows.
+        name: Name of the data set in ``data=``.
+        source: Source of its rows.
     """
 
     __module__ = "spark_hvd.data"
@@ -51,7 +51,7 @@ class DatasetShard:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
+        """The schema of the columns."""
         return self._source.schema
 
     @property
@@ -60,7 +60,7 @@ class DatasetShard:
         return self._source.rows
 
     def steps(self, batch_size: int, drop_last: bool = False) -> int:
-        """Number of batches in an epoch, the same on all ranks.
+        """Return the number of batches in an epoch, which is the same on all ranks.
 
         Args:
             batch_size: Rows in a batch of one rank.
@@ -86,7 +86,7 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> TorchLoader[Any]:
-        """Batches for PyTorch: dicts of tensors, or the results of ``collate_fn``.
+        """Return batches for PyTorch: dicts of tensors, or the results of ``collate_fn``.
 
         The loader is a ``torch.utils.data.IterableDataset`` of whole batches. Iterate over it, or pass it to Lightning
         or to ``DataLoader(loader, batch_size=None)``.
@@ -134,7 +134,7 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
-        """Batches for other frameworks: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
+        """Return batches for other frameworks: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         self._check_row_weights(row_weights, asked, features)
@@ -153,7 +153,7 @@ class DatasetShard:
         window_rows: int | None = None,
         workers: int = 2,
     ) -> ShardLoader[pa.RecordBatch]:
-        """Batches of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
+        """Return batches of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         return ShardLoader(self.name, self._source, sharding, asked, TableForm)
@@ -220,8 +220,8 @@ def source_here(name: str, source: DataSource | SpoolSource | Fed) -> DataSource
     all_ranks = allgather_object(
         (mine, spool.counts[mine], source.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
     )
-    for units, found, *_ in all_ranks:
-        counts[units] = found
+    for units, rows_of_units, *_ in all_ranks:
+        counts[units] = rows_of_units
     _, _, parts, held, rows = zip(*all_ranks, strict=True)
     window_rows = min(rows)
     spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), source.part)

@@ -1,4 +1,4 @@
-"""Windows over the pieces of series on this rank. A window is only a place in a piece until its batch is made."""
+"""Windows over the pieces of series on this rank. A window is only a position in a piece until its batch is made."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class WindowSource(FrameSource):
 
 
 class SeriesHere:
-    """The pieces of series of some units, their values in files without a name that are mapped into memory.
+    """The pieces of series of some units. Their values are in unnamed files, which are mapped into memory.
 
     Args:
-        spool: Holds the pieces.
+        spool: The spool that holds the pieces.
         units: The units to read.
         asked: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
-        closing: Closes the files. After that, :meth:`read` can add nothing; what is mapped stays readable.
+        closing: Closes the files. Afterwards, :meth:`read` cannot add pieces, but mapped files stay readable.
 
     Attributes:
         schema: The schema of the windows.
@@ -104,19 +104,19 @@ class SeriesHere:
         """Add the pieces of more units.
 
         Raises:
-            DataError: They cannot be written to the disk.
+            DataError: The pieces cannot be written to the disk.
         """
         numbers = np.array(units, np.int64)
-        keys, rows, whose = [self._key_columns], [self._rows], [self._owners]
+        keys, rows, piece_units = [self._key_columns], [self._rows], [self._owners]
         owners, at = np.repeat(numbers, spool.counts[numbers]), 0
         with spool.disk():
             for table in spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in units], None):
                 problems = table.column(PROBLEM)
-                fine = problems.is_null()
-                whose.append(owners[at : at + table.num_rows][fine.to_numpy()])
+                is_piece = problems.is_null()
+                piece_units.append(owners[at : at + table.num_rows][is_piece.to_numpy()])
                 at += table.num_rows
                 self._note(table.filter(problems.is_valid()))
-                pieces = table.filter(fine)
+                pieces = table.filter(is_piece)
                 keys.append(pieces.select(self._keys))
                 for name, file in self._files.items():
                     file.write(pieces.column(name).combine_chunks().flatten().to_numpy())
@@ -126,7 +126,7 @@ class SeriesHere:
         # The unnamed files live as long as they are mapped. Empty files cannot be mapped, and have no windows.
         has_rows = any(map(len, rows))
         self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if has_rows}
-        self._rows, self._owners = np.concatenate(rows), np.concatenate(whose)
+        self._rows, self._owners = np.concatenate(rows), np.concatenate(piece_units)
         windows = windows_in(self._rows, self.length, self._stride)
         self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
@@ -140,20 +140,20 @@ class SeriesHere:
         """Return the windows with these numbers."""
         pieces = np.searchsorted(self._ends, numbers, side="right")
         starts = self._starts[pieces] + (numbers - self._firsts[pieces]) * self._stride
-        found = []
+        arrays = []
         for name in columns:
             if name in self._keys:
-                found.append(self._key_columns.column(name).take(pieces).combine_chunks())
+                arrays.append(self._key_columns.column(name).take(pieces).combine_chunks())
                 continue
             windows = np.lib.stride_tricks.sliding_window_view(self._values[name], self.length)[starts]
-            found.append(pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), type=self._list()))
-        return pa.RecordBatch.from_arrays(found, schema=pa.schema([self.schema.field(name) for name in columns]))
+            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), type=self._list()))
+        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([self.schema.field(name) for name in columns]))
 
     def _list(self) -> pa.DataType:
         return pa.list_(pa.float32(), self.length)
 
-    def _note(self, found: pa.Table) -> None:
-        for row in found.select([*self._keys, PROBLEM, COUNT]).to_pylist():
+    def _note(self, problems: pa.Table) -> None:
+        for row in problems.select([*self._keys, PROBLEM, COUNT]).to_pylist():
             key = ", ".join(f"{name}={row[name]!r}" for name in self._keys) or "the only one"
             _add(self.problems, row[PROBLEM], Problem(row[COUNT], 1, key, row[COUNT]))
 
@@ -181,8 +181,8 @@ class WindowReader(UnitReader[BatchT]):
         order = order_in_units(places.astype(np.int16), ids, seed)
         if (lengths < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
-        found: Ints = (self._rows.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
-        return found
+        windows: Ints = (self._rows.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
+        return windows
 
 
 def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
@@ -211,8 +211,8 @@ def window_source(name: str, spool: Spool, units: range, part: int, asked: Mappi
             (series.counts, mine, part, spool.held, spool.window_rows, series.problems),
             name=f"spark_hvd.rows_of.{name}",
         )
-        found, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)
-        counts: Ints = np.sum(found, axis=0)
+        rank_counts, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)
+        counts: Ints = np.sum(rank_counts, axis=0)
         problems: dict[str, Problem] = {}
         for rank_problems in noted:
             for kind, problem in rank_problems.items():
@@ -250,24 +250,24 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
         if kind == REPEATED:
             raise DataError(
                 f"{where}{found.series} series have {found.times} rows with the {order!r} of another row, {here}. "
-                "Expected one row for each. Next: name more keys=, or aggregate such rows"
+                "Expected one row for each. Next: pass more keys=, or aggregate such rows"
             )
         if kind == GAP:
             raise DataError(
                 f"{where}{found.series} series have {found.times} steps of {order!r} other than "
-                f"every={asked['every']}, {here}. Next: insert the missing rows, or leave every= out to take rows as "
+                f"every={asked['every']}, {here}. Next: insert the missing rows, or omit every= to take rows as "
                 "they follow each other"
             )
         assert kind == SHORT
         shorter = f"{found.series} series have fewer rows than a window of {asked['length']}"
         left_out = f"{shorter}, {found.key} has {found.times_in_key}"
         if asked["short"] == "error":
-            raise DataError(f'{where}{left_out}. Next: shorter windows, or short="skip" to leave such series out')
+            raise DataError(f'{where}{left_out}. Next: use shorter windows, or short="skip" to skip such series')
         if who.rank() == 0:
-            _log.warning("%s%s: they are left out", where, left_out)
+            _log.warning("%s%s: they are skipped", where, left_out)
     if windows < ranks:
         raise DataError(
             f"data set {name!r} has {windows} windows of {asked['length']} rows for {ranks} ranks"
-            f"{f' ({left_out})' if left_out else ''}: expected one for each at least. Next: more or longer series, "
-            "shorter windows, or fewer ranks"
+            f"{f' ({left_out})' if left_out else ''}: expected at least one for each. Next: use more or longer "
+            "series, shorter windows, or fewer ranks"
         )

@@ -11,7 +11,7 @@ import pyarrow as pa
 from spark_hvd.data.parquet import dataset_in, dataset_of
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.data.readers.files import arrow_filesystem, check_columns, parquet_file, told
+from spark_hvd.data.readers.files import arrow_filesystem, check_columns, parquet_file, reading
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
@@ -73,11 +73,11 @@ class ParquetSource(DataSource):
         """See base class. The schema of the first file, with the columns that are in no file.
 
         Raises:
-            DataError: The file is gone.
+            DataError: The first file was deleted.
         """
         first = self.dataset.row_groups[0]
         if self.dataset.table is None:
-            with told(first, self.dataset.version):
+            with reading(first, self.dataset.version):
                 inner = self.store.inner_path(first.file)
                 with parquet_file(inner, filesystem=arrow_filesystem(self.store)) as file:
                     schema = file.schema_arrow

@@ -1,6 +1,6 @@
 """Rows of a DataFrame on the local disk: the Spark task writes them once, as Arrow files, and its ranks read them.
 
-A file holds the rows of one chunk, sorted by unit and id, so that the rows of a unit are one stretch of it.
+A file holds the rows of one chunk, sorted by unit and id, so that the rows of a unit are adjacent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SpoolWriter:
         """Add rows with the user's columns and the columns :data:`UNIT` and :data:`ID`.
 
         Raises:
-            DataError: They cannot be written to the disk.
+            DataError: The rows cannot be written to the disk.
         """
         self._batches.append(batch)
         self._rows += batch.num_rows
@@ -210,13 +210,13 @@ class Spool:
     def rows(self, unit: int, first: int, rows: int) -> pa.RecordBatch:
         """Return some rows of a unit in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
         named = pa.schema([pa.field(ID, pa.int64()), *self.schema])
-        found = self._gather([(unit, first, 0, rows)], None, 0, named).batch()
+        gathered = self._gather([(unit, first, 0, rows)], None, 0, named).batch()
         schema = pa.schema([pa.field(UNIT, pa.int32()), *named])
         units = pa.array(np.full(rows, unit, np.int32))
-        return pa.RecordBatch.from_arrays([units, *found.columns], schema=schema)
+        return pa.RecordBatch.from_arrays([units, *gathered.columns], schema=schema)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield the task's own rows, without those from other ranks, some at a time and in no order."""
+        """Yield the task's own rows, without those from other ranks, some at a time and in any order."""
         schema = pa.schema([self.schema.field(name) for name in columns])
         for number, mapped in enumerate(self._mapped[: self._own]):
             if mapped is not None:
@@ -248,18 +248,16 @@ class Spool:
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
-        """Return a batch of a file, and where in it the rows of `units` are; None for all of it, in their order."""
+        """Return a batch of a file, and the numbers of the rows of ``units`` in it; None for all rows, in order."""
         mapped = self._mapped[number]
         if mapped is not None:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
-        one_by_one = pa.ipc.IpcReadOptions(
-            use_threads=False
-        )  # a thread for each small batch would take four times as long
+        options = pa.ipc.IpcReadOptions(use_threads=False)  # threads for small batches would take four times as long
         path = str(self._files[number])
-        with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
-            found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
-        return single(pa.Table.from_batches(found)), None
+        with pa.memory_map(path) as file, pa.ipc.open_file(file, options=options) as reader:
+            batches = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
+        return single(pa.Table.from_batches(batches)), None
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class SpoolSource:
             if (folder / _FAILED).exists():
                 raise DataError((folder / _FAILED).read_text())
             if not folder.exists():
-                raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended")
+                raise DataError(f"{folder}: the rows that the Spark task kept here were deleted: the task has ended")
             time.sleep(0.01)
         return Spool(self.folder)
 
@@ -299,6 +297,6 @@ def _chunk(number: int) -> str:
 
 
 def _mapped(path: str) -> pa.RecordBatch | None:
-    """Return the one batch of a file, mapped into memory; None if the file has a batch for each unit."""
+    """Return the only batch of a file, mapped into memory; None if the file has a batch for each unit."""
     with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         return reader.get_batch(0) if reader.num_record_batches == 1 else None

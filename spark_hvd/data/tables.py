@@ -119,7 +119,7 @@ class SparkRead:
 
 
 def spark_read_of(given: Any) -> SparkRead | None:
-    """Return how Spark reads what :func:`files_of` or :func:`files_of_table` cannot; None if it is no table."""
+    """Return how Spark reads a table that :func:`files_of` or :func:`files_of_table` cannot; None if it is not one."""
     if hasattr(given, "get_add_actions"):
         return SparkRead("delta", _hadoop_path(unquote(given.table_uri)), {"versionAsOf": str(given.version())})
     if hasattr(given, "metadata_location"):
@@ -189,11 +189,11 @@ def _of_delta(table: Any) -> TableFiles:
 
 def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
     """Return how a field is found in a file: by its ID, its physical name, or its name in the table."""
-    told = field.metadata or {}
+    mapping = field.metadata or {}
     if mode == "id":
-        marks = {ID: told[b"delta.columnMapping.id"]}
+        marks = {ID: mapping[b"delta.columnMapping.id"]}
     else:
-        physical = told.get(b"delta.columnMapping.physicalName") if mode == "name" else None
+        physical = mapping.get(b"delta.columnMapping.physicalName") if mode == "name" else None
         marks = names_mark([field.name if physical is None else physical.decode()])
     return marks if field.nullable else {**marks, REQUIRED: b""}
 
@@ -270,7 +270,7 @@ def _of_iceberg(table: Any) -> TableFiles:
 
 
 class _Marks:
-    """Which rows of files Iceberg's delete files mark; each of these is read once."""
+    """The rows that Iceberg's delete files mark. Each delete file is read once."""
 
     def __init__(self, io: Any) -> None:
         self._io = io
@@ -278,17 +278,15 @@ class _Marks:
 
     def positions(self, file: str, delete_files: Iterable[Any]) -> np.ndarray:
         """Return the positions of a file's deleted rows, of shape (deleted rows,)."""
-        from pyiceberg.io.pyarrow import (
-            _read_deletes,
-        )  # there is no public function; reads Iceberg 3's deletion vectors, too
+        from pyiceberg.io.pyarrow import _read_deletes  # not public; it also reads Iceberg 3's deletion vectors
 
-        found = [np.zeros(0, np.int64)]
+        positions = [np.zeros(0, np.int64)]
         for each in delete_files:
             if each.file_path not in self._read:
                 self._read[each.file_path] = _read_deletes(self._io, each)
             if file in self._read[each.file_path]:
-                found.append(self._read[each.file_path][file].to_numpy())
-        return np.concatenate(found)
+                positions.append(self._read[each.file_path][file].to_numpy())
+        return np.concatenate(positions)
 
 
 def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
@@ -300,18 +298,18 @@ def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
 
     def marks(arrow: pa.Field) -> dict[bytes, bytes]:
         number = int(arrow.metadata[ID])
-        told = schema.find_field(number)
-        found = {ID: arrow.metadata[ID], **(names_mark(names.get(number, ())) if mapping is not None else {})}
-        return found if told.optional and told.initial_default is None else {**found, REQUIRED: b""}
+        declared = schema.find_field(number)
+        result = {ID: arrow.metadata[ID], **(names_mark(names.get(number, ())) if mapping is not None else {})}
+        return result if declared.optional and declared.initial_default is None else {**result, REQUIRED: b""}
 
     fields, defaults = [], {}
-    for told, arrow in zip(schema.fields, schema.as_arrow(), strict=True):
+    for declared, arrow in zip(schema.fields, schema.as_arrow(), strict=True):
         column = table_field(arrow, marks)
         fields.append(column)
         # No default for a partition's source: files without it, as Hive writes them, have the partition's value.
-        if (told.optional or told.initial_default is not None) and told.field_id not in inside:
+        if (declared.optional or declared.initial_default is not None) and declared.field_id not in inside:
             with contextlib.suppress(pa.ArrowException, TypeError):  # a default that Arrow cannot express
-                defaults[told.name] = pa.scalar(told.initial_default, column.type)
+                defaults[declared.name] = pa.scalar(declared.initial_default, column.type)
     return TableSchema(pa.schema(fields), defaults, version)
 
 

@@ -1,6 +1,6 @@
 """The order of a DataFrame's rows in an epoch, and the rank of each row. Pure functions of numbers.
 
-Every row belongs to one of :data:`UNITS` units. Laid end to end, the units are cut into one share per rank; shares
+Every row belongs to one of :data:`UNITS` units. The concatenated units are cut into one share per rank; shares
 differ by one row at most. Each epoch has its own order of the units. So the order of an epoch depends neither on the
 order in which rows arrive nor on the number of ranks.
 """
@@ -25,7 +25,7 @@ ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; higher bits number partitions."""
 
 Piece = tuple[int, int, int, int]
-"""A run of rows of a unit: the unit, the first row, how many rows from there on are done, and how many there are.
+"""A range of rows of a unit: the unit, the first row, how many rows from there on are done, and how many there are.
 
 The rows of a unit are counted in the unit's order, which differs in each epoch.
 """
@@ -141,21 +141,20 @@ def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed:
     of the time of an argsort.
     """
     keys = keys_of(ids, seed).view(np.uint64)
-    if seed is None:  # numbers of partitions move next to those of rows in them, which are shorter than their 33 bits
+    if seed is None:  # move the bits of the partition next to those of the row, which need fewer than 33 bits
         within = keys & np.uint64(ROW)
         keys = keys >> np.uint64(33) << np.uint64(_bits(within)) | within
-    here = _bits(np.arange(len(ids))[-1:])
+    number_bits = _bits(np.arange(len(ids))[-1:])
     above = 64 - _bits(places)
-    cut = max(0, _bits(keys) + here - above)
-    found = places.astype(np.uint64) << np.uint64(above) if above < 64 else np.zeros(len(ids), np.uint64)
-    found |= keys >> np.uint64(cut) << np.uint64(here)
-    found |= np.arange(len(ids), dtype=np.uint64)
-    found.sort()
-    if (
-        cut and ((found[1:] ^ found[:-1]) >> np.uint64(here) == 0).any()
-    ):  # equal keys so far: the bits that were cut off decide
+    cut = max(0, _bits(keys) + number_bits - above)
+    combined = places.astype(np.uint64) << np.uint64(above) if above < 64 else np.zeros(len(ids), np.uint64)
+    combined |= keys >> np.uint64(cut) << np.uint64(number_bits)
+    combined |= np.arange(len(ids), dtype=np.uint64)
+    combined.sort()
+    # If keys are equal without the bits that were cut off, these bits decide.
+    if cut and ((combined[1:] ^ combined[:-1]) >> np.uint64(number_bits) == 0).any():
         return np.lexsort((keys, places))
-    order: Ints = (found & np.uint64((1 << here) - 1)).view(np.int64)
+    order: Ints = (combined & np.uint64((1 << number_bits) - 1)).view(np.int64)
     return order
 
 
@@ -197,16 +196,16 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
 
 def _mixed(lengths: Ints, seed: tuple[int, ...]) -> Ints:
     # Each row draws a number, whose lowest bits are replaced by its piece. Sorting these numbers mixes the pieces.
-    whose = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
-    piece = (1 << _bits(whose[-1:])) - 1
-    dtype = np.dtype(np.uint32 if (piece + 1) * len(whose) < 1 << 32 else np.uint64)
-    most = np.iinfo(dtype).max
-    drawn = np.random.default_rng(seed).integers(most, size=len(whose), dtype=dtype, endpoint=True)
-    drawn &= dtype.type(most - piece)
-    drawn |= whose
+    pieces = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
+    mask = (1 << _bits(pieces[-1:])) - 1
+    dtype = np.dtype(np.uint32 if (mask + 1) * len(pieces) < 1 << 32 else np.uint64)
+    highest = np.iinfo(dtype).max
+    drawn = np.random.default_rng(seed).integers(highest, size=len(pieces), dtype=dtype, endpoint=True)
+    drawn &= dtype.type(highest - mask)
+    drawn |= pieces
     drawn.sort()
-    order: Ints = np.empty(len(whose), np.int64)
-    order[np.argsort((drawn & dtype.type(piece)).astype(np.min_scalar_type(piece)), kind="stable")] = np.arange(
-        len(whose)
+    order: Ints = np.empty(len(pieces), np.int64)
+    order[np.argsort((drawn & dtype.type(mask)).astype(np.min_scalar_type(mask)), kind="stable")] = np.arange(
+        len(pieces)
     )
     return order

@@ -1,4 +1,4 @@
-"""``hvd.elastic.run``: trains through changes of the membership, from the last commit or from where training stood."""
+"""``hvd.elastic.run``: continues training when the membership changes, from the last commit or the current state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spark_hvd.world.launcher import ElasticLauncher
 
 
 class Restorable(Protocol):
-    """What the function's first argument must be able to do; see :class:`spark_hvd.elastic.state.State`."""
+    """The methods that the function's first argument must have; see :class:`spark_hvd.elastic.state.State`."""
 
     @property
     def commits(self) -> int:
-        """How many commits are behind it; -1 before the first sync."""
+        """Number of commits so far; -1 before the first sync."""
 
     def sync(self) -> None:
-        """Make it the same on all ranks; collective."""
+        """Make the state the same on all ranks. Collective."""
 
     def restore(self) -> None:
         """Go back to the last commit."""
@@ -40,17 +40,17 @@ R = TypeVar("R")
 S = TypeVar("S", bound=Restorable)
 
 _VERDICT_SECONDS = 3.0
-"""How long an error that torch raised itself waits for the launcher's word that the generation is over."""
+"""Seconds to wait, after an error of torch, for the launcher to say that the generation is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldHook:
-    """What is done when a world begins and ends, for something that goes with this rank from world to world."""
+    """Functions that are called when a world begins and ends, for objects that outlive a world."""
 
     bind: Callable[[], None]
-    """Called in each new world, on all ranks, before the state is synchronised; may be collective."""
+    """Called in each new world, on all ranks, before the state is synchronised. It may be collective."""
     release: Callable[[], None]
-    """Called when the world is over, before it is left; must not be collective."""
+    """Called when the world is over, before the rank leaves it. It must not be collective."""
 
 
 _hooks: list[WorldHook] = []
@@ -58,7 +58,7 @@ _running: str | None = None
 
 
 def register_world_hook(hook: WorldHook) -> None:
-    """Have a hook called for each world; modules that need one call this when they are imported."""
+    """Register a hook to call for each world. Modules that need one call this when they are imported."""
     _hooks.append(hook)
 
 
@@ -107,9 +107,9 @@ def _require_state(name: str, state: object) -> None:
 
 
 def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Callable[[], R]) -> R:
-    _leave()  # the world of an elastic function that has returned before
+    _leave()  # the world of a previous elastic function
     standing.standing.functions += 1
-    before, again = standing.place(), False
+    before, is_first = standing.place(), True
     while True:
         _enter(launcher)
         broken = None
@@ -118,12 +118,12 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
             for hook in _hooks:
                 hook.bind()
             me = standing.place()
-            if again or (me.rank, me.size) != (before.rank, before.size):
+            if not is_first or (me.rank, me.size) != (before.rank, before.size):
                 state.on_reset()
-            before, again = me, True
+            before, is_first = me, False
             state.sync()
             activity.keep_steps()
-            launcher.committed(getattr(state, "_count", state.commits))  # a newcomer has the state now
+            launcher.committed(getattr(state, "_count", state.commits))  # a new rank has the state now
             value = call()
             if launcher.finished():
                 return value
@@ -133,7 +133,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
             if not _is_fault_of_the_world(error, launcher):
                 raise
             broken = str(error)
-        # Here the exception is gone, and with it the frames that hold on to the old world.
+        # Here, the exception no longer exists, nor do its frames, which had references to the old world.
         if kept:
             launcher.yielded()
         elif broken is not None:
@@ -146,19 +146,19 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
 
 def _enter(launcher: ElasticLauncher) -> None:
     while True:
-        with contextlib.suppress(CollectiveError):  # the launcher knows
+        with contextlib.suppress(CollectiveError):  # the launcher knows, and has us try again
             return launcher.enter()
 
 
 def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bool:
-    """Return whether an error means that the world is broken: our errors say so, torch's own do not."""
+    """Return whether an error means that the world is broken. Our errors say so; for torch's, ask the launcher."""
     if isinstance(error, CollectiveError):
         return True
-    if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would only come again
+    if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would happen again
         return False
-    until = time.monotonic() + _VERDICT_SECONDS
+    deadline = time.monotonic() + _VERDICT_SECONDS
     while launcher.world_failure is None and not leave.is_aborted():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
@@ -168,4 +168,4 @@ def _leave() -> None:
     for hook in _hooks:
         hook.release()
     leave.abandon()
-    gc.collect()  # process groups in cycles, such as DDP's, keep their threads and sockets
+    gc.collect()  # process groups in reference cycles, such as DDP's, would keep their threads and sockets

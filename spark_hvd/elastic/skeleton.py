@@ -1,4 +1,4 @@
-"""Nested values taken apart: a small skeleton that can be pickled or copied, and the tensors that it had."""
+"""Splits nested values into a small skeleton, which can be pickled or copied, and their tensors."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.shapes import require_dense
 
 DICTS = dict, OrderedDict, defaultdict
-"""What is looked into, besides lists and tuples; of these types themselves, as others may not be rebuilt so."""
+"""Types that are searched for tensors, besides lists and tuples. Subclasses are not, because they may be built in
+another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor in a skeleton."""
+    """Represents a tensor in a skeleton."""
 
     number: int
-    """The tensor's place among all; names of one tensor, such as tied weights, share it."""
+    """The number of the tensor. Names of the same tensor, such as tied weights, share it."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    """The kind of device."""
+    """The type of the device."""
     is_parameter: bool
     requires_grad: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRef:
-        return self  # a commit copies hundreds
+        return self  # it never changes, and a commit would copy hundreds
 
 
 class TensorTable:
-    """The tensors of one or several values, in the order met, each once."""
+    """The tensors of one or several values, each once, in the order in which they are found."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -45,13 +46,12 @@ class TensorTable:
         self._known: dict[Hashable, int] = {}
 
     def flatten(self, value: Any) -> Any:
-        """Return the value with references in place of its tensors.
+        """Return ``value`` with references instead of its tensors.
 
-        Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
-        is the value's own, not a copy.
+        Tensors are only found in dicts, lists and tuples. Other objects, and parts without tensors, are not copied.
 
         Raises:
-            TypeError: A tensor is sparse, has no memory of its own here, or is on neither a CPU nor a GPU.
+            TypeError: A tensor is sparse, has no memory here, or is on neither a CPU nor a GPU.
         """
         return rebuilt(value, lambda leaf: self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
@@ -67,20 +67,20 @@ class TensorTable:
             tensor.dtype,
             tuple(tensor.shape),
             tensor.device.type,
-            # the exact type first: what isinstance does for parameters takes longer than all the rest
+            # Check the exact type first: isinstance of a Parameter takes longer than everything else here.
             type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter),
             tensor.requires_grad and tensor.is_leaf,
         )
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same elements of the same memory in the same order."""
-    # No two devices have an address in common.
+    """Return a key that is equal for tensors with the same elements of the same memory, in the same order."""
+    # The key needs no device, because different devices have different addresses.
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
+    """Return the tensors that :meth:`TensorTable.flatten` would find, including those that it would refuse."""
     found: list[torch.Tensor] = []
 
     def look(leaf: Any) -> Any:
@@ -93,9 +93,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
-    """Return the value with tensors in place of references.
+    """Return the value of a skeleton, with tensors instead of references.
 
-    ``tensor_of`` is called for each of them, also if several have one number.
+    ``tensor_of`` is called for each reference, even if several have the same number.
     """
 
     def filled(leaf: Any) -> Any:
@@ -110,21 +110,21 @@ def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> 
 
 
 class Receivers:
-    """Where the tensors of another rank are to be received: in memory that is there already, as far as it fits.
+    """The tensors that receive those of another rank. They use existing memory if it fits.
 
     Attributes:
-        tensors: By number.
+        tensors: The tensors by number.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._used: list[tuple[int, int]] = []  # addresses, sorted: the first, and the one after the last
+        self._used: list[tuple[int, int]] = []  # sorted (first address, address after the last)
         self._within: set[int] = set()
 
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
-        """Find or make a tensor for each reference of a skeleton.
+        """Find or allocate a tensor for each reference of a skeleton.
 
-        Tensors of ``mine`` that fit are used, and will be overwritten.
+        Tensors of ``mine``, this rank's value, are used if they fit, and will be overwritten.
         """
         if isinstance(skeleton, TensorRef):
             if skeleton.number not in self.tensors:
@@ -132,13 +132,13 @@ class Receivers:
         elif id(skeleton) not in self._within:
             self._within.add(id(skeleton))
             if type(skeleton) in DICTS:
-                there = mine if isinstance(mine, dict) else {}
+                existing = mine if isinstance(mine, dict) else {}
                 for key, item in skeleton.items():
-                    self.prepare(item, there.get(key))
+                    self.prepare(item, existing.get(key))
             elif type(skeleton) in (list, tuple):
-                alike = type(mine) is type(skeleton) and len(mine) == len(skeleton)
-                for place, item in enumerate(skeleton):
-                    self.prepare(item, mine[place] if alike else None)
+                matches = type(mine) is type(skeleton) and len(mine) == len(skeleton)
+                for index, item in enumerate(skeleton):
+                    self.prepare(item, mine[index] if matches else None)
             self._within.remove(id(skeleton))
 
     def _receiver(self, ref: TensorRef, mine: Any) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Receivers:
         begin = mine.data_ptr()
         end = begin + mine.nbytes
         place = bisect.bisect(self._used, (begin, begin))
-        # What shares memory here may not do so on the sender.
+        # Tensors that overlap here may be separate on the sender, so each needs its own memory.
         if begin < end and any(
             before < end and begin < after for before, after in self._used[max(place - 1, 0) : place + 1]
         ):
@@ -157,7 +157,7 @@ class Receivers:
         return fitting
 
     def in_order(self) -> list[torch.Tensor]:
-        """Return the tensors, in the order of the sender's."""
+        """Return the tensors in the sender's order."""
         return [self.tensors[number] for number in range(len(self.tensors))]
 
 
@@ -178,7 +178,7 @@ def _empty(ref: TensorRef) -> torch.Tensor:
 def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], root_rank: int) -> None:
     """Overwrite tensors with those of one rank, in batches of bounded size.
 
-    ``tensors`` have the same dtypes, shapes and kinds of device on every rank.
+    ``tensors`` must have the same dtypes, shapes and types of devices on every rank.
     """
     for members in batches(tensors):
         batch = [tensors[index] for index in members]
@@ -192,14 +192,14 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], r
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any], within: frozenset[int] = frozenset()) -> Any:
-    """Nested dicts, lists and tuples with changed leaves; where nothing changes, the very same objects.
+    """Apply ``change`` to the leaves of nested dicts, lists and tuples. Containers without changes are not copied.
 
-    ``change`` is applied to all that is no such container; ``within`` has the ids of the containers around.
+    A leaf is any value that is not such a container. ``within`` has the ids of the enclosing containers.
     """
     kind = type(value)
     if kind not in DICTS and kind not in (list, tuple):
         return change(value)
-    if id(value) in within:  # a container that contains itself can only stay whole
+    if id(value) in within:  # a container that contains itself is not changed
         return value
     within |= {id(value)}
     if kind in DICTS:

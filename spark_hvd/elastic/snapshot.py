@@ -1,13 +1,12 @@
-"""The last commit of a state, in memory of its own: copied at once, or in the background while training goes on.
+"""Copies of the last commit of a state, made at once, or in the background while training continues.
 
-Two sets of buffers take turns, so that the last commit stays whole until the next one is. They are allocated once.
+Two sets of buffers take turns, so that the last commit is kept until the next one is complete. They are allocated once.
 
-Tensors that only an optimizer's step changes, parameters and optimizer state, need no copy before the next step: a
-thread copies those on the CPU, and a stream beside the training's those on a GPU, and :meth:`Snapshots.wait_copied`,
-called right before the step, waits. Whether such a tensor was changed by something else before that is seen from its
-version counter, in the thread that trains, where nothing can be changing it meanwhile. The commit is then void, the one
-before it stands, and tensors of that kind are copied at once from then on. (A change through ``.data`` counts no
-version.)
+Parameters and optimizer state only change in an optimizer's step, so they need no copy before the next step. A thread
+copies those on the CPU, and a separate stream those on a GPU. :meth:`Snapshots.wait_copied`, called right before the
+step, waits for these copies. It also compares version counters, in the training thread, where no tensor is being
+changed: if something else has changed such a tensor, the commit is void and the previous one stays valid. From then on,
+these tensors are copied at once. (A change through ``.data`` does not change the version counter.)
 """
 
 from __future__ import annotations
@@ -30,10 +29,15 @@ from spark_hvd.transport.torch_private import changes, copy_all
 
 @dataclass(slots=True)
 class Commit:
-    """One set of buffers, and what the commit in it is.
+    """A set of buffers, and the commit that they hold.
 
-    Skeletons are by name, and plain objects in them copies; ``buffers`` are on the CPU, by the number of their
-    references, copied from ``devices``.
+    Attributes:
+        number: The number of the commit; -1 before the first.
+        extras: What :meth:`Snapshots.take` keeps by reference.
+        skeletons: Name -> skeleton, whose plain objects are copies.
+        buffers: Tensors on the CPU, by the numbers of their references.
+        devices: The device from which each buffer was copied.
+        events: Events to wait for before the buffers can be read.
     """
 
     number: int = -1
@@ -46,22 +50,23 @@ class Commit:
     def value(self, name: str, *, own: bool) -> Any:
         """Return the value of a name.
 
-        With ``own``, its tensors are new ones, where they were; else the buffers, on the CPU, only to be copied from.
+        With ``own``, its tensors are new ones on the devices of the originals. Otherwise they are the buffers on the
+        CPU, which the caller may only read.
         """
         self.wait()
-        made: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
 
         def tensor_of(ref: TensorRef) -> torch.Tensor:
             if not own:
                 return self.buffers[ref.number]
-            if ref.number not in made:
-                made[ref.number] = self.buffers[ref.number].to(self.devices[ref.number], copy=True)
-            return made[ref.number]
+            if ref.number not in copies:
+                copies[ref.number] = self.buffers[ref.number].to(self.devices[ref.number], copy=True)
+            return copies[ref.number]
 
         return unflatten(copy.deepcopy(self.skeletons[name]), tensor_of)
 
     def wait(self) -> None:
-        """Wait until what was copied from GPUs is here."""
+        """Wait until the copies from GPUs are complete."""
         for _, event in self.events:
             event.synchronize()
         self.events.clear()
@@ -69,17 +74,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _PendingCommit:
-    """A commit whose copy is under way."""
+    """A commit that is still being copied."""
 
     commit: Commit
     sources: dict[int, torch.Tensor]
-    """The tensors that are copied, by number."""
+    """The tensors that are being copied, by number."""
     versions: list[int]
     copying: _Copying | None
 
 
 class Snapshots:
-    """The commits of one state. To be used by one thread."""
+    """The commits of one state. Only one thread may use them."""
 
     def __init__(self) -> None:
         self._last: Commit | None = None
@@ -91,13 +96,17 @@ class Snapshots:
     def take(
         self, number: int, content: Mapping[str, Any], extras: Any = None, stable: Collection[Hashable] = ()
     ) -> None:
-        """Begin a commit; plain objects and all tensors that are not stable are copied before this returns.
+        """Begin a commit. Plain objects, and all tensors that are not stable, are copied before this returns.
 
-        ``extras`` are kept by reference; ``stable`` has keys of tensors that do not change before :meth:`wait_copied`.
+        Args:
+            number: The number of the commit.
+            content: The values to commit, by name.
+            extras: A value that is kept by reference.
+            stable: Keys of tensors that do not change before :meth:`wait_copied`.
 
         Raises:
-            TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.
-            RuntimeError: The copy of the commit before failed.
+            TypeError: A value cannot be copied, such as a sparse tensor or a lock.
+            RuntimeError: The copy of the previous commit failed.
         """
         self.wait_copied()
         table = TensorTable()
@@ -107,27 +116,26 @@ class Snapshots:
         commit.buffers = _buffers(table.tensors, commit.buffers[: len(table.tensors)])
         commit.devices = [tensor.device for tensor in table.tensors]
         commit.events = []
-        wait = [
+        later = [
             index
             for index, (tensor, key) in enumerate(zip(table.tensors, table.keys, strict=True))
             if key in stable and self._may_copy_later(index, tensor)
         ]
-        later = set(wait)
-        self._copy(commit, table.tensors, [index for index in range(len(table.tensors)) if index not in later])
-        if not wait:
+        self._copy(commit, table.tensors, sorted(set(range(len(table.tensors))) - set(later)))
+        if not later:
             self._spare, self._last = self._last, commit
             return
-        sources = {index: table.tensors[index] for index in wait}
+        sources = {index: table.tensors[index] for index in later}
         versions = [changes(source) for source in sources.values()]
-        self._pending = _PendingCommit(commit, sources, versions, self._copy_later(commit, table.tensors, wait))
+        self._pending = _PendingCommit(commit, sources, versions, self._copy_later(commit, table.tensors, later))
 
     def wait_copied(self) -> None:
-        """Wait until the commit under way is copied; to be called before a step may change stable tensors.
+        """Wait until the pending commit is copied. Call this before a step may change stable tensors.
 
-        On a GPU the current stream waits, not the host.
+        For tensors on a GPU, the current stream waits rather than the host.
 
         Raises:
-            RuntimeError: The copy failed. The commit before it stands.
+            RuntimeError: The copy failed. The previous commit stays valid.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -150,33 +158,33 @@ class Snapshots:
         warnings.warn(
             f"{len(changed)} parameters or tensors of an optimizer's state, the first of shape {shape}, were changed "
             f"between state.commit() and the next optimizer.step(). Commit {pending.commit.number} is void, and the "
-            "one before it stands. From now on commits copy them at once, which takes longer.",
+            "previous one stays valid. From now on, commits copy these tensors at once, which takes longer.",
             stacklevel=2,
         )
 
     def last(self) -> Commit | None:
-        """Return the last complete commit; None if there is none yet. Waits for the copy under way.
+        """Wait for the pending copy, and return the last complete commit; None if there is none yet.
 
         Raises:
-            RuntimeError: That copy failed; said once.
+            RuntimeError: That copy failed. This is raised only once.
         """
         self.wait_copied()
         return self._last
 
     def copied(self) -> Snapshots:
-        """Others with the same last commit, in memory of its own. They pickle where what was committed does.
+        """Return new snapshots with a copy of the last commit. They can be pickled if the committed values can.
 
         Raises:
-            RuntimeError: The copy under way failed; said once.
+            RuntimeError: The pending copy failed. This is raised only once.
         """
-        made, last = Snapshots(), self.last()
+        result, last = Snapshots(), self.last()
         if last is not None:
             last.wait()
-            made._last = replace(last, buffers=[buffer.clone() for buffer in last.buffers])
-        return made
+            result._last = replace(last, buffers=[buffer.clone() for buffer in last.buffers])
+        return result
 
     def _may_copy_later(self, number: int, tensor: torch.Tensor) -> bool:
-        # Without a commit to fall back on, the first one is made at once.
+        # The first commit is copied at once, because there is no previous one to fall back on.
         return self._last is not None and number not in self._mutated and not tensor.is_inference()
 
     def _copy(self, commit: Commit, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
@@ -184,7 +192,7 @@ class Snapshots:
         if on_cpu:
             copy_all([commit.buffers[index] for index in on_cpu], [tensors[index] for index in on_cpu])
         on_gpu = [index for index in indices if tensors[index].is_cuda]
-        for index in on_gpu:  # in the order of the current stream, so whatever changes them later waits there
+        for index in on_gpu:  # on the current stream, so that later changes on it wait
             commit.buffers[index].copy_(tensors[index], non_blocking=True)
         for device in {tensors[index].device for index in on_gpu}:
             commit.events.append((device, torch.cuda.current_stream(device).record_event()))
@@ -208,7 +216,7 @@ class Snapshots:
 
 
 class _Copying(threading.Thread):
-    """Copies tensors once, and ends; one call without Python's lock, so that training is not held up."""
+    """A thread that copies tensors in one call, which releases Python's lock so that training continues."""
 
     def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         super().__init__(name="spark_hvd commit", daemon=True)
@@ -220,41 +228,41 @@ class _Copying(threading.Thread):
         """See threading.Thread."""
         try:
             copy_all(self._targets, self._sources)
-        except BaseException as error:  # whatever it is, the thread that trains is to hear of it
+        except BaseException as error:  # wait() raises it in the training thread
             self._error = error
         finally:
             del self._targets, self._sources
 
     def wait(self) -> None:
-        """Block until all is copied."""
+        """Block until everything is copied."""
         self.join()
         if self._error is not None:
             raise RuntimeError(f"copying the state for a commit failed: {self._error}") from self._error
 
 
 def _copied(skeletons: dict[str, Any]) -> dict[str, Any]:
-    memo: dict[int, Any] = {}  # one, so that what two names share stays shared
+    memo: dict[int, Any] = {}  # shared by all names, so that an object under two names is copied once
     copies: dict[str, Any] = {}
     for name, skeleton in skeletons.items():
         try:
             copies[name] = copy.deepcopy(skeleton, memo)
-        except Exception as error:  # whatever a __deepcopy__ raises
+        except Exception as error:  # __deepcopy__ may raise anything
             raise TypeError(f"{name!r}: {type(skeleton).__name__} cannot be copied: {error}") from error
     return copies
 
 
 def _buffers(tensors: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory for copies of the tensors: the old one of each if it fits."""
-    found = [there if _fits(tensor, there) else None for tensor, there in zip_longest(tensors, old)]
-    missing = [index for index, there in enumerate(found) if there is None and tensors[index].is_cuda]
+    """Return memory for copies of the tensors: each old buffer if it fits, else a new one."""
+    buffers = [buffer if _fits(tensor, buffer) else None for tensor, buffer in zip_longest(tensors, old)]
+    missing = [index for index, buffer in enumerate(buffers) if buffer is None and tensors[index].is_cuda]
     for index, memory in zip(missing, pinned([tensors[index].nbytes for index in missing]), strict=True):
         like = torch.empty_like(tensors[index], device="meta")
-        found[index] = memory.view(like.dtype).as_strided(
+        buffers[index] = memory.view(like.dtype).as_strided(
             like.shape, like.stride(), memory.storage_offset() // like.itemsize
         )
     return [
-        torch.empty_like(tensor, device="cpu", requires_grad=False) if there is None else there
-        for tensor, there in zip(tensors, found, strict=True)
+        torch.empty_like(tensor, device="cpu", requires_grad=False) if buffer is None else buffer
+        for tensor, buffer in zip(tensors, buffers, strict=True)
     ]
 
 

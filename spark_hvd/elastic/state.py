@@ -1,4 +1,4 @@
-"""State that survives changes of the world: committed to memory, restored after a failure, made equal on all ranks."""
+"""State that survives changes of the world: it is committed to memory, restored after a failure, and synchronised."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class State:
         get_rank: Accepted for Horovod's sake; not needed.
 
     Attributes:
-        commits: How many times the state was saved in the whole run, from 0; -1 before the first. Equal on all ranks
-            after :meth:`sync`. A state that is made with a value of this name has that value instead.
+        commits: Number of the last save in the whole run, from 0; -1 before the first. It is equal on all ranks after
+            :meth:`sync`. If the state was made with a value of this name, it is that value instead.
     """
 
     commits: int
     _number: int | None = None
-    """Of commits, where `commits` is a value of the program's."""
+    """The number of commits if `commits` is a value of the program."""
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
         self.commits = -1
@@ -64,7 +64,7 @@ class State:
             callback()
 
     def reset(self) -> None:
-        """Adapt what depends on rank and size, before the callbacks; does nothing in this class."""
+        """Adapt everything that depends on rank and size, before the callbacks. This class does nothing."""
 
     def commit(self) -> None:
         """Save the state, and let pending changes of members take effect. Collective.
@@ -79,23 +79,23 @@ class State:
         """
         self.save()
         activity.keep_steps()
-        wanted = self._agree()
+        changes = self._agree()
         launcher = elastic_launcher.installed()
         if launcher is not None:
-            launcher.committed(self._count)  # only now have all ranks saved it
-        if wanted:
+            launcher.committed(self._count)  # only now, after all ranks have saved it
+        if changes:
             self._interrupt()
 
     def check_host_updates(self) -> None:
         """Let pending changes of members take effect. Collective, with one small all-reduce.
 
-        The state is saved only if members change. Costs nothing if ranks are not elastic, or if there is one rank.
+        The state is saved only if members change. This is free if ranks are not elastic or there is only one rank.
 
         Raises:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
         """
         if self._agree():
-            self.save()  # lest these steps are lost where the next world breaks before all have met
+            self.save()  # so that these steps are not lost if the next world breaks before all ranks have joined
             activity.keep_steps()
             self._interrupt()
 
@@ -104,35 +104,35 @@ class State:
         raise HostsUpdatedInterrupt(_UPDATED)
 
     def _interrupted(self) -> None:
-        """Called when the elastic function is about to be left, and the loops in it with it."""
+        """Prepare for leaving the elastic function and the loops in it. This class does nothing."""
 
     def _agree(self) -> bool:
-        """Return whether the members are to change; the same on all ranks, once all are here with the same progress."""
+        """Check that all ranks have the same progress. Return on all whether the members will change. Collective."""
         launcher = elastic_launcher.installed()
         if launcher is None:
             return False
         wanted = int(launcher.update_wanted)
         communicator = current().communicator
         if communicator.size > 1:
-            # The greatest of each number and of its negative: all ranks learn whether it is the same everywhere.
+            # The maximum of each number and of its negative shows all ranks whether it is equal everywhere.
             facts = self._facts()
             numbers = [wanted, *facts.values(), *(-fact for fact in facts.values())]
             mine = torch.tensor(numbers, dtype=torch.int64, device=communicator.fact_device)
             wanted, *greatest = communicator.allreduce(mine, ReduceOp.MAX).wait().tolist()
-            for name, most, least in zip(facts, greatest, greatest[len(facts) :], strict=False):
-                if most != -least:
+            for name, highest, negative in zip(facts, greatest, greatest[len(facts) :], strict=False):
+                if highest != -negative:
                     raise MismatchError(
-                        f"state.check_host_updates(): {name} is {-least} on one rank and {most} on another; all ranks "
-                        "must commit, and record batches, alike."
+                        f"state.check_host_updates(): {name} is {-negative} on one rank and {highest} on another; all "
+                        "ranks must commit and record batches at the same points."
                     )
         return bool(wanted)
 
     def _facts(self) -> dict[str, int]:
-        """Numbers that must be equal on all ranks when they commit, as many on each."""
+        """Return numbers that must be equal on all ranks when they commit. All ranks must have the same names."""
         return {"state.commits": self._count}
 
     def save(self) -> None:
-        """Keep a copy of the state in this process. Implementations count it in `commits`."""
+        """Keep a copy of the state in this process. Implementations must increment `commits`."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -163,17 +163,17 @@ class ObjectState(State):
         self._snapshots = Snapshots()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
-                raise ValueError(f"{name!r} is a name of {type(self).__name__}'s own; call this part of it otherwise.")
+                raise ValueError(f"{name!r} is an attribute of {type(self).__name__} itself; use another name.")
             setattr(self, name, value)
         if "commits" in kwargs:
             self._number = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the content of a copy or a pickle: the values, and its own commits, of which this is the last."""
+        """Return the content of a copy or a pickle: the values, and a copy of the last commit."""
         return self.__dict__ | {"_reset_callbacks": list(self._reset_callbacks), "_snapshots": self._snapshots.copied()}
 
     def save(self) -> None:
-        """Keep a copy of the state, in memory that is allocated once, or twice.
+        """Keep a copy of the state, in one of two sets of buffers that are allocated once.
 
         Raises:
             TypeError: A value cannot be copied, such as a sparse tensor or a lock.
@@ -211,7 +211,7 @@ class ObjectState(State):
         """
         communicator = current().communicator
         root = communicator.rank
-        if self._snapshots.last() is None:  # so that a sync that fails half-way can be undone
+        if self._snapshots.last() is None:  # so that restore() can undo a sync that fails half-way
             self._take(self._count)
         if communicator.size > 1:
             content = self._content()
@@ -224,7 +224,7 @@ class ObjectState(State):
         self._sync_others(root)
         self._take(max(self._count, 0))
         if communicator.rank == root and (commit := self._snapshots.last()) is not None:
-            # What others have just loaded is at the beginning of the rest; the root's may be in the middle of a use.
+            # On other ranks, these values have just been loaded. The root's may be partly used, so load them too.
             for name in filter(self._reloads, commit.skeletons):
                 self._load(name, commit.value(name, own=not self._copies(name)))
         self._renew()
@@ -233,43 +233,43 @@ class ObjectState(State):
         self._snapshots.take(number, self._content(), self._extras(), stable)
         self._count = number
 
-    # ---- what kinds of state differ in ----------------------------------------------------------------------------
+    # ---- methods that kinds of state override ----------------------------------------------------------------------
 
     def _content(self) -> dict[str, Any]:
-        """Return what to save and send, by name."""
+        """Return the values to save and send, by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def _load(self, name: str, value: Any) -> None:
-        """Take over what :meth:`_content` was, here or on another rank; its tensors may be kept."""
+        """Load a value that :meth:`_content` returned, here or on another rank. Its tensors may be kept."""
         setattr(self, name, value)
 
     def _copies(self, name: str) -> bool:
-        """Return whether :meth:`_load` only copies from the tensors it is given, from whatever device."""
+        """Return whether :meth:`_load` copies tensors, from any device, rather than keeping them."""
         return False
 
     def _reloads(self, name: str) -> bool:
-        """Return whether the rank whose state counts is to :meth:`_load` it too, because it may be half used."""
+        """Return whether the root of a sync must :meth:`_load` the value too, because it may be partly used."""
         return False
 
     def _kind(self, name: str) -> str:
         return "a plain object"
 
     def _misfit(self, name: str, skeleton: Any) -> str | None:
-        """Why :meth:`_load` would fail for what has this skeleton; None if it would not."""
+        """Return why :meth:`_load` would fail for a value with this skeleton; None if it would not."""
         return None
 
     def _stable(self) -> Collection[Hashable]:
-        """Keys of tensors that do not change until the snapshots are copied."""
+        """Return the keys of tensors that do not change until the snapshots are copied."""
         return ()
 
     def _extras(self) -> Any:
-        """Return what a commit keeps by reference."""
+        """Return the value that a commit keeps by reference."""
 
     def _restore_extras(self, extras: Any) -> None:
-        """Put back what a commit has kept by reference."""
+        """Restore the value that a commit has kept by reference."""
 
     def _sync_others(self, root_rank: int) -> None:
-        """Send what is not in :meth:`_content`."""
+        """Send other state of the root, which is not in :meth:`_content`. Collective."""
 
     def _renew(self) -> None:
-        """Called when the state has been restored or made equal on all ranks."""
+        """Adapt to a state that was restored or synchronised. This class does nothing."""

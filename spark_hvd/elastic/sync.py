@@ -1,4 +1,4 @@
-"""Making the state of all ranks one rank's: who has the latest, what it is made of, and its tensors in a stream."""
+"""Gives all ranks the state of the rank with the latest commit: first its skeletons, then its tensors in batches."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def synchronize(
 ) -> tuple[Mapping[str, Any], int, int]:
     """Give every rank the content of the lowest of those ranks that have the most commits; collective.
 
-    Three small exchanges, and then the tensors, in batches of bounded size. They are received into the tensors of
-    `content` in their places where dtype and shape fit, so that no second copy of a model is needed.
+    Three small exchanges come first, and then the tensors in batches of bounded size. They are received into the
+    tensors of `content` if dtype and shape fit, so that no second copy of a model is needed.
 
     Args:
         communicator: The communicator of all ranks.
-        content: This rank's, by name. On the root it stays as it is.
-        kinds: What is behind each name; must be equal on all ranks.
-        commits: This rank's.
-        misfit: Tells, of a name and the root's skeleton of it, why this rank could not load it; None if it can.
+        content: This rank's values, by name. The root's are not changed.
+        kinds: The kind of each value, which must be equal on all ranks.
+        commits: This rank's number of commits.
+        misfit: Function from a name and the root's skeleton to the reason why this rank cannot load the value, or None.
 
     Returns:
-        The root's content, commits, and rank. Its tensors may be those of this rank's own content, or used by nobody.
+        The root's content, its number of commits, and its rank. Tensors may be those of this rank's own content.
 
     Raises:
         MismatchError: Ranks have different names or kinds, are in different elastic functions, or one could not load
@@ -65,12 +65,13 @@ def broadcast_content(
     caller: str,
     check: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> Mapping[str, Any]:
-    """Return one rank's named values on all ranks; the root keeps its own, the others receive tensors in place.
+    """Return one rank's named values on all ranks. The root keeps its own; the others receive tensors in place.
 
-    ``caller`` is what the user called, for an error; ``check`` sees the root's skeletons before any tensor is sent.
+    ``caller`` is the function that the user called, for errors. ``check`` is called with the root's skeletons before
+    any tensor is sent.
 
     Raises:
-        ValueError: The root has something that cannot be sent. Raised on every rank.
+        ValueError: The root has a value that cannot be sent. Raised on every rank.
     """
     table = TensorTable()
     skeletons: dict[str, Any] = {}
@@ -99,7 +100,7 @@ def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any
     """Return the skeletons of named values.
 
     Raises:
-        TypeError: One has a tensor that cannot be copied; the text says which.
+        TypeError: A value has a tensor that cannot be copied. The message names the value.
     """
     skeletons: dict[str, Any] = {}
     for name, value in content.items():
@@ -116,7 +117,7 @@ def _require_same_function(numbers: list[int]) -> None:
         raise MismatchError(
             f"state.sync(): rank {numbers.index(first)} is in elastic function number {first} of fn, and rank "
             f"{numbers.index(last)} in number {last}: a new rank runs fn from its start. Train in one elastic "
-            "function, and keep the progress in its state, so that new ranks continue where the others are."
+            "function, and keep the progress in its state, so that new ranks continue from there."
         )
 
 
@@ -127,5 +128,5 @@ def _require_same_kinds(gathered: list[dict[str, str]]) -> None:
             if first.get(name) != theirs.get(name):
                 raise MismatchError(
                     f"state.sync(): {name!r} is {first.get(name, 'missing')} on rank 0, but "
-                    f"{theirs.get(name, 'missing')} on rank {rank}. Make the state of the same things on every rank."
+                    f"{theirs.get(name, 'missing')} on rank {rank}. Make the state from the same values on every rank."
                 )

@@ -1,4 +1,4 @@
-"""The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system.
+"""The store for data, checkpoints and logs of a fit. One class, based on fsspec, serves every kind of file system.
 
 May import scratch. Doors: Store, row_groups.
 """

@@ -1,4 +1,4 @@
-"""Errors of file systems as StoreError: what was tried, on which path, why it failed, and the next step."""
+"""Turns errors of file systems into a StoreError, which names the operation, the path, the reason and the next step."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ class CheckpointError(StoreError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 500
+_MAX_LENGTH = 500
 _UNREACHABLE = ("connect", "timeout", "timed out", "resolve", "unreachable")
 
 
 @contextmanager
-def explaining(tried: str, path: str) -> Iterator[None]:
-    """Turn whatever a file system raises in the block into a StoreError; ``tried`` is a verb such as "write"."""
+def explaining(verb: str, path: str) -> Iterator[None]:
+    """Turn any error of a file system in the block into a StoreError. ``verb`` is the operation, such as "write"."""
     try:
         yield
     except StoreError:
         raise
-    # not only OSError: the clients of object stores have exceptions of their own (no credentials, no connection)
+    # The clients of object stores have their own exceptions (no credentials, no connection), besides OSError.
     except Exception as error:
-        raise store_error(tried, path, error) from error
+        raise store_error(verb, path, error) from error
 
 
 @contextmanager
 def staged(temporary: str, path: str, commit: Callable[[], None]) -> Iterator[BinaryIO]:
-    """Open a new local file ``temporary``; at the end of the block, close it and let ``commit`` move it to its place.
+    """Open a new local file ``temporary``. At the end of the block, close it, and let ``commit`` move it to its place.
 
-    The file is gone afterwards, whatever happens to the block; it stays only where this process is killed, and then has
-    no lock any more. Errors name ``path``. An error of the disk is raised as StoreError
-    also where the block made another exception of it, as torch.save does.
+    Afterwards, the file is always deleted. It only remains if this process is killed, and then it is not locked. Errors
+    name ``path``. An error of the disk is raised as StoreError even if the block turned it into another exception, as
+    torch.save does.
     """
     with explaining("write", path):
         raw = _CheckedFile(temporary, path)
     held = None
     try:
-        with contextlib.suppress(OSError):  # no room for a descriptor, or no locks: then nobody sweeps either
-            held = os.dup(raw.fileno())  # for the time between the file's end and its new name
+        with contextlib.suppress(OSError):  # no free descriptor, or no locks: then sweep() cannot lock it either
+            held = os.dup(raw.fileno())  # keeps the lock between closing the file and renaming it
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             with io.BufferedWriter(raw) as file:
@@ -89,12 +89,12 @@ class _CheckedFile(io.FileIO):
             raise self.failure from error
 
 
-def store_error(tried: str, path: str, cause: Exception) -> StoreError:
-    """Return the StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
+def store_error(verb: str, path: str, cause: Exception) -> StoreError:
+    """Return the StoreError for an operation that failed on ``path`` because of ``cause``. It names the next step."""
     text = " ".join(str(cause).split()) or "no details"
-    if len(text) > _LONGEST:  # libhdfs lists every place where it looked for Java
-        text = text[:_LONGEST] + " ..."
-    return StoreError(f"cannot {tried} {path}: {type(cause).__name__}: {text}. {_next_step(path, cause)}")
+    if len(text) > _MAX_LENGTH:  # libhdfs lists every place where it looked for Java
+        text = text[:_MAX_LENGTH] + " ..."
+    return StoreError(f"cannot {verb} {path}: {type(cause).__name__}: {text}. {_next_step(path, cause)}")
 
 
 def _next_step(path: str, cause: Exception) -> str:
@@ -102,12 +102,12 @@ def _next_step(path: str, cause: Exception) -> str:
     code = cause.errno if isinstance(cause, OSError) else None
     kind = type(cause).__name__
     if any(word in str(cause) for word in ("libjvm", "libhdfs")):
-        needed = to_install(path) or to_install("hdfs://")  # also viewfs:// and har:// come to it
+        needed = to_install(path) or to_install("hdfs://")  # viewfs:// and har:// also use libhdfs
         return f"Next: {needed}. Without that package, set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
     if path.startswith("dbfs:") and kind == "TypeError":
         return (
-            "Here is no /dbfs, the mount of Databricks' clusters. Expected a path of a volume there, "
-            "/Volumes/<catalog>/<schema>/<volume>/...; from elsewhere the URL of its bucket, or storage_options with "
+            "There is no /dbfs here, the mount of Databricks' clusters. Expected a path of a volume there, "
+            "/Volumes/<catalog>/<schema>/<volume>/...; from elsewhere, the URL of its bucket, or storage_options with "
             "instance and token"
         )
     if code in _FULL:
@@ -119,13 +119,13 @@ def _next_step(path: str, cause: Exception) -> str:
     if isinstance(cause, PermissionError):
         if remote:
             return (
-                "Check the credentials in storage_options and what they are allowed to do there: list, read, write and "
-                "delete. S3 calls a file that is missing forbidden where s3:ListBucket is not allowed"
+                "Check that the credentials in storage_options allow to list, read, write and delete there. Without "
+                "s3:ListBucket, S3 reports a missing file as forbidden"
             )
-        return "Check owner and mode of the directory for the user that Spark's processes run as"
+        return "Check the owner and mode of the directory, for the user that runs Spark's processes"
     if isinstance(cause, FileNotFoundError):
         if remote:
-            return "Check the name, and that the bucket, container or directory exists: it is not created for you"
+            return "Check the name, and that the bucket, container or directory exists: it is not created automatically"
         return "Check the path, and that it is on a file system that all hosts share"
     if isinstance(cause, (NotADirectoryError, FileExistsError)):
         return "A part of the path is a file where a directory is expected: choose another path"

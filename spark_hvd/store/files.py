@@ -1,4 +1,4 @@
-"""The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system."""
+"""The class `Store`: paths, reading and writing, on any file system that fsspec supports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spark_hvd.store.paths import (
 class Store:
     """The place for data, checkpoints and logs of a fit. Make one with :meth:`create`.
 
-    It pickles as URL and options only, and opens new connections in each process. Methods take and return complete
+    Its pickle only has the URL and the options, so each process opens new connections. Methods take and return complete
     paths: "/data/x/y" or "s3://bucket/prefix/y".
 
     A file written by :meth:`writing` or :meth:`write_bytes` gets its name only when it is complete. Until then, and
@@ -43,10 +43,10 @@ class Store:
     Attributes:
         url: The complete root of the store, without a slash at the end; an absolute path on local file systems.
         storage_options: Options of the fsspec file system (``endpoint_url``, ``key``, ``secret``, ``anon`` ...).
-            They hold secrets, so the repr leaves them out.
+            They may hold secrets, so the repr omits them.
         runs_path: Directory of the runs; None for ``<url>/runs``.
         train_path: Directory of the training data; None for one below ``<url>/intermediate_data``.
-        val_path: Directory of the validation data; None likewise.
+        val_path: Directory of the validation data; None for one below ``<url>/intermediate_data``.
     """
 
     __module__ = "spark_hvd.store"
@@ -79,7 +79,7 @@ class Store:
             storage_options: Options of the fsspec file system.
 
         Raises:
-            TypeError: An argument is of a wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: A path is empty, has no bucket, or is on another file system than ``prefix_path``.
             StoreError: The protocol is unknown, or its package is not installed.
         """
@@ -98,13 +98,13 @@ class Store:
 
     @property
     def filesystem(self) -> Any:
-        """The ``fsspec.AbstractFileSystem``. One per process and options: fsspec caches it, and drops it after a fork.
+        """The ``fsspec.AbstractFileSystem``. fsspec caches one per process and options, and drops it after a fork.
 
         Raises:
-            StoreError: It cannot be made from ``storage_options``.
+            StoreError: The file system cannot be made from ``storage_options``.
         """
         with explaining("open", self.url):
-            # other processes write to the store too: cached listings would hide that
+            # Cached listings would hide what other processes write.
             options = {"use_listings_cache": False} if protocol_of(self.url) in OBJECT_STORES else {}
             options |= self.storage_options
             if (kind := fsspec.get_filesystem_class(protocol_of(self.url))).__module__ == "hdfs_native.fsspec":
@@ -114,27 +114,27 @@ class Store:
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
     def inner_path(self, path: str) -> str:
-        """``path`` without the protocol, as file systems take it."""
+        """Return ``path`` without the protocol, as fsspec's file systems take it."""
         return path if self.is_local else str(self.filesystem._strip_protocol(path))
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes see its files; False for ``memory://``."""
+        """Whether other processes can see the files; False for ``memory://``."""
         return protocol_of(self.url) != "memory"
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of a file system that this host has mounted."""
+        """Whether the store is a folder of a file system that this host has mounted."""
         return protocol_of(self.url) == "file"
 
     @property
     def plain(self) -> Store:
-        """The store as ranks get it; another one where a subclass has paths of its own."""
+        """The store that ranks get. A subclass with its own paths returns a plain Store."""
         return self
 
     @property
     def prepared(self) -> tuple[str | None, str | None]:
-        """Paths of Parquet to train and to validate on that lies here already."""
+        """Paths of existing Parquet data for training and for validation; None if not set."""
         return self.train_path, self.val_path
 
     # -- layout
@@ -144,19 +144,19 @@ class Store:
         return join(self.url, *parts)
 
     def run_path(self, run_id: str) -> str:
-        """Directory of a run."""
+        """Return the directory of a run."""
         return join(self.runs_path or self.join("runs"), one_name("run_id", run_id))
 
     def checkpoint_path(self, run_id: str, name: str = "last.ckpt") -> str:
-        """File of a run's checkpoint."""
+        """Return the file of a run's checkpoint."""
         return join(self.run_path(run_id), one_name("name", name))
 
     def logs_path(self, run_id: str) -> str:
-        """Directory of a run's logs."""
+        """Return the directory of a run's logs."""
         return join(self.run_path(run_id), "logs")
 
     def data_path(self, key: str) -> str:
-        """Directory of materialised data."""
+        """Return the directory of materialised data."""
         return self.join("intermediate_data", one_name("key", key))
 
     # -- reading
@@ -165,7 +165,7 @@ class Store:
         """Open a file as fsspec does. To write a file that others read, use :meth:`writing`.
 
         Raises:
-            StoreError: It cannot be opened. Later errors of the file are those of the file system.
+            StoreError: The file cannot be opened. The open file raises the errors of its file system.
         """
         with explaining(f"open ({mode})", path):
             if self.is_local and "r" not in mode:
@@ -176,7 +176,7 @@ class Store:
         """Return the whole content of a file.
 
         Raises:
-            StoreError: It does not exist or cannot be read.
+            StoreError: The file does not exist or cannot be read.
         """
         with explaining("read", path):
             return bytes(self.filesystem.cat_file(self.inner_path(path)))
@@ -190,13 +190,13 @@ class Store:
         return self._info(path) is not None
 
     def size(self, path: str) -> int:
-        """Size of a file in bytes.
+        """Return the size of a file in bytes.
 
         Raises:
-            StoreError: It does not exist or is a directory.
+            StoreError: The file does not exist or is a directory.
         """
         info = self._info(path)
-        with explaining("take the size of", path):
+        with explaining("get the size of", path):
             if info is None:
                 raise FileNotFoundError("no such file")
             if info["type"] == "directory":
@@ -204,31 +204,31 @@ class Store:
         return int(info["size"])
 
     def list(self, path: str, *, unfinished: bool = False) -> builtins.list[str]:
-        """Sorted paths of the files and directories directly in a directory; none if it does not exist.
+        """Return the sorted paths of the files and directories directly in a directory; [] if it does not exist.
 
         Args:
             path: The directory.
             unfinished: Also list files that are being written, and those whose writer was killed.
 
         Raises:
-            StoreError: It cannot be listed.
+            StoreError: The directory cannot be listed.
         """
         inner = self.inner_path(path).rstrip("/")
         with explaining("list", path):
             try:
-                found = self.filesystem.ls(inner, detail=False)
+                entries = self.filesystem.ls(inner, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        inside = (entry.rstrip("/") for entry in found)
+        inside = (entry.rstrip("/") for entry in entries)
         names = {posixpath.basename(entry) for entry in inside if posixpath.dirname(entry) == inner}
-        # an object store takes any text as a key: as names these would lead elsewhere
+        # Object stores accept any text as a key. As file names, "." and ".." would lead elsewhere.
         return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
     def version(self, path: str) -> str | None:
         """Return a text that changes whenever the file is written again; None if there is no file.
 
         Raises:
-            StoreError: The store cannot be asked.
+            StoreError: The store cannot be reached, or denies access.
         """
         if self._info(path) is None:
             return None
@@ -236,19 +236,19 @@ class Store:
             return str(self.filesystem.ukey(self.inner_path(path)))
 
     def sweep(self, path: str) -> None:
-        """Delete files right in a local directory whose writers were killed: those without a name and without a lock.
+        """Delete unfinished files directly in a local directory whose writers were killed, so that they are not locked.
 
-        Errors are ignored. Remote stores are left alone: there, nothing tells who writes.
+        Errors are ignored. Remote stores are not swept, because they do not show whether a file is being written.
         """
         if not self.is_local:
             return
         with contextlib.suppress(OSError):
             for entry in os.scandir(path):
                 if is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
-                    _remove_if_left(entry.path)
+                    _remove_unless_locked(entry.path)
 
     def _info(self, path: str) -> dict[str, Any] | None:
-        # not fsspec's exists(), which takes every error for "no"
+        # fsspec's exists() would return False for any error.
         with explaining("look at", path):
             try:
                 return dict(self.filesystem.info(self.inner_path(path)))
@@ -259,13 +259,13 @@ class Store:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """Open a binary file on a local disk that becomes ``path`` at the end of the block; directories are created.
+        """Open a binary file on a local disk, which becomes ``path`` at the end of the block. Directories are created.
 
         If the block raises, ``path`` is unchanged and nothing is left behind. For remote stores, the file is written to
-        this host's temporary directory, which needs room for it, and uploaded at the end.
+        this host's temporary directory, which needs enough space, and uploaded at the end.
 
         Raises:
-            StoreError: It cannot be written or uploaded. Replaces any other exception that the block makes of that.
+            StoreError: The file cannot be written or uploaded. It replaces an exception that the block made of it.
         """
         if self.is_local:
             directory, name = posixpath.split(path)
@@ -283,20 +283,20 @@ class Store:
                     yield file
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a whole file, as :meth:`writing` does.
+        """Write a file with this content, as :meth:`writing` does.
 
         Raises:
-            StoreError: It cannot be written.
+            StoreError: The file cannot be written.
         """
         with self.writing(path) as file:
             file.write(data)
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a directory with its contents. No error if it does not exist.
+        """Delete a file, or a directory with its contents, if it exists.
 
         Raises:
             ValueError: The path is not in this store.
-            StoreError: It cannot be deleted.
+            StoreError: The path cannot be deleted.
         """
         roots = [root for root in (self.url, self.runs_path, self.train_path, self.val_path) if root]
         if ".." in path.split("/") or not any(path == root or path.startswith(f"{root}/") for root in roots):
@@ -308,13 +308,13 @@ class Store:
         """Write, read and delete a tiny file, so that a fit fails before it starts instead of after an epoch.
 
         Raises:
-            StoreError: One of these failed, or other bytes came back.
+            StoreError: One of these operations failed, or reading returned other bytes.
         """
         for root in dict.fromkeys((self.url, self.runs_path or self.url)):
             path, data = join(root, f"writable-{uuid.uuid4().hex}"), uuid.uuid4().bytes
             self.write_bytes(path, data)
             if self.read_bytes(path) != data:
-                raise StoreError(f"cannot use {root}: a file read back has other bytes than were written to it")
+                raise StoreError(f"cannot use {root}: reading a file returned other bytes than were written")
             self.delete(path)
 
     def _upload(self, local: str, path: str) -> None:
@@ -331,14 +331,14 @@ class Store:
                 options = {"overwrite": True} if protocol_of(self.url) == "hdfs" else {}  # as hdfs-native does
                 _replace(filesystem, temporary, target, options)
         except BaseException:
-            # whatever fsspec's file systems raise: report the first error
+            # fsspec's file systems may raise anything; report the first error
             with contextlib.suppress(Exception):
                 filesystem.rm_file(temporary)
             raise
 
 
 def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str, Any]) -> None:
-    """Rename ``temporary`` to ``target``, even if that file exists and the file system cannot rename onto it."""
+    """Rename ``temporary`` to ``target``, even if ``target`` exists and the file system cannot replace it."""
     try:
         filesystem.mv(temporary, target, **options)
     except OSError:
@@ -346,7 +346,7 @@ def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str,
             raise
     if not filesystem.exists(temporary):
         return
-    # HDFS: libhdfs raises an error, WebHDFS does not. The old content is deleted only once the new one has its name.
+    # On HDFS, libhdfs raises an error, but WebHDFS does not. The old content is deleted after the new one has the name.
     old = posixpath.join(posixpath.dirname(target), temporary_name(posixpath.basename(target)))
     filesystem.mv(target, old)
     try:
@@ -354,11 +354,11 @@ def _replace(filesystem: Any, temporary: str, target: str, options: Mapping[str,
     except BaseException:
         filesystem.mv(old, target)
         raise
-    with contextlib.suppress(Exception):  # the file is written, whatever becomes of the old one
+    with contextlib.suppress(Exception):  # the new file is complete, even if the old one stays
         filesystem.rm_file(old)
 
 
-def _remove_if_left(temporary: str) -> None:
+def _remove_unless_locked(temporary: str) -> None:
     with contextlib.suppress(OSError), open(temporary, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(temporary)
@@ -368,7 +368,7 @@ def _rename(temporary: str, path: str) -> None:
     with explaining("write", path):
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # else a crash of the host can leave the new name with no content
+            os.fsync(descriptor)  # otherwise, a crash of the host may leave the new name without content
         finally:
             os.close(descriptor)
         os.replace(temporary, path)

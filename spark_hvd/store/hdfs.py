@@ -1,4 +1,4 @@
-"""HDFS through hdfs-native, whose files become Python's own, and whose clients survive a fork."""
+"""HDFS by hdfs-native, with files that behave like Python's, and with clients that survive a fork."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from hdfs_native.fsspec import HdfsFileSystem
 
 _BUFFER = 1 << 16
-"""Bytes of a file's buffer."""
+"""Bytes of the buffer of a file."""
 
 
-class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # Any, where the package is missing
-    """The file system of hdfs-native."""
+class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # it is Any if the package is missing
+    """The file system of hdfs-native, with the fixes of this module."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Never destroyed. fsspec's cache drops all file systems in a forked child, which would then wait forever for
-        # threads of the client that it does not have.
+        # Keep the client forever. In a forked child, fsspec's cache drops all file systems, and destroying the client
+        # would wait forever for its threads, which do not exist in the child.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.client))
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
@@ -29,7 +29,7 @@ class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # Any, where the package 
 
 
 class _Read(io.RawIOBase):
-    """A file that reads into memory, and whose seek tells the position."""
+    """Wraps a file so that it can read into memory, and so that seek returns the position."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -64,7 +64,7 @@ class _Read(io.RawIOBase):
 
 
 class _Written(io.RawIOBase):
-    """A file that tells its position."""
+    """Wraps a file so that it knows its position."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._position = file, 0

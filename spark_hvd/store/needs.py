@@ -1,4 +1,4 @@
-"""What each kind of store needs on every host: a package, settings, and the form of its paths."""
+"""Advice on each kind of store: the package and settings that every host needs, and the form of paths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _KINDS |= {"hdfs": _HDFS}
 
 
 def to_install(url: str) -> str | None:
-    """Return the command that installs what the store of ``url`` needs, and what else it needs; None if unknown."""
+    """Return the command that installs the package for ``url``, and what else it needs; None if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     return kind and f"pip install {kind.package}, on every host of the cluster. {expected(url)}"
 
 
 def expected(url: str) -> str:
-    """Return what to set for the store of ``url``, and what a path looks like; empty if unknown."""
+    """Return the form of paths and the settings for the store of ``url``; "" if unknown."""
     kind = _KINDS.get(url.partition("://")[0].lower())
     if kind is None:
         return ""

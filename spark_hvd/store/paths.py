@@ -1,4 +1,4 @@
-"""Paths of a store as text: the one form they are kept in, their protocol, names of files that are being written."""
+"""Paths of a store as text: their canonical form, their protocol, and the names of unfinished files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import fsspec
 from spark_hvd.store.errors import StoreError
 from spark_hvd.store.needs import to_install
 
-# A PUT to these is atomic: an object has its old content until the upload is complete. They have no rename.
+# A PUT to these is atomic: an object keeps its old content until the upload is complete. They cannot rename.
 OBJECT_STORES = frozenset({"s3", "gs", "gcs", "abfs", "az", "adl", "oss", "oci", "r2"})
-_ALIASES = {"s3a": "s3", "s3n": "s3", "abfss": "abfs"}  # what Hadoop calls them: always over TLS, as adlfs does
+_ALIASES = {"s3a": "s3", "s3n": "s3", "abfss": "abfs"}  # Hadoop's names; adlfs always uses TLS, as abfss does
 _DBFS_MOUNT = "/dbfs"
 
 
 def complete(name: str, path: str | os.PathLike[str]) -> str:
-    """``path`` in the one form that a Store holds; ``name`` is the argument's, for messages."""
+    """Return ``path`` in its canonical form. ``name`` is the argument's, for messages.
+
+    Raises:
+        TypeError: ``path`` is not a path.
+        ValueError: The path is empty, lacks slashes after the protocol, or has no bucket.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name}={path!r}: expected a path or a URL, got {type(path).__name__}")
     text = os.fspath(path)
@@ -41,14 +46,18 @@ def complete(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def check_protocol(url: str) -> None:
-    """StoreError where fsspec has no file system for ``url``, or misses the package of it."""
+    """Check that the file system for ``url`` is installed.
+
+    Raises:
+        StoreError: fsspec does not know the protocol, or the package for it is missing.
+    """
     protocol = protocol_of(url)
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError as error:
         raise StoreError(
             f"cannot use {url}: fsspec knows no protocol {protocol!r}. Expected a path, or file://, s3://, gs://, "
-            "abfs://, hdfs://, or another that an installed package gives to fsspec"
+            "abfs://, hdfs://, or another protocol that an installed package adds to fsspec"
         ) from error
     except ImportError as error:
         todo = to_install(url) or str(error)
@@ -66,7 +75,11 @@ def join(root: str, *parts: str) -> str:
 
 
 def one_name(what: str, name: str) -> str:
-    """``name``, checked to be one part of a path, so that no ID leads out of its directory."""
+    """Return ``name`` if it is a single part of a path, so that it cannot lead out of its directory.
+
+    Raises:
+        ValueError: ``name`` is empty, "." or "..", or contains a slash.
+    """
     if not name or "/" in name or name in (".", ".."):
         raise ValueError(f"{what}={name!r}: expected the name of a file or directory, not empty and without '/'")
     return name
@@ -75,10 +88,10 @@ def one_name(what: str, name: str) -> str:
 def local_below(root: str, name: str, source: str) -> str:
     """Return the path of ``name``, which a store has listed, below the local folder ``root``.
 
-    Keys of object stores are any text: joined as they are, those of a stranger lead out of the folder.
+    Keys of object stores may be any text, so a key that an attacker chose could lead out of the folder.
 
     Raises:
-        StoreError: ``name`` has "..", a backslash or a NUL in it, is absolute, or leads to the folder itself.
+        StoreError: ``name`` contains "..", a backslash or a NUL, is absolute, or leads to the folder itself.
     """
     root = os.path.normpath(root)
     odd = "\\" in name or "\0" in name or ".." in name.split("/")
@@ -86,13 +99,13 @@ def local_below(root: str, name: str, source: str) -> str:
     if local == root or os.path.commonpath([root, local]) != root:
         raise StoreError(
             f"refusing {name!r} of {source}: expected the name of a file below that directory, without '..' and "
-            "backslashes. We write no such name: delete it, and look who may write there"
+            "backslashes. spark_hvd writes no such name: delete it, and check who can write there"
         )
     return local
 
 
 def temporary_name(name: str) -> str:
-    """Return the name of an incomplete ``name``. Spark and pyarrow skip files that start with a dot."""
+    """Return a name for the unfinished file ``name``. Spark and pyarrow skip files that start with a dot."""
     return f".{name}.{uuid.uuid4().hex}.tmp"
 
 

@@ -1,7 +1,7 @@
-"""Writing a Parquet file whose row groups can be shared out, though nobody knows yet how many rows it will have.
+"""Writes a Parquet file with enough row groups to share among ranks, without knowing its number of rows in advance.
 
-Each row group holds a fixed share of what its file holds already, so a file of any size has enough of them, and a large
-one not too many.
+Each row group holds a fixed share of the rows before it. So a file of any size has enough row groups, and a large file
+does not have too many.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import pyarrow.parquet as pq
 from spark_hvd.store import Store
 
 _GROUP_BYTES = 16 << 20
-_GROUP_ROWS = 1000  # at least; below that the overhead of a row group outweighs its data
+_GROUP_ROWS = 1000  # at least: in smaller row groups, the overhead outweighs the data
 
 
 class RowGroupWriter:
-    """One Parquet file, made when its first row comes, written row group by row group.
+    """Writes a Parquet file row group by row group. The file is created for the first row.
 
-    It has ``groups`` row groups at least, where there are rows enough, and its name once ``stack`` is closed.
+    It has at least ``groups`` row groups, if there are enough rows. It gets its name when ``stack`` is closed.
     """
 
     def __init__(self, store: Store, path: str, groups: int, stack: ExitStack) -> None:
         self._store, self._path, self._stack = store, path, stack
-        self._least = groups
+        self._min_groups = groups
         self._writer: pq.ParquetWriter | None = None
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = self._written = 0
         self._groups: list[int] = []
 
     def add(self, table: pa.Table) -> None:
-        """Write rows, now or later; all tables have one schema.
+        """Write rows, now or later. All tables must have the same schema.
 
         Raises:
-            StoreError: They cannot be written.
+            StoreError: The rows cannot be written.
         """
         if table.num_rows:
             self._waiting.append(table)
             self._waiting_rows += table.num_rows
             self._waiting_bytes += table.nbytes
-            while self._waiting_rows >= 2 * (rows := self._next_rows()):  # what is left makes a full one at the end
+            while self._waiting_rows >= 2 * (rows := self._next_rows()):  # the rest fills a row group at the end
                 self._write(rows)
 
     def finish(self) -> list[int]:
-        """Write what is left; return the rows of each row group. No file is made of no rows."""
+        """Write the rest, and return the number of rows in each row group. Without rows, there is no file."""
         while self._waiting_rows:
             rows = self._next_rows()
             self._write(self._waiting_rows if self._waiting_rows < 1.5 * rows else rows)
@@ -54,14 +54,14 @@ class RowGroupWriter:
         return self._groups
 
     def _next_rows(self) -> int:
-        share = max(_GROUP_ROWS, self._written // self._least)
+        share = max(_GROUP_ROWS, self._written // self._min_groups)
         return max(1, min(share, _GROUP_BYTES * self._waiting_rows // max(1, self._waiting_bytes)))
 
     def _write(self, rows: int) -> None:
         table = pa.concat_tables(self._waiting)
         if self._writer is None:
             sink = self._stack.enter_context(self._store.writing(self._path))
-            # no dictionaries: features hardly repeat, and plain pages decode faster
+            # No dictionaries, because features rarely repeat, and plain pages decode faster.
             self._writer = pq.ParquetWriter(
                 sink, table.schema, compression="snappy", use_dictionary=False, write_statistics=False
             )

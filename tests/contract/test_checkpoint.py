@@ -197,7 +197,7 @@ def test_arguments(tmp_path: Path) -> None:
         hvd.checkpoint.save(tmp_path, {}, 1.0)  # type: ignore[arg-type]
     with pytest.raises(hvd.NotInitializedError):
         hvd.checkpoint.save(tmp_path, {}, 1)
-    with pytest.raises(StoreError, match=r"memory://x for checkpoints: it goes with the process"):
+    with pytest.raises(StoreError, match=r"memory://x for checkpoints: it ends with the process"):
         hvd.checkpoint.load("memory://x")
 
 

@@ -147,7 +147,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
 )
 def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: str) -> None:
     value = type(name, (), {"__module__": module})()
-    with pytest.raises(TypeError, match=rf"^data\['train'\] is a {name}: give {instead}"):
+    with pytest.raises(TypeError, match=rf"^data\['train'\] is a {name}: pass {instead}"):
         given({"train": value})
 
 

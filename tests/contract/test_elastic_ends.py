@@ -155,7 +155,7 @@ def test_fn_that_never_calls_an_elastic_function() -> None:
 
     first, second = run_elastic_local(fn)
     assert (first[:2], second[:2]) == ((0, 2), (1, 2))
-    assert "collectives belong inside the function that is decorated with hvd.elastic.run" in first[2]
+    assert "call collectives inside the function that is decorated with hvd.elastic.run" in first[2]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.7], ids=["after the others call it", "before"])

@@ -171,7 +171,7 @@ def unreachable(directory: Directory) -> Iterator[str]:
     with socket.socket() as holds:
         holds.bind(("127.0.0.1", 0))
         address = list(holds.getsockname())
-        directory._there["gone"] = address, time.monotonic() + 600
+        directory._feeders["gone"] = address, time.monotonic() + 600
         yield f"{address[0]}:{address[1]}"
 
 
@@ -183,7 +183,7 @@ def test_feeders_out_of_reach_are_named(
     directory = Directory("127.0.0.1", "127.0.0.1", None, 1, 2.0)
     with contextlib.ExitStack() as closing:
         closing.callback(directory.close)
-        wanted = f"the driver at 127.0.0.1:{directory.address.endpoint.port} has named none. Next: see whether"
+        wanted = f"the driver at 127.0.0.1:{directory.address.endpoint.port} has named none. Next: check whether"
         if named:
             wanted = f"none can be reached at {closing.enter_context(unreachable(directory))}. Next: open these ports"
         closing.callback(close_pools)

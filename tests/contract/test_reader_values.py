@@ -156,7 +156,7 @@ def test_text_stays_text_where_it_is_asked_for(kind: str, store: Store, type_: p
         kind, meta, store, text=("word",), transformation_fn=lambda frame: frame.assign(word=frame.word + "!")
     )
     assert rows(read(louder), "word") == [f"{word}!" for word in words]
-    with pytest.raises(DataError, match=r"column 'word' .*has no tensor"):
+    with pytest.raises(DataError, match=r"column 'word' .*cannot become a tensor"):
         read(opened(kind, meta, store, text=("row",)))
 
 
@@ -190,7 +190,7 @@ def test_decoders_that_fail(kind: str, store: Store) -> None:
         read(opened(kind, meta, store, decoders={"raw": lambda value: np.array(value[0])}))
     with pytest.raises(DataError, match=r"column 'raw' in .* has shape \(2,\) in row 1"):
         read(opened(kind, meta, store, decoders={"raw": lambda value: np.frombuffer(value, np.uint8)}))
-    with pytest.raises(DataError, match=r"column 'raw' .*give it a decoder"):
+    with pytest.raises(DataError, match=r"column 'raw' .*pass a decoder"):
         read(opened(kind, meta, store))
 
 

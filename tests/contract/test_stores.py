@@ -278,7 +278,7 @@ def test_a_forked_child_uses_the_store_anew(store: Store) -> None:
 
 def test_missing_files_say_so(store: Store) -> None:
     path = store.join("missing")
-    for action, verb in ((store.read_bytes, "read"), (store.open, r"open \(rb\)"), (store.size, "take the size of")):
+    for action, verb in ((store.read_bytes, "read"), (store.open, r"open \(rb\)"), (store.size, "get the size of")):
         with pytest.raises(StoreError, match=f"^cannot {verb} {path}: FileNotFoundError: .*Check the (path|name)"):
             action(path)
     store.write_bytes(store.join("dir", "file"), b"x")

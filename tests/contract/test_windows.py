@@ -113,11 +113,11 @@ WRONG = {
     "short": (
         {**LENGTHS, "d": 9, "e": 20},
         {},
-        "data set 'short': 2 series have fewer rows than a window of 24, key='[de]' has (9|20). Next: shorter windows, "
-        'or short="skip"',
+        "data set 'short': 2 series have fewer rows than a window of 24, key='[de]' has (9|20). Next: "
+        'use shorter windows, or short="skip"',
     ),
     "too short for all": ({"d": 9}, {"short": "skip"}, r"has 0 windows of 24 rows.*1 series have fewer rows.*key='d'"),
-    "empty": ({"d": 0}, {}, "has 0 windows of 24 rows for 2 ranks: expected one for each at least"),
+    "empty": ({"d": 0}, {}, "has 0 windows of 24 rows for 2 ranks: expected at least one for each"),
     "no key": (LENGTHS, {"keys": []}, "1 series have .* rows with the 'time' of another row"),
 }
 
@@ -173,7 +173,7 @@ def test_series_that_are_left_out_are_counted(capfd: pytest.CaptureFixture[str])
     windows = Windows(table_of({**LENGTHS, "d": 9}), **ASKED, short="skip")
     assert run_local(fn, num_proc=2, data={"train": windows}) == [len(starts_of(LENGTHS))] * 2
     printed = capfd.readouterr()
-    said = "data set 'train': 1 series have fewer rows than a window of 24, key='d' has 9: they are left out"
+    said = "data set 'train': 1 series have fewer rows than a window of 24, key='d' has 9: they are skipped"
     assert (printed.out + printed.err).count(said) == 1
 
 

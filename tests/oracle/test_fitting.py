@@ -135,7 +135,7 @@ def test_one_rank_takes_the_same_steps(made: Made, warm: Warm, shuffle: bool) ->
 @some(2)
 @given(case=fit_cases)
 def test_lightning(made: Made, warm: Warm, case: FitCase) -> None:
-    L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
+    L = pytest.importorskip("lightning")  # noqa: N806 - the usual name
     from spark_hvd.estimators import LightningEstimator
 
     case = replace(case, weights=False, loss="MSELoss", reduction="mean")

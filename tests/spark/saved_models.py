@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import lightning as L  # noqa: N812 - the name that everybody gives it
+import lightning as L  # noqa: N812 - the usual name
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import DataFrame, SparkSession

@@ -74,9 +74,9 @@ def test_a_table_without_rows_is_refused_before_anything_starts(kind: str) -> No
         given({"train": table if kind == "arrow" else table.to_pandas()})
 
 
-def test_a_frame_of_pandas_on_spark_says_how_to_give_it(spark: SparkSession) -> None:
+def test_a_frame_of_pandas_on_spark_says_how_to_pass_it(spark: SparkSession) -> None:
     frame = type("DataFrame", (), {"__module__": "pyspark.pandas.frame"})()
-    with pytest.raises(TypeError, match=r"data\['train'\] is a DataFrame of pandas on Spark: give frame\.to_spark\(\)"):
+    with pytest.raises(TypeError, match=r"data\['train'\] is a DataFrame of pandas on Spark: pass frame\.to_spark\(\)"):
         given({"train": frame})
 
 

@@ -148,7 +148,7 @@ def test_columns_of_any_name(spark: SparkSession) -> None:
 def test_names_that_only_case_tells_apart(spark: SparkSession) -> None:
     names = {"feature_cols": ["a"], "label_cols": ["A"]}
     given = estimator(nn.Linear(1, 1), input_shapes=[[-1, 1]], epochs=1, batch_size=4, **names)
-    with pytest.raises(DataError, match="feature_cols names 'a', which Spark does not tell from the column 'A'"):
+    with pytest.raises(DataError, match="feature_cols names 'a', which Spark does not distinguish from the column 'A'"):
         given.fit(spark.createDataFrame([(1.0, 2.0)] * 8, "a double, A double"))
     exact = spark.newSession()
     exact.conf.set("spark.sql.caseSensitive", "true")

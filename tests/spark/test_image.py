@@ -175,7 +175,7 @@ def test_run_decodes_in_ranks(spark: SparkSession, images: DataFrame) -> None:
 def test_mistakes(images: DataFrame) -> None:
     with pytest.raises(DataError, match=r"image_col='colour' is of type string: expected binary"):
         classifier(image_col="colour", label_col="id").fit(images)
-    with pytest.raises(ModelError, match=r"returns \[2, 5\] for 2 images, and column 'colour' has 3 classes"):
+    with pytest.raises(ModelError, match=r"returns \[2, 5\] for 2 images, but column 'colour' has 3 classes"):
         classifier(model=net(classes=5)).fit(images)
     with pytest.raises(ModelError, match=r"the model failed on images \[2, 1, 8, 8\]"):
         classifier(decoder=ImageDecoder(SIZE, channels=1)).fit(images)

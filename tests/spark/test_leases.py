@@ -114,7 +114,7 @@ def test_a_store_that_fails_for_a_while_ends_no_training(
     put(away)
     with in_use(store, data):
         put(file)
-        wait_until(lambda: "Data of a training that goes on are deleted when that lasts 7 days" in caplog.text)
+        wait_until(lambda: "The data of a running training are deleted if this lasts 7 days" in caplog.text)
         put(away)
         clock.now += 1
         wait_until(lambda: lease_of(store) == clock.now)

@@ -198,7 +198,7 @@ def test_null_and_ragged_vectors(spark: SparkSession, store: Store) -> None:
     ("rows", "validation", "message"),
     [
         (0, None, "the DataFrame has no rows"),
-        (3, 1e-9, r"no rows for validation: validation=1e-09 leaves none of 3\. Take another share"),
+        (3, 1e-9, r"no rows for validation: validation=1e-09 leaves none of 3\. Use another share"),
         (3, 1 - 1e-9, "no rows for training"),
         (3, "never", r"no rows for validation: validation='never' leaves none of 3\. Check that column"),
         (3, "always", "no rows for training: validation='always'"),
@@ -253,5 +253,5 @@ def test_data_go_to_the_paths_of_the_store(spark: SparkSession, tmp_path: Path) 
 
 def test_matrices_are_refused(spark: SparkSession, store: Store) -> None:
     df = spark.createDataFrame([(DenseMatrix(1, 2, [1, 2]),)], ["m"])
-    with pytest.raises(DataError, match="make an array of it"):
+    with pytest.raises(DataError, match="turn it into an array"):
         write(df, store)

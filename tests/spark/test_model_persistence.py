@@ -188,7 +188,7 @@ def test_damage_is_named(spark: SparkSession, model: TorchModel, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"holds a x\.Other, not a TorchModel"):
         TorchModel.load(str(path))
     file.write_text(json.dumps(metadata)[:-20])
-    with pytest.raises(CheckpointError, match=r"metadata is cut, or not written by spark_hvd"):
+    with pytest.raises(CheckpointError, match=r"metadata is truncated, or was not written by spark_hvd"):
         TorchModel.load(str(path))
     file.write_text(json.dumps(metadata))
     assert TorchModel.load(str(path)).uid == model.uid

@@ -245,7 +245,7 @@ def test_a_keras_model_and_a_loader_of_one(numbers: DataFrame) -> None:
     [
         ({"outputs": {"id": "float"}}, DataError, r"already has a column 'id', which predict would append.*outputs="),
         ({"columns": "txt"}, DataError, r"columns names 'txt', which.*'text'"),
-        ({"collate": None}, DataError, r"column 'text' is of type string.*give collate="),
+        ({"collate": None}, DataError, r"column 'text' is of type string.*pass collate="),
         ({"collate": None, "window": 9, "columns": "id"}, ValueError, r"window=9 without collate="),
         ({"batch_size": 0}, ValueError, r"batch_size=0: expected a whole number from 1"),
         ({"columns": []}, ValueError, r"columns=\[\]: expected names"),
@@ -311,7 +311,7 @@ def test_a_loader_that_fails_or_loads_nothing(texts: DataFrame) -> None:
         return None
 
     for load, wanted in (
-        (fails, r"fails failed on \S+: FileNotFoundError.*called on executors: files"),
+        (fails, r"fails failed on \S+: FileNotFoundError.*called on executors: the files"),
         (too_large, r"too_large loads does not fit into the memory of this Python worker on \S+ \(\d+ MiB free.*"
                     r"spark.executor.memoryOverhead.*spark.task.cpus"),
         (nothing, r"nothing returned None: expected a torch.nn.Module, a keras.Model, or a function"),

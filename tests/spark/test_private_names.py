@@ -215,7 +215,7 @@ def test_without_word_of_plans_fits_write_anew_after_one_warning(
     assert reuse.fingerprint(spark.range(2)) is None
     assert reuse.fingerprint(spark.range(3)) is None
     (line,) = untold()
-    assert "Fits write their data anew each time" in line
+    assert "Each fit writes its data anew" in line
 
 
 def test_what_spark_does_not_know_yet_is_no_news(spark: SparkSession, untold: Any) -> None:

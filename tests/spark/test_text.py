@@ -233,5 +233,5 @@ def test_a_model_that_does_not_fit(texts: DataFrame) -> None:
 
 def test_classes_that_change_from_one_look_to_the_next(texts: DataFrame) -> None:
     drawn = F.udf(lambda: uuid.uuid4().hex).asNondeterministic()
-    with pytest.raises(DataError, match=r"column 'kind' has values that were not there when fit collected.*cache"):
+    with pytest.raises(DataError, match=r"column 'kind' has values that were missing when fit collected.*cache"):
         classifier(epochs=1).fit(texts.withColumn("kind", drawn()))

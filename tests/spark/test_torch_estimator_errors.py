@@ -49,7 +49,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "flag": ({"shuffle": "yes"}, "shuffle='yes': expected True or False"),
     "twice": ({"feature_cols": ["a", "a"]}, "a is named more than once"),
     "shapes": ({"input_shapes": [3]}, r"input_shapes=\[3\]: expected a list of shapes"),
-    "dtype": ({"input_dtypes": ["float31"]}, "'float31' is no torch dtype"),
+    "dtype": ({"input_dtypes": ["float31"]}, "'float31' is not a torch dtype"),
     "model": ({"model": nn.Linear}, "expected a torch.nn.Module"),
     "store": ({"store": 3}, "store=3: expected a Store, or its path or URL"),
     "callback": ({"callbacks": [int]}, "expected a list of callbacks"),

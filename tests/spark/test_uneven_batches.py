@@ -176,7 +176,7 @@ def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
 
 @pytest.mark.night
 def test_lightning_makes_the_step_of_all_rows(spark: SparkSession, nine: DataFrame) -> None:
-    L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
+    L = pytest.importorskip("lightning")  # noqa: N806 - the usual name
     from spark_hvd.estimators import LightningEstimator, LocalBackend
 
     class Net(L.LightningModule):  # type: ignore[misc] # Any

@@ -103,10 +103,10 @@ def test_sparse_vectors(shape: tuple[int, ...] | None) -> None:
     [
         ([_vector(4, [1], [1]), None], "1 null"),
         ([_vector(4, [1], [1]), _vector(4, [1], None)], "1 null"),
-        ([_vector(4, [1], [1]), _vector(5, [1], [1])], "1 of 2 vectors of another size than 4: row 1 has 5"),
+        ([_vector(4, [1], [1]), _vector(5, [1], [1])], "1 of 2 vectors whose size is not 4: row 1 has 5"),
         ([_vector(4, [4], [1])], "an index outside 0 to 3"),
         ([_vector(4, [-1], [1])], "an index outside 0 to 3"),
-        ([_vector(4, [1, 2], [1])], "another number of indices than of values"),
+        ([_vector(4, [1, 2], [1])], "whose numbers of indices and of values differ"),
     ],
 )
 def test_broken_sparse_vectors(vectors: list[Any], text: str) -> None:
@@ -126,7 +126,7 @@ def test_broken_sparse_vectors(vectors: list[Any], text: str) -> None:
         (pa.array([[[1, 2, 3]]]), Column("x", "int64", (3, 1)), r"has rows of shape \(1, 3\), expected \(3, 1\)"),
         (pa.array(["a"]), Column("x", "int64"), "holds string: expected numbers"),
         (pa.array([{"a": 1}]), Column("x", "int64"), "holds struct<a: int64>: expected numbers"),
-        (pa.array([b"a"]), Column("x", "object"), r"holds binary, which has no tensor: give it a decoder"),
+        (pa.array([b"a"]), Column("x", "object"), r"holds binary, which cannot become a tensor: pass a decoder"),
         (pa.array([300]), Column("x", "int8"), "does not fit int8"),
         (pa.array([0.5]), Column("x", "int64"), "does not fit int64"),
     ],

@@ -35,7 +35,7 @@ def test_objects_are_restored_whole() -> None:
 
 @pytest.mark.parametrize("name", ["save", "_x", "restore"])
 def test_names_of_its_own(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is a name of ObjectState's own"):
+    with pytest.raises(ValueError, match=f"'{name}' is an attribute of ObjectState itself"):
         ObjectState(**{name: 1})
 
 

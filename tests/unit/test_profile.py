@@ -52,7 +52,7 @@ def test_steps_are_profiled_from_the_next_one_on(told: list[dict[str, Any]]) -> 
     asking.join()
     assert [(each["number"], each["parts"], each["error"]) for each in told] == [(7, 0, None)]
     profiler.ask(8, 1)
-    assert told.pop()["error"] == "it is still busy with a profile that was asked for before"
+    assert told.pop()["error"] == "it is still busy with a previous profile"
     train(bar, 10)
     profiler.end()
     assert activity.at_step is None
@@ -161,7 +161,5 @@ def test_who_asks_while_a_profile_ends_does_not_get_it(
     profiler.ask(7, 2)
     train(bar, 10)
     profiler.end()
-    assert [each["error"] for each in told if each["number"] == 8] == [
-        "it is still busy with a profile that was asked for before"
-    ]
+    assert [each["error"] for each in told if each["number"] == 8] == ["it is still busy with a previous profile"]
     assert steps_of([each for each in told if each["number"] == 7]) == 2

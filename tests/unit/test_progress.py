@@ -132,15 +132,15 @@ def test_a_metric_that_cannot_be_read_is_left_out() -> None:
         (lambda: progress(-1), ValueError, "total=-1: expected a number from 0"),
         (lambda: progress(epoch=-2), ValueError, "epoch=-2"),
         (lambda: progress(3, initial=4), ValueError, "initial=4, total=3: expected at most the total"),
-        (lambda: progress(3.5), TypeError, "expected something to go through"),
+        (lambda: progress(3.5), TypeError, "expected an iterable"),
         (
             lambda: progress(3).report(loss=torch.zeros(2)),
             ValueError,
             r"loss: a tensor of shape \(2,\).*loss=value.mean",
         ),
-        (lambda: iter(progress(3)).__next__(), TypeError, r"call \.step\(\) once a step"),
+        (lambda: iter(progress(3)).__next__(), TypeError, r"call \.step\(\) after each step"),
         (lambda: progress([1]).step(), TypeError, r"call \.report\(loss=\.\.\.\) instead"),
-        (lambda: len(progress(iter([]))), TypeError, "give hvd.progress a total="),
+        (lambda: len(progress(iter([]))), TypeError, "pass total= to hvd.progress"),
     ],
 )
 def test_wrong_calls(call: object, error: type[Exception], text: str) -> None:

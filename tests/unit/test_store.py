@@ -88,7 +88,7 @@ def test_dbfs_is_the_mount_where_there_is_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path / "absent"))
     outside = Store.create("dbfs:/fits/x")
     assert outside.url == "dbfs:///fits/x"
-    with pytest.raises(StoreError, match=r"cannot open dbfs:///fits/x: TypeError.*Here is no /dbfs.*/Volumes/"):
+    with pytest.raises(StoreError, match=r"cannot open dbfs:///fits/x: TypeError.*There is no /dbfs here.*/Volumes/"):
         outside.exists("dbfs:///fits/x/y")
 
 
@@ -201,7 +201,9 @@ def test_a_directory_of_somebody_else() -> None:
         store = Store.create(directory)
         os.seteuid(65534 if root else os.geteuid())  # root may write everywhere
         try:
-            with pytest.raises(StoreError, match=f"cannot write {directory}/.*Permission denied.*Check owner and mode"):
+            with pytest.raises(
+                StoreError, match=f"cannot write {directory}/.*Permission denied.*Check the owner and mode"
+            ):
                 store.check_writable()
         finally:
             os.seteuid(0 if root else os.geteuid())
@@ -253,7 +255,9 @@ def quick(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_s3_missing_bucket(s3: dict[str, Any]) -> None:
     store = Store.create("s3://absent/x", storage_options=s3)
-    with pytest.raises(StoreError, match=r"cannot write s3://absent/x/.*bucket does not exist.*not created for you"):
+    with pytest.raises(
+        StoreError, match=r"cannot write s3://absent/x/.*bucket does not exist.*not created automatically"
+    ):
         store.check_writable()
 
 
@@ -372,7 +376,7 @@ def test_a_bucket_that_forbids_says_so_on_every_call(forbidden: Store) -> None:
             StoreError, match=r"cannot .* s3://bucket/fits/(a|writable-\w+)(/_delta_log)?: PermissionError"
         ) as failure:
             call()
-        assert "storage_options and what they are allowed to do there: list, read, write" in str(failure.value)
+        assert "storage_options allow to list, read, write and delete there" in str(failure.value)
         assert "hush" not in str(failure.value)
 
 

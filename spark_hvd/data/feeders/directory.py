@@ -20,21 +20,21 @@ _SILENT_AFTER = 10.0
 
 
 class Directory(SocketThread):
-    """See the module's description.
+    """Keeps the list of feeders. Messages are JSON: feeders send their name and endpoint, ranks send null.
 
     Args:
         bind_host: The address to listen on.
-        public_host: The address at which tasks reach it.
-        ports: The ports that it may listen on; None for any.
+        public_host: The address at which tasks reach the directory.
+        ports: The ports to listen on; None for any.
         feeders: The expected number of feeders.
-        start_timeout: Seconds that ranks wait for a feeder that takes their rows.
+        start_timeout: Seconds for which ranks wait for a feeder that takes their rows.
 
     Attributes:
-        address: The address that feeders and ranks need.
+        address: The address for feeders and ranks.
         come: Number of feeders that have reported so far.
 
     Raises:
-        OSError, zmq.ZMQError: It cannot listen there.
+        OSError, zmq.ZMQError: The directory cannot listen on this host and these ports.
     """
 
     def __init__(
@@ -45,25 +45,25 @@ class Directory(SocketThread):
         self._socket, endpoint = self._server(bind_host, ports)
         self.address = FeedAddress(Endpoint(public_host, endpoint.port), secret, feeders, start_timeout)
         self.come = 0
-        self._there: dict[str, tuple[list[Any], float]] = {}
+        self._feeders: dict[str, tuple[list[Any], float]] = {}  # name -> endpoint, time of the last message
         self._over = False
         self._thread.start()
 
     def end(self) -> None:
-        """Tell feeders to end, when they are heard of next."""
+        """Tell feeders to end in the answer to their next message."""
         self._over = True
 
     def _turn(self, ready: set[Any]) -> None:
-        asked = []
+        senders = []
         with contextlib.suppress(zmq.Again):
             while True:
-                whose, text = self._socket.recv_multipart(zmq.NOBLOCK)
-                asked.append(whose)
-                if said := json.loads(text):
-                    self.come += said["feeder"] not in self._there
-                    self._there[said["feeder"]] = said["endpoint"], time.monotonic()
+                sender, text = self._socket.recv_multipart(zmq.NOBLOCK)
+                senders.append(sender)
+                if message := json.loads(text):
+                    self.come += message["feeder"] not in self._feeders
+                    self._feeders[message["feeder"]] = message["endpoint"], time.monotonic()
         now = time.monotonic()
-        self._there = {name: each for name, each in self._there.items() if now - each[1] < _SILENT_AFTER}
-        answer = {"over": self._over, "feeders": {name: endpoint for name, (endpoint, _) in self._there.items()}}
-        for whose in asked:
-            self._socket.send_multipart([whose, json.dumps(answer).encode()])
+        self._feeders = {name: each for name, each in self._feeders.items() if now - each[1] < _SILENT_AFTER}
+        answer = {"over": self._over, "feeders": {name: endpoint for name, (endpoint, _) in self._feeders.items()}}
+        for sender in senders:
+            self._socket.send_multipart([sender, json.dumps(answer).encode()])

@@ -1,4 +1,4 @@
-"""A feeder, which runs in a Spark task: it gets rows from ranks, applies a function, and sends the results back.
+"""A feeder: a Spark task that receives rows from ranks, applies a function to them, and returns the results.
 
 A request has the frames: sender, number of the request, header as JSON, rows as Arrow. A reply has: sender, number, the
 pickled exception or nothing, and the resulting rows or the traceback.
@@ -33,7 +33,7 @@ class _FeederSockets(SocketThread):
     def __init__(self, feed: FeedAddress, name: str, host: str, ports: PortRange | None) -> None:
         super().__init__("spark_hvd-feeder", feed.secret)
         self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        """The frames of each request; None: the feeder is to end."""
+        """The frames of each request; None tells the feeder to end."""
         self._replies: deque[list[Any]] = deque()
         self._ranks, endpoint = self._server(host, ports)
         self._directory = self._client(feed.endpoint)
@@ -83,9 +83,9 @@ def serve(
 
     Args:
         feed: The directory of the run's feeders.
-        name: The name of this feeder, unique in the run.
-        host: The address at which ranks reach it.
-        ports: The ports that it may listen on; None for any.
+        name: The name of this feeder, which is unique in the run.
+        host: The address at which ranks reach this feeder.
+        ports: The ports to listen on; None for any.
         maps: The functions, by the name of the data set.
         dump_exception: Pickles an exception of a function.
 
@@ -111,7 +111,7 @@ def serve(
 
 
 def _user_traceback(error: BaseException) -> Any:
-    """Return the traceback from the user's function on; the whole one if the error is in our own code."""
+    """Return the traceback from the user's function on, or all of it if the error is in our own code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, apply.__module__):
         trace = trace.tb_next

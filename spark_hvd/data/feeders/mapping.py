@@ -1,4 +1,4 @@
-"""Rows that go through a function on their way to a rank: the value for ``data=``, and applying the function."""
+"""``Mapped``: rows to which a function is applied on their way to a rank; and how the function is applied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 32
 
 
 class Mapped:
-    """Rows that go through a function on their way to the ranks; a value for ``data=``.
+    """Rows to which a function is applied on their way to the ranks; a value for ``data=``.
 
     With ``spark_hvd.run(..., feeders=6)``, the function runs in six additional Spark tasks, a few hundred rows ahead of
     the ranks. Without feeders, as in ``run_local``, it runs in threads of the rank. The function does not change which
@@ -31,11 +31,12 @@ class Mapped:
         rows: Any other value for ``data=``.
         fn: Function of a ``pyarrow.RecordBatch`` of some rows. Returns as many rows, in their order: a dict of numpy
             arrays or tensors (rows, ...) or lists by the names of columns, a record batch or table of Arrow, or a
-            pandas DataFrame. It should return the same for the same rows: after a loss it is called again for some.
-        columns: Names of the columns that it gets; None for all.
+            pandas DataFrame. It should return the same for the same rows, because after a loss it is called again for
+            some of them.
+        columns: Names of the columns that ``fn`` gets; None for all.
         rows_at_once: Maximum number of rows per call. There are fewer at the end of a rank's epoch.
         random: Call ``fn(batch, generator)`` with a ``numpy.random.Generator`` for its random numbers. The generator
-            follows from the loader's seed, the epoch, the rank and the number of rows before these.
+            depends on the loader's seed, the epoch, the rank and the number of previous rows.
 
     Raises:
         DataError: An argument has the wrong type or value.
@@ -53,7 +54,7 @@ class Mapped:
         random: bool = False,
     ) -> None:
         if isinstance(rows, Mapped):
-            raise DataError("Mapped over Mapped: expected one function. Next: give one that calls both")
+            raise DataError("Mapped over Mapped: expected one function. Next: pass one that calls both")
         if not callable(fn):
             raise DataError(f"fn={fn!r}: expected a function of a pyarrow.RecordBatch")
         if isinstance(columns, str):
@@ -69,7 +70,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class RowMap:
-    """A :class:`Mapped` as ranks and feeders get it; ``code`` is its function, pickled."""
+    """A :class:`Mapped` in the form that ranks and feeders get. ``code`` is the pickled function."""
 
     code: bytes = field(repr=False)
     columns: tuple[str, ...] | None
@@ -79,12 +80,12 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Fed:
-    """A data set whose rows go through a function, as a rank gets it.
+    """A data set with a function for its rows, in the form that a rank gets.
 
     Attributes:
-        inner: The data set of the rows, pickled.
+        inner: The pickled data set of the rows.
         row_map: The function.
-        feed: The feeders that run it; None: the rank runs it itself.
+        feed: The feeders that run the function; None if the rank runs it.
     """
 
     inner: bytes
@@ -99,9 +100,9 @@ def apply(
 
     Args:
         fn: The function of a :class:`Mapped`.
-        rows: Its argument.
+        rows: The argument of the function.
         draws: The seed of its random generator; None if it takes none.
-        columns: The columns of the result that are wanted; None for all.
+        columns: The columns of the result to return; None for all.
 
     Raises:
         DataError: The function returned another number of rows, or something that cannot become a table.
@@ -110,8 +111,8 @@ def apply(
     table = _table_of(fn(rows) if draws is None else fn(rows, np.random.default_rng(draws)))
     if table.num_rows != rows.num_rows:
         raise DataError(
-            f"the function of Mapped returned {table.num_rows} rows for {rows.num_rows}: expected as many, as ranks "
-            "share out the rows before. Next: leave rows out in the DataFrame, or mark them in a column for fn of run"
+            f"the function of Mapped returned {table.num_rows} rows for {rows.num_rows}: expected as many, because "
+            "ranks share the rows before. Next: filter the DataFrame, or mark rows in a column for the function of run"
         )
     if columns is not None:
         if missing := [name for name in columns if name not in table.column_names]:
@@ -123,17 +124,17 @@ def apply(
     return single(table.replace_schema_metadata(None))
 
 
-def _table_of(made: Any) -> pa.Table:
-    if isinstance(made, pa.RecordBatch):
-        return pa.Table.from_batches([made])
-    if isinstance(made, pa.Table):
-        return made
-    if isinstance(made, Mapping) and made:
-        return pa.table({name: _column(name, values) for name, values in made.items()})
-    if type(made).__module__.startswith("pandas.") and hasattr(made, "columns"):
-        return pa.Table.from_pandas(made, preserve_index=False)
+def _table_of(result: Any) -> pa.Table:
+    if isinstance(result, pa.RecordBatch):
+        return pa.Table.from_batches([result])
+    if isinstance(result, pa.Table):
+        return result
+    if isinstance(result, Mapping) and result:
+        return pa.table({name: _column(name, values) for name, values in result.items()})
+    if type(result).__module__.startswith("pandas.") and hasattr(result, "columns"):
+        return pa.Table.from_pandas(result, preserve_index=False)
     raise DataError(
-        f"the function of Mapped returned a {type(made).__qualname__}: expected a dict of columns, a pyarrow "
+        f"the function of Mapped returned a {type(result).__qualname__}: expected a dict of columns, a pyarrow "
         "RecordBatch or Table, or a pandas DataFrame"
     )
 
@@ -170,6 +171,6 @@ def to_bytes(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_bytes(data: Any) -> pa.RecordBatch:
-    """Undo :func:`to_bytes` without a copy: the rows lie in the memory of ``data``."""
+    """Undo :func:`to_bytes` without a copy: the rows use the memory of ``data``."""
     with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
         return stream.read_next_batch()

@@ -1,4 +1,4 @@
-"""A thread that owns ZeroMQ sockets: the common base of feeders, of the ranks that use them, and of their directory."""
+"""A thread that owns ZeroMQ sockets: the base of feeders, of the ranks that use them, and of their directory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SocketThread:
             self._thread.join(5.0)  # libzmq 4.3.5 may never end a context, see engine.channel
 
     def _ring(self) -> None:
-        """Wake the thread, so that it takes a turn; from any thread."""
+        """Wake the thread, so that it calls `_turn`. Any thread may call this."""
         with contextlib.suppress(OSError):  # the pipe is full, so the thread will wake anyway
             self._ringer.send(b"\0")
 
@@ -71,7 +71,7 @@ class SocketThread:
         """Return a socket to which members may send, and the address at which it listens.
 
         Raises:
-            OSError, zmq.ZMQError: It cannot listen on this host and these ports; everything is closed.
+            OSError, zmq.ZMQError: The socket cannot listen on this host and these ports. Everything is closed then.
         """
         try:
             return self._listening(host, ports)
@@ -83,30 +83,30 @@ class SocketThread:
         self._zap = ZapAuthenticator(self._context)
         self._zap.allow(self._keys.member_public)
         self._poller.register(self._zap.socket, zmq.POLLIN)
-        made = self._prepared(zmq.ROUTER, host)
-        made.curve_server = True
-        made.curve_secretkey, made.curve_publickey = self._keys.server_secret, self._keys.server_public
-        made.maxmsgsize = MAX_REQUEST
-        bound(ports, lambda port: made.bind(url(host, port)))
-        return made, Endpoint(host, int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
+        server = self._prepared(zmq.ROUTER, host)
+        server.curve_server = True
+        server.curve_secretkey, server.curve_publickey = self._keys.server_secret, self._keys.server_public
+        server.maxmsgsize = MAX_REQUEST
+        bound(ports, lambda port: server.bind(url(host, port)))
+        return server, Endpoint(host, int(server.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
 
     def _client(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        made = self._prepared(zmq.DEALER, endpoint.host)
-        made.curve_serverkey = self._keys.server_public
-        made.curve_secretkey, made.curve_publickey = self._keys.member_secret, self._keys.member_public
-        made.immediate = True  # sending fails while there is no connection, rather than queueing
-        made.connect(url(endpoint.host, endpoint.port))
-        return made
+        client = self._prepared(zmq.DEALER, endpoint.host)
+        client.curve_serverkey = self._keys.server_public
+        client.curve_secretkey, client.curve_publickey = self._keys.member_secret, self._keys.member_public
+        client.immediate = True  # sending fails while there is no connection, rather than queueing
+        client.connect(url(endpoint.host, endpoint.port))
+        return client
 
     def _prepared(self, kind: int, host: str) -> zmq.Socket[bytes]:
-        made = self._context.socket(kind)
-        made.ipv6 = ":" in host
-        made.linger = 0
-        made.handshake_ivl = _HANDSHAKE_MS
-        made.sndhwm = made.rcvhwm = 0  # no limit here: those who send requests limit how many are outstanding
-        made.heartbeat_ivl, made.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-        self._poller.register(made, zmq.POLLIN)
-        return made
+        prepared = self._context.socket(kind)
+        prepared.ipv6 = ":" in host
+        prepared.linger = 0
+        prepared.handshake_ivl = _HANDSHAKE_MS
+        prepared.sndhwm = prepared.rcvhwm = 0  # no limit is needed, because ranks limit their outstanding requests
+        prepared.heartbeat_ivl, prepared.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        self._poller.register(prepared, zmq.POLLIN)
+        return prepared
 
     def _serve(self) -> None:
         try:

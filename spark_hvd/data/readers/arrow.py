@@ -1,4 +1,4 @@
-"""The reader of plain Parquet: threads read row groups ahead of the consumer, who gets slices of what they read."""
+"""The reader of plain Parquet. Threads read row groups ahead of the consumer, which gets slices of them as batches."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from spark_hvd.data.readers.values import columns_read
 from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece, Round, runs_of, windows_of
 
 CHUNK = 16384
-"""Rows that are decoded at once of a row group that is too large for a window."""
+"""Number of rows that are decoded at once if a row group is too large for a window."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
-    """Reads parts of the line of rows that a data set makes in an epoch.
+    """Reads a rank's share of the rows of an epoch.
 
-    Shuffled, or taken in turns, the rows of two windows of each lane are in memory, one that is read and one that is
-    consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read whole unless it is larger than
-    a window or goes on in the next one, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as are
-    read at once, and are called by several threads.
+    If rows are shuffled or taken from lanes, two windows of each lane are in memory: one that is being read, and one
+    that is being consumed. If rows come in the order of the files, ``workers`` + 2 row groups are in memory. A row
+    group is read at once, or in parts if it is larger than a window or continues in the next one. Several threads call
+    ``transformation_fn`` and ``decoders`` with the rows that they read at once.
 
-    With ``cache`` the rank keeps what it has read, windows of which it takes a part whole. So it does where one window
-    of each lane holds the whole data set.
+    With ``cache``, the rank keeps everything that it has read, including windows of which it only needs a part. It does
+    the same if one window of each lane holds the whole data set.
 
     Raises:
         DataError: A column is not in the data set.
@@ -54,7 +54,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         spec = self._spec
         if self._closed:
-            raise RuntimeError("the reader is closed: open another")
+            raise RuntimeError("the reader is closed: open a new one")
         if not sizes:
             return
         groups = [group.rows for group in spec.dataset.row_groups]
@@ -79,7 +79,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
                 rows = spec.window_rows or self._window_rows(pieces[0].group)
                 parts = self._plain(pool, [*itertools.chain.from_iterable(windows_of(pieces, rows))], rows)
             yield from self._form.cut(parts, sizes)
-        except (CancelledError, RuntimeError) as error:  # a pool that is shut down raises either
+        except (CancelledError, RuntimeError) as error:  # a pool that was shut down raises one of these
             if not self._closed:
                 raise
             raise RuntimeError("the reader was closed while its batches were read") from error
@@ -100,18 +100,18 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             return pool.submit(lambda: self._load([piece], parts.get((0, piece)))[0]).result
 
         for rows_read in ahead(start, pieces, self._spec.workers):
-            # What is kept must not change with what the consumer does to its batches.
+            # Copy what is kept, because the consumer may change its batches in place.
             yield self._form.kept(rows_read) if self._spec.cache else rows_read
             del rows_read
 
     def _gathered(self, pool: ThreadPoolExecutor, line: EpochLine, share: Share) -> Iterator[RowsT]:
-        """Yield rows in the order of the share, one round at a time."""
+        """Yield the rows of one round at a time, in the order of the share."""
         parts = self._parts(line.runs(share), line.height)
 
         def start(numbered: tuple[int, Round]) -> Callable[[], RowsT]:
             number, one = numbered
             window, reads = self._form.window(one), dict[Any, list[int]]()
-            for at, piece in enumerate(one.pieces):  # a row group that two lanes need is read once
+            for at, piece in enumerate(one.pieces):  # read a row group once, even if two lanes need it
                 reads.setdefault(at if (number, piece) in parts else (piece.group,), []).append(at)
             filling = [pool.submit(fill, window, number, one, each) for each in reads.values()]
             return lambda: _filled(window, filling)
@@ -124,20 +124,20 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         return ahead(start, enumerate(line.rounds(share)), 1)
 
     def _parts(self, runs: Iterable[list[tuple[int, Piece]]], rows: int) -> dict[tuple[int, Piece], Parts]:
-        """Return how to read pieces of row groups that are larger than ``rows`` or cut, each in a round."""
-        groups, found = self._spec.dataset.row_groups, dict[tuple[int, Piece], Parts]()
+        """Return, by round and piece, the parts of row groups that have more than ``rows`` rows or are cut."""
+        groups, parts = self._spec.dataset.row_groups, dict[tuple[int, Piece], Parts]()
         for run in runs:
             (_, first), (_, last) = run[0], run[-1]
             group = groups[first.group]
             chunk = min(rows, CHUNK) if group.rows > rows else 0
             if chunk or len(run) > 1:
-                found |= dict.fromkeys(run, Parts(self._files, group, first.start, last.stop, chunk))
-        return found
+                parts |= dict.fromkeys(run, Parts(self._files, group, first.start, last.stop, chunk))
+        return parts
 
     def _load(self, pieces: Sequence[Piece], parts: Parts | None) -> list[RowsT]:
-        """Return the rows of pieces of one row group, from memory or the file.
+        """Return the rows of pieces of one row group, from memory or from the file.
 
-        Of a single piece if it is read in parts.
+        If the row group is read in ``parts``, there must be a single piece.
         """
         kept = [self._kept.get(piece) for piece in pieces]
         if parts is not None:
@@ -145,14 +145,14 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             table = parts.read(piece.start, piece.stop, wanted=kept[0] is None)
             return [self._converted(table, piece) if rows is None else rows for rows in kept]
         whole: pa.Table | None = None
-        found = []
+        loaded = []
         for piece, rows in zip(pieces, kept, strict=True):
             if rows is None:
                 group = self._spec.dataset.row_groups[piece.group]
                 whole = self._files.read(group, 0, group.rows) if whole is None else whole
                 rows = self._converted(whole.slice(piece.start, piece.rows), piece)
-            found.append(rows)
-        return found
+            loaded.append(rows)
+        return loaded
 
     def _converted(self, table: pa.Table, piece: Piece) -> RowsT:
         rows = self._form.of(table, where(self._spec.dataset.row_groups[piece.group]))
@@ -161,8 +161,8 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         return rows
 
     def _window_rows(self, number: int) -> int:
-        """Return rows that fit in a window's memory; a row group's number tells which one shows it."""
-        if self._row_bytes is None:  # its first rows are read twice for it, once in the reader's life
+        """Return how many rows fit in a window's memory. If their size is unknown, row group ``number`` shows it."""
+        if self._row_bytes is None:  # read the first rows of the row group for this, once per reader
             group = self._spec.dataset.row_groups[number]
             first = pa.Table.from_batches([next(self._files.stream(group, 1))])
             self._row_bytes = self._form.row_bytes(first, where(group))
@@ -176,7 +176,7 @@ def _filled(window: Window[RowsT], filling: list[Future[None]]) -> RowsT:
 
 
 def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item], number: int) -> Iterator[_Result]:
-    """Yield the results of ``plan`` in order; while one is used, the next ``number`` are being computed."""
+    """Yield the results of ``plan`` in order. While one is in use, the next ``number`` are being computed."""
     plan = iter(plan)
     waiting = deque(start(item) for item in itertools.islice(plan, number))
     while True:
@@ -187,9 +187,9 @@ def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item]
 
 
 class CollatedForm(TablesForm[Batch]):
-    """Rows stay in Arrow until ``collate`` makes tensors of a batch; threads do so ahead of who takes the batches.
+    """Keeps rows in Arrow until ``collate`` makes a batch of tensors, in threads ahead of the consumer.
 
-    As many batches are made ahead as there are ``workers``.
+    The number of batches that are made ahead is ``workers``.
     """
 
     def __init__(self, collate: Callable[[pa.RecordBatch], Batch], workers: int) -> None:
@@ -200,17 +200,17 @@ class CollatedForm(TablesForm[Batch]):
         pool = ThreadPoolExecutor(self._workers, "spark_hvd-collate")
         try:
             batches = TableForm().cut(parts, sizes)
-            yield from ahead(lambda batch: pool.submit(self._made, batch).result, batches, self._workers)
+            yield from ahead(lambda batch: pool.submit(self._collated, batch).result, batches, self._workers)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _made(self, rows: pa.RecordBatch) -> Batch:
+    def _collated(self, rows: pa.RecordBatch) -> Batch:
         try:
             return self._collate(rows)
         except DataError:
             raise
         except Exception as error:
             raise DataError(
-                f"no tensors can be made of {len(rows)} rows of {listed(rows.schema.names)}: "
+                f"cannot make tensors from {len(rows)} rows of {listed(rows.schema.names)}: "
                 f"{type(error).__name__}: {error}"
             ) from error

@@ -1,6 +1,6 @@
-"""Batches are slices of a few tensors: scalar columns of one dtype lie side by side in one matrix.
+"""Cuts batches out of a few tensors. Scalar columns of one dtype are stored side by side in one matrix.
 
-Rows of 21 columns are then shuffled and copied by two calls, not 21; only the views in a batch are one a column.
+Shuffling or copying rows of 21 columns then takes two calls rather than 21. Only the views in a batch are one a column.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.tensors import to_tensor
 
 Blocks = list[torch.Tensor]
-"""The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
+"""The columns of some rows, as a :class:`Layout` arranges them: first its matrices, then the single columns."""
 
 TENSORS = 512
-"""Number of tensors that are cut at once. After 700 new objects Python collects garbage, which takes longer than
-cutting in smaller parts."""
+"""Number of tensors that are cut at once. After 700 new objects, Python collects garbage, which takes longer than
+cutting in smaller steps."""
 
 
 class Layout:
-    """Where each column lies among the blocks. Scalars of one dtype share a matrix; every other column lies alone.
+    """Tells which block holds each column. Scalars of one dtype share a matrix; each other column has its own block.
 
     Attributes:
-        columns: In the order of the batch; ``names`` are theirs.
+        columns: The columns in the order of the batch.
+        names: Their names.
         matrices: The columns of each matrix, from left to right.
-        alone: The columns with blocks of their own, after the matrices.
-        order: For each of ``columns`` its number, counted over matrices and what lies alone.
-        block_numbers: Name -> number of the block that the column lies in.
+        alone: The columns with their own blocks, which follow the matrices.
+        order: The number of each of ``columns``, counted over the matrices and then over ``alone``.
+        block_numbers: Column name -> number of its block.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -57,28 +58,28 @@ class Layout:
         self.order = [numbers[name] for name in self.names]
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
-        """The blocks of a table that has all the columns.
+        """Return the blocks of a table that has all the columns.
 
         Raises:
-            DataError: as :func:`~spark_hvd.data.readers.tensors.to_tensor`.
+            DataError: As :func:`~spark_hvd.data.readers.tensors.to_tensor`.
         """
         matrices = [self._matrix(table, number, where) for number in range(len(self.matrices))]
         return matrices + [to_tensor(table.column(column.name), column, where) for column in self.alone]
 
     def blocks_of_tensors(self, tensors: dict[str, torch.Tensor]) -> Blocks:
-        """The blocks of columns that are tensors already."""
+        """Return the blocks of columns that are already tensors."""
         matrices = [torch.stack([tensors[column.name] for column in group], 1) for group in self.matrices]
         return matrices + [tensors[column.name] for column in self.alone]
 
     def columns_of(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The columns in the order of the batch, views of ``blocks``."""
+        """Return the columns in the order of the batch, as views of ``blocks``."""
         columns: list[torch.Tensor] = []
         for number, block in enumerate(blocks):
             columns += block.unbind(1) if number < len(self.matrices) else (block,)
         return [columns[at] for at in self.order]
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:
-        """The columns of matrix ``number``, of shape (rows, columns)."""
+        """Return matrix ``number`` of a table, of shape (rows, columns)."""
         batches, columns = table.select(self.matrix_names[number]).to_batches(), self.matrices[number]
         matrix = matrix_of(batches[0]) if len(batches) == 1 else None
         if matrix is not None and matrix.dtype.name == columns[0].dtype:
@@ -87,10 +88,10 @@ class Layout:
 
 
 class RowShapes:
-    """Dtype and shape of a row of each block. All row groups must have the same; within one, rows are alike.
+    """Checks that the rows of all row groups have the same dtypes and shapes. Within a row group, they always do.
 
     Attributes:
-        known: Of the first row group that was looked at; None before.
+        known: The dtype and shape of a row of each block, from the first row group that was checked; None before.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -100,31 +101,31 @@ class RowShapes:
 
     @property
     def row_bytes(self) -> int | None:
-        """Memory of a row; None as long as none is known."""
+        """Bytes of a row; None before the first check."""
         return None if self.known is None else sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.known)
 
     def check(self, blocks: Blocks, where: str) -> None:
-        """Look at the blocks of a row group; from any thread.
+        """Check the blocks of a row group. Any thread may call this.
 
         Raises:
-            DataError: rows differ from those of the first row group.
+            DataError: The rows differ from those of the first row group.
         """
-        found = [(block.dtype, block.shape[1:]) for block in blocks]
+        shapes = [(block.dtype, block.shape[1:]) for block in blocks]
         with self._lock:
-            self.known = self.known or found
-        if found == self.known:
+            self.known = self.known or shapes
+        if shapes == self.known:
             return
         for column, block in self._layout.block_numbers.items():
-            mine, first = found[block], self.known[block]
-            if mine != first:
+            here, first = shapes[block], self.known[block]
+            if here != first:
                 raise DataError(
-                    f"column {column!r} in {where} has rows of shape {tuple(mine[1])} and {mine[0]}, where a row group "
-                    f"before has {tuple(first[1])} and {first[0]}: make them alike before fit"
+                    f"column {column!r} in {where} has rows of shape {tuple(here[1])} and {here[0]}, but the first row "
+                    f"group has {tuple(first[1])} and {first[0]}: make them equal before fit"
                 )
 
 
 def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cut rows that come in parts of any length into batches of ``sizes`` rows; as :func:`cut_rows`."""
+    """Cut rows that come in parts of any length into batches of ``sizes`` rows, as :func:`cut_rows` does."""
     for columns in cut_rows(parts, sizes, layout.columns_of):
         yield dict(zip(layout.names, columns, strict=True))
 
@@ -134,10 +135,15 @@ def cut_rows(
     sizes: Sequence[int],
     columns_of: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = list,
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """What ``columns_of`` makes of the tensors of each batch, of parts whose tensors have as many rows.
+    """Cut the tensors of ``parts`` into batches of ``sizes`` rows.
 
-    Batches inside a part are views of it; changing one in place shows in no other. What is left of a part is copied, so
-    that the memory of the part is free before the next one is asked for.
+    A batch inside a part is a view of it. Changing a batch in place changes no other batch. The rest of a part is
+    copied, so that the memory of the part is free before the next part is read.
+
+    Args:
+        parts: Tensors with the same number of rows, which may differ between parts.
+        sizes: Number of rows of each batch.
+        columns_of: Makes the columns of a batch from the tensors of its part.
     """
     held: list[Sequence[torch.Tensor]] = []  # `have` rows, too few for a batch
     step, have, ends = 0, 0, [0, *itertools.accumulate(sizes)]
@@ -160,9 +166,9 @@ def cut_rows(
         while step < last:
             whole = sizes[step : min(step + max(16, TENSORS // len(columns)), last)]
             at, step = at + sum(whole), step + len(whole)
-            # One call of torch cuts a column for all of them. Of the calls that do, this one and unsafe_split() leave
-            # out autograd's note of a view for each, by which a gradient of what is done to one would be all others';
-            # unsafe_split() takes twice as long.
+            # One call of torch cuts a column for all these batches. Only this call and unsafe_split() do not record
+            # the slices as views in autograd, where an in-place change of one batch would affect the gradients of the
+            # others. unsafe_split() takes twice as long.
             slices = [column.unsafe_split_with_sizes([*whole, rows - at]) for column in columns]
             columns = [each[-1] for each in slices]
             yield from itertools.islice(zip(*slices, strict=True), len(whole))

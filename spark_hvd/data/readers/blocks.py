@@ -1,4 +1,4 @@
-"""Rows as blocks of tensors, as models take them: the form of the estimators' batches."""
+"""Keeps rows as blocks of tensors, from which batches for models are cut."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spark_hvd.data.readers.values import Values, columns_yielded
 from spark_hvd.data.readers.windows import Round, whole_rows
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
+"""Itemsize of a dtype -> integer dtype of that size, because numpy lacks some dtypes of torch."""
 
 
 class TensorForm(Form[Blocks, Batch]):
-    """What ``spec`` asks for, through its functions where it has some.
+    """Keeps the rows that ``spec`` describes as blocks, after its decoders and ``transformation_fn`` if it has any.
 
     Raises:
         DataError: A column is not in the data set.
@@ -47,8 +47,8 @@ class TensorForm(Form[Blocks, Batch]):
             self.of(table.slice(0, 1), where)
         return self._shapes.row_bytes
 
-    def window(self, asked: Round) -> RowWindow:
-        return RowWindow(asked)
+    def window(self, round_: Round) -> RowWindow:
+        return RowWindow(round_)
 
     def cut(self, parts: Iterator[Blocks], sizes: Sequence[int]) -> Iterator[Batch]:
         return cut(parts, self._layout, sizes)
@@ -58,29 +58,29 @@ class TensorForm(Form[Blocks, Batch]):
 
 
 class RowWindow(Window[list[Any]]):
-    """Memory for the rows that a rank takes of some windows, tensors or arrays of numpy, which several threads fill."""
+    """Memory for the rows that a rank takes in a round, as tensors or numpy arrays, which several threads fill."""
 
-    def __init__(self, asked: Round) -> None:
-        self._asked = asked
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
         self._lock = threading.Lock()
         self._places = np.empty(0, np.int64)
         self._blocks: list[Any] = []
 
     def put(self, number: int, rows: list[Any]) -> None:
         with self._lock:
-            if not self._blocks:  # only now is it known which shapes the columns have
-                self._places = self._asked.places()
-                self._blocks = [_empty(block, self._asked.rows) for block in rows]
-        end = self._asked.ends[number]
+            if not self._blocks:  # the shapes of the columns are only known now
+                self._places = self._round.places()
+                self._blocks = [_empty(block, self._round.rows) for block in rows]
+        end = self._round.ends[number]
         places = self._places[end - len(rows[0]) : end]
-        here = slice(None) if self._asked.rows == len(self._places) else np.flatnonzero(places >= 0)
-        for mine, block in zip(self._blocks, rows, strict=True):
+        taken = slice(None) if self._round.rows == len(self._places) else np.flatnonzero(places >= 0)
+        for target, block in zip(self._blocks, rows, strict=True):
             if block.nbytes:
-                into, found = _as_rows(mine), _as_rows(block)[here]
-                if found.dtype.kind == "V":
-                    into.put(places[here], found, mode="clip")  # mode "raise" would copy them once more
+                into, values = _as_rows(target), _as_rows(block)[taken]
+                if values.dtype.kind == "V":
+                    into.put(places[taken], values, mode="clip")  # mode "raise" would copy the values once more
                 else:
-                    into[places[here]] = found  # twice as fast for a number a row, and slower for a stretch of bytes
+                    into[places[taken]] = values  # twice as fast for one number per row, but slower for "V"
 
     def take(self) -> list[Any]:
         blocks, self._blocks = self._blocks, []
@@ -91,11 +91,11 @@ def _empty(like: Any, rows: int) -> Any:
     shape = (rows, *like.shape[1:])
     if not isinstance(like, torch.Tensor):
         return np.empty(shape, like.dtype)
-    # Numpy asks the system for huge pages, among which rows find their places in half the time; torch does not.
+    # Numpy, unlike torch, requests huge pages, with which scattering rows takes half the time.
     return torch.from_numpy(np.empty(shape, f"i{like.itemsize}")).view(like.dtype)
 
 
 def _as_rows(block: Any) -> np.ndarray[Any, Any]:
-    if isinstance(block, torch.Tensor):  # not by torch, which would start a team of threads in each thread that reads
+    if isinstance(block, torch.Tensor):  # torch would start a team of threads in each reading thread, so use numpy
         block = block.view(_BITS[block.itemsize]).numpy()
     return whole_rows(block if block.flags.c_contiguous else block.copy())

@@ -1,4 +1,4 @@
-"""What is known of a materialised data set: columns, files, row groups. All that a rank is told of its data."""
+"""The description of a materialised data set that ranks get: its columns, files and row groups."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 SMALL_BYTES = 64 << 20
-"""Files that up to four ranks read whole, each of them, where rows come in their order."""
+"""Maximum bytes of a data set that each of up to four ranks reads completely if rows are not shuffled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column as it lies in the Parquet files, and the tensor that a row of it becomes.
+    """A column of the Parquet files, and the tensor that its values become.
 
     Attributes:
-        name: Its name in the DataFrame and in the files. Names with dots are taken as they are.
-        dtype: Name of the torch dtype that the reader yields ("float32", "int64", "bool", ...), or "object" for what
-            only a decoder or ``transformation_fn`` turns into tensors (binary).
-        shape: Shape of one row's value: ``()`` for a scalar, ``(20,)`` for a vector. None where it is not known
-            (binary before decoding; lists in Parquet that we did not write).
-        spark_type: The column's type in the DataFrame as Spark's ``simpleString`` ("double", "vector",
-            "array<float>"), from which the type of predictions for it follows; "" if it never was in a DataFrame.
-        encoding: "plain", or "sparse" for a struct<size: int32, indices: list<int32>, values: list<float>> a row.
-        lowest: The lowest number of a label; None where that is not known.
+        name: Name in the DataFrame and in the files. Dots are part of the name.
+        dtype: Name of the torch dtype that the reader yields ("float32", "int64", "bool", ...), or "object" for values
+            that only a decoder or ``transformation_fn`` turns into tensors (binary).
+        shape: Shape of a row's value: ``()`` for a scalar, ``(20,)`` for a vector. None if it is unknown (binary before
+            decoding; lists in Parquet files of others).
+        spark_type: Type in the DataFrame as Spark's ``simpleString`` ("double", "vector", "array<float>"), which
+            determines the type of predictions; "" if the column does not come from a DataFrame.
+        encoding: "plain", or "sparse" for a struct<size: int32, indices: list<int32>, values: list<float>> per row.
+        lowest: The lowest number of a label column; None if it is unknown.
     """
 
     name: str
@@ -45,35 +45,35 @@ class Column:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:
-        """Undo ``dataclasses.asdict``, after a trip through JSON."""
+        """Undo ``dataclasses.asdict`` after JSON has turned tuples into lists."""
         return cls(**{**data, "shape": None if data["shape"] is None else tuple(data["shape"])})
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One row group of one Parquet file; the unit of reading and of shuffling across a data set."""
+    """A row group of a Parquet file: the unit of reading, and of shuffling across a data set."""
 
     file: str
-    """URL or path, complete."""
+    """The complete URL or path."""
     index: int
-    """Its number in the file."""
+    """The number of the row group in its file."""
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetMeta:
-    """A data set that lies in Parquet. Plain data: pickles; one that we wrote turns into JSON and back.
+    """A data set of Parquet files. It can be pickled; one that materialize wrote can also be converted to JSON.
 
     Attributes:
-        url: The directory of the files; names the data set in messages.
-        columns: In the order of the files, those of ``partitions`` behind them.
-        row_groups: All of them, in the order of file names and row group numbers. None is empty.
-        bytes: Compressed size of the files; 0 where it is not known.
-        unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
-        version: Which version of which table it is, for messages; "" for files that are no table's.
-        partitions: Columns that are in no file, each with one value for a file: a row for each of :attr:`files`.
-        table: The columns of a table, and how its files have them; None for files that all have the same.
-        deleted: By file and number the row groups with rows that are deleted, and not counted in ``row_groups``.
+        url: The directory of the files, which messages name.
+        columns: The columns in the order of the files, followed by those of ``partitions``.
+        row_groups: All row groups, in the order of file names and row group numbers. None of them is empty.
+        bytes: Compressed size of the files; 0 if it is unknown.
+        unischema: Whether the data set has a Petastorm Unischema, so that only Petastorm can decode it.
+        version: The table and its version, for messages; "" if the files do not belong to a table.
+        partitions: Columns that no file holds, with one value per file: a row for each of :attr:`files`.
+        table: The columns of a table, and how to find them in its files; None if all files have the same columns.
+        deleted: (file, number of the row group) -> deleted rows, which ``row_groups`` does not count.
     """
 
     url: str
@@ -98,11 +98,11 @@ class DatasetMeta:
 
     @property
     def layout(self) -> int:
-        """A number that differs where the order of rows does, for the same seed and epoch."""
+        """A checksum of the row groups. If it differs, the order of rows differs for the same seed and epoch."""
         return zlib.crc32(repr([group.rows for group in self.row_groups]).encode())
 
     def sharding(self, batch_size: int, drop_last: bool = False, *, shuffle: bool) -> Sharding:
-        """Return how ranks share the rows of an epoch: by the same global batches."""
+        """Return how ranks share the rows of an epoch."""
         return Sharding(self.rows, batch_size, drop_last, self.lanes(shuffle))
 
     def lanes(self, shuffle: bool) -> int:
@@ -115,7 +115,7 @@ class DatasetMeta:
         """Return the column called ``name``.
 
         Raises:
-            DataError: There is none; the text lists those there are.
+            DataError: There is no such column. The message lists the existing ones.
         """
         for column in self.columns:
             if column.name == name:
@@ -123,7 +123,7 @@ class DatasetMeta:
         raise DataError(f"column {name!r} is not in {self.url}, which has {listed(c.name for c in self.columns)}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON-ready dicts and lists, with each file name once, but without versions and partitions."""
+        """Return JSON-ready dicts and lists. The version, the partitions and the table are left out."""
         files = list(self.files)
         number = {file: i for i, file in enumerate(files)}
         return {
@@ -144,7 +144,7 @@ class DatasetMeta:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for an error message: quoted, and the first ten only if there are more."""
+    """Return names for an error message: quoted, and at most ten of them."""
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
     return (", ".join(quoted[:10]) or "no columns") + more

@@ -1,4 +1,4 @@
-"""The batches that a rank trains on, epoch after epoch, from wherever a checkpoint has left off."""
+"""The endless batches that a rank trains on, starting at the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
     """Endless batches of one rank.
 
     Attributes:
-        given: Number of batches so far, including skipped ones.
-        rows: Rows of the last batch on this rank.
+        given: Number of batches so far, including those that were skipped.
+        rows: Number of rows in the last batch of this rank.
         weight: The factor for this rank's mean over the last batch, so that the mean of all ranks' results is the mean
-            over all rows. It is 1 if all ranks have equally many rows.
+            over all rows. It is 1 if all ranks have the same number of rows.
     """
 
     def __init__(self, reader: Reader[BatchT], sharding: Sharding, rank: int, size: int, position: Position) -> None:
@@ -29,16 +29,16 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
 
     @property
     def position(self) -> Position:
-        """Where the next batch is."""
+        """The position of the next batch."""
         return self.sharding.after(self._start, self._done, self._size) if self._done else self._start
 
     @property
     def left(self) -> int:
-        """Batches of this epoch that are still to come."""
+        """Number of batches that remain in this epoch."""
         return len(self._sizes) - self._done
 
     def skip(self, batches: int) -> None:
-        """Leave batches out."""
+        """Skip ``batches`` batches without reading them."""
         self.given += batches
         while batches:
             step = min(batches, self.left)
@@ -65,12 +65,12 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
         self._done += 1
         self.given += 1
         if self._done == len(self._sizes):
-            next(self._batches, None)  # let it end, and not be closed, so that readers keep what they can
+            next(self._batches, None)  # let it end rather than close it, so that the reader keeps its cache
             self._begin(self.position)
         return batch
 
     def _begin(self, position: Position) -> None:
-        """Share out what is left after ``position``; nothing is left where the ranks are more than the rows."""
+        """Share the rows after ``position``. If they are fewer than the ranks, start the next epoch."""
         self._drop()
         if not self.sharding.batches(position, self._rank, self._size):
             position = Position(position.epoch + 1)

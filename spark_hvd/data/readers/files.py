@@ -1,4 +1,4 @@
-"""Row groups of Parquet files as Arrow tables, for several threads; every error says which file and row group."""
+"""Reads row groups of Parquet files as Arrow tables, in several threads. Errors name the file and the row group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 
 
 def arrow_filesystem(store: Store) -> pyarrow.fs.FileSystem:
-    """Return the file system of ``store`` for pyarrow, for paths of ``store.inner_path``; native for local paths.
+    """Return the file system of ``store`` for pyarrow, which takes paths from ``store.inner_path``.
 
-    For Parquet better than ``store.open``, which reads an object ahead: of row groups and columns not asked for too.
+    It suits Parquet better than ``store.open``, which would also read row groups and columns that are not needed.
     """
     if store.is_local:
         return pyarrow.fs.LocalFileSystem()
@@ -32,30 +32,30 @@ def arrow_filesystem(store: Store) -> pyarrow.fs.FileSystem:
 
 
 class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
-    """Requests the ranges that Arrow asks for and no more; fsspec's default reads up to 50 MiB ahead of each."""
+    """Reads only the ranges that Arrow requests. By default, fsspec reads up to 50 MiB ahead of each."""
 
     def open_input_file(self, path: str) -> pyarrow.PythonFile:
         return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
 def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
-    """Return a Parquet file, given its path and ``filesystem`` or an open file. Its timestamps are what Spark reads.
+    """Open a Parquet file, from an open file or from a path with ``filesystem=``, so that timestamps are as in Spark.
 
-    Spark writes timestamps as INT96, which Arrow reads as 64-bit nanoseconds by default. Those before 1677 and after
-    2262, such as 9999-12-31, would change.
+    Spark writes timestamps as INT96, which Arrow reads as 64-bit nanoseconds by default. Timestamps before 1677 or
+    after 2262, such as 9999-12-31, would change.
     """
     return pq.ParquetFile(source, coerce_int96_timestamp_unit="us", **options)
 
 
-KEPT_OPEN = 16
-"""Files that stay open for the next row group."""
+_MAX_OPEN = 16
+"""Maximum number of unused files that stay open for their next row group."""
 
-BUFFER_BYTES = 1 << 16
-"""What is read ahead of each column of a row group that is streamed from a disk."""
+_BUFFER_BYTES = 1 << 16
+"""Bytes of each column that are read ahead when a row group is streamed from a disk."""
 
 
 class RowGroups:
-    """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several."""
+    """Reads row groups. Only one thread uses an open file at a time, because Arrow's readers are not thread-safe."""
 
     def __init__(self, store: Store, dataset: DatasetMeta, columns: tuple[str, ...]) -> None:
         self._filesystem = arrow_filesystem(store)
@@ -69,19 +69,19 @@ class RowGroups:
         self._stored = [name for name in columns if name not in self._added]
         self._table = dataset.table
         self._deleted = dataset.deleted
-        # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
+        # Reading columns ahead saves round trips on a network, but costs a copy on a disk.
         self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._lock = threading.Lock()
         self._idle: OrderedDict[tuple[str, bool], list[_File]] = OrderedDict()
 
     def read(self, group: RowGroup, start: int, stop: int) -> pa.Table:
-        """Return rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
+        """Return rows ``start`` to ``stop`` (exclusive) of a row group, with the columns in the requested order.
 
         Raises:
-            DataError: The file vanished, changed or is damaged.
+            DataError: The file was deleted, has changed, or is damaged.
         """
         deleted = self._deleted.get((group.file, group.index))
-        with told(group, self._version), self._opened(group) as file:
+        with reading(group, self._version), self._opened(group) as file:
             _check_rows(file.reader, group, deleted)
             table = file.reader.read_row_group(group.index, columns=file.columns, use_threads=False)
             if deleted is not None:
@@ -90,7 +90,7 @@ class RowGroups:
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
     def whole(self, group: RowGroup) -> Generator[pa.RecordBatch, None, None]:
-        """Yield all rows of a row group, read at once.
+        """Yield all rows of a row group, which are read at once.
 
         Raises:
             DataError: As :meth:`read`.
@@ -98,17 +98,17 @@ class RowGroups:
         yield from self.read(group, 0, group.rows).to_batches()
 
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
-        """Yield all rows of a row group that is too large for memory, in batches of ``chunk`` rows.
+        """Yield all rows of a row group that is too large for memory, at most ``chunk`` rows at a time.
 
         Raises:
             DataError: As :meth:`read`.
         """
         deleted, at = self._deleted.get((group.file, group.index)), 0
         kept = None if deleted is None else deleted.kept()
-        with told(group, self._version), self._opened(group, streamed=True) as file:
+        with reading(group, self._version), self._opened(group, streamed=True) as file:
             _check_rows(file.reader, group, deleted)
             some, columns = [group.index], file.columns
-            # With threads for the columns: the parts of a row group are read one after the other.
+            # Threads read the columns in parallel, because the parts of a row group are read one after the other.
             for batch in file.reader.iter_batches(chunk, row_groups=some, columns=columns, use_threads=True):
                 rows = batch if kept is None else batch.filter(kept.slice(at, batch.num_rows))
                 at += batch.num_rows
@@ -116,7 +116,7 @@ class RowGroups:
                     yield self._complete(rows, group, file)
 
     def close(self) -> None:
-        """Close the files that are open and unused."""
+        """Close the files that are not in use."""
         with self._lock:
             files = [file for idle in self._idle.values() for file in idle]
             self._idle.clear()
@@ -157,21 +157,21 @@ class RowGroups:
         with self._lock:
             self._idle.setdefault(key, []).append(file)
             self._idle.move_to_end(key)
-            surplus = self._idle.popitem(last=False)[1] if len(self._idle) > KEPT_OPEN else []
+            surplus = self._idle.popitem(last=False)[1] if len(self._idle) > _MAX_OPEN else []
         for each in surplus:
             each.reader.close()
 
     def _open(self, group: RowGroup, streamed: bool) -> _File:
         inner = self._inner_path(group.file)
-        # Several row groups are streamed at once, each a bit at a time: on a disk, no more of each is in memory.
-        buffer = BUFFER_BYTES if streamed and not self._pre_buffer else 0
+        # Several row groups are streamed at once. Small buffers keep little of each in memory.
+        buffer = _BUFFER_BYTES if streamed and not self._pre_buffer else 0
         file = parquet_file(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer, buffer_size=buffer)
         try:
             if self._table is None:
                 check_columns(self._stored, file.schema_arrow.names, where(group))
                 return _File(file, self._stored, {})
-            there = plain_schema(file.schema_arrow)
-            found = {name: self._table.find(name, there, where(group)) for name in self._stored}
+            schema = plain_schema(file.schema_arrow)
+            found = {name: self._table.find(name, schema, where(group)) for name in self._stored}
             return _File(file, [each.name for each in found.values() if each is not None], found)
         except ValueError:
             file.close()
@@ -180,7 +180,13 @@ class RowGroups:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file that is open, what is read of it, and which of that each column of its table is; None for a default."""
+    """An open file.
+
+    Attributes:
+        reader: Arrow's reader of the file.
+        columns: The names, in the file, of the columns to read.
+        found: Column of the table -> its field in the file, or None if rows have the default.
+    """
 
     reader: pq.ParquetFile
     columns: list[str]
@@ -188,30 +194,30 @@ class _File:
 
 
 class Parts:
-    """Parts of one row group, which several threads ask for: read in order, one after the other.
+    """Reads consecutive parts of a row group in order, although several threads request them.
 
-    All of them together are rows ``start`` to ``stop``; ``chunk`` rows are decoded at once, or all of them if it is 0.
+    Together, the parts are rows ``start`` to ``stop`` (exclusive). ``chunk`` rows are decoded at once; 0 for all.
     """
 
     def __init__(self, files: RowGroups, group: RowGroup, start: int, stop: int, chunk: int) -> None:
         self._batches = files.stream(group, chunk) if chunk else files.whole(group)
         self._rest: pa.RecordBatch | None = None
-        self._row = 0  # where the stream is
-        self._next = start  # whose turn it is
+        self._row = 0  # the next row of the stream
+        self._next = start  # the first row of the part that is read next
         self._stop = stop
         self._turn = threading.Condition()
 
     def read(self, start: int, stop: int, wanted: bool = True) -> pa.Table | None:
-        """Return rows ``start`` to ``stop``, after reading the part before; None, skipping them, if not ``wanted``.
+        """Wait until the previous part was read, and return rows ``start`` to ``stop``, or skip them if not ``wanted``.
 
         Raises:
-            DataError: As :meth:`RowGroups.read`, also where the part before failed.
+            DataError: As :meth:`RowGroups.read`, or the previous part could not be read.
         """
         with self._turn:
             self._turn.wait_for(lambda: self._next in (start, _FAILED))
             try:
                 if self._next == _FAILED:
-                    raise DataError("the part of the row group before this one could not be read")
+                    raise DataError("the previous part of the row group could not be read")
                 table = self._take(start, stop) if wanted else None
                 self._next = stop
                 if stop == self._stop:
@@ -240,15 +246,15 @@ _FAILED = -1
 
 
 @contextlib.contextmanager
-def told(group: RowGroup, version: str = "") -> Iterator[None]:
-    """Whatever goes wrong becomes a DataError that names the row group, and the ``version`` of the table."""
+def reading(group: RowGroup, version: str = "") -> Iterator[None]:
+    """Turn any error in this context into a DataError that names the row group, and the table's ``version`` if any."""
     try:
         yield
     except (DataError, GeneratorExit):
         raise
     except FileNotFoundError as error:
         raise gone(where(group), version) from error
-    except Exception as error:  # file systems of fsspec raise what they like
+    except Exception as error:  # file systems of fsspec may raise anything
         raise DataError(f"cannot read {where(group)}: {type(error).__name__}: {error}") from error
 
 
@@ -267,21 +273,21 @@ def _check_rows(file: pq.ParquetFile, group: RowGroup, deleted: Deleted | None) 
     rows = metadata.row_group(group.index).num_rows if group.index < metadata.num_row_groups else None
     expected = group.rows if deleted is None else deleted.rows
     if rows != expected:
-        found = "is not there" if rows is None else f"has {rows} rows"
-        raise DataError(f"{where(group)} {found}, expected {expected}: the file changed; call fit again")
+        problem = "does not exist" if rows is None else f"has {rows} rows"
+        raise DataError(f"{where(group)} {problem}, expected {expected}: the file changed; call fit again")
 
 
-def check_columns(wanted: Iterable[str], there: Iterable[str], file: str) -> None:
-    """Make sure that a file has columns that were listed: Arrow leaves out what is missing.
+def check_columns(wanted: Iterable[str], existing: Iterable[str], file: str) -> None:
+    """Check that a file has the wanted columns, because Arrow silently omits missing ones.
 
     Raises:
-        DataError: naming those that it has not.
+        DataError: Columns are missing. The message names them.
     """
-    there = set(there)
-    if missing := [name for name in wanted if name not in there]:
+    existing = set(existing)
+    if missing := [name for name in wanted if name not in existing]:
         raise DataError(
-            f"{file} has no column {listed(missing)}: the file changed, or differs from the others. Next: start again, "
-            "which takes the columns that there are"
+            f"{file} has no column {listed(missing)}: the file changed, or differs from the others. Next: start again "
+            "with the columns that exist now"
         )
 
 

@@ -1,4 +1,4 @@
-"""The form of rows in memory, between the file and the batch.
+"""The form in which rows are kept in memory, between the file and the batch.
 
 Rows are tensors if a model takes them unchanged (``TensorForm``), and Arrow tables if they may hold any type
 (:class:`TableForm`). Readers depend on this contract only.
@@ -23,40 +23,40 @@ BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
 class Window(Protocol[RowsT]):
-    """Takes in the rows of some pieces, from several threads, and gives them out in the order drawn for them."""
+    """Collects the rows of pieces from several threads, and returns them in their drawn order."""
 
     def put(self, number: int, rows: RowsT) -> None:
-        """Take in the rows of piece ``number``."""
+        """Add the rows of piece ``number``."""
 
     def take(self) -> RowsT:
-        """Return the wanted rows in their order, and empty the window; call it once all pieces are in."""
+        """Return the wanted rows in their order, and empty the window. Call this after all pieces were put in."""
 
 
 class Form(Protocol[RowsT, BatchT_co]):
     """See the module's description."""
 
     def of(self, table: pa.Table, where: str) -> RowsT:
-        """Return the rows of a table; ``where`` names it in errors. From any thread.
+        """Return the rows of a table, which ``where`` names in errors. Any thread may call this.
 
         Raises:
             DataError: Values do not fit, or differ in kind from those before.
         """
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
-        """Memory of a row; None if it takes the first rows, a ``table``, to tell."""
+        """Return the bytes of a row; None if only a ``table`` of some rows can show them."""
 
-    def window(self, asked: Round) -> Window[RowsT]:
-        """Memory for the rows that a rank takes of some windows."""
+    def window(self, round_: Round) -> Window[RowsT]:
+        """Return memory for the rows that a rank takes in a round."""
 
     def cut(self, parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[BatchT_co]:
-        """Batches of so many rows out of parts of any length."""
+        """Cut parts of any length into batches of ``sizes`` rows."""
 
     def kept(self, rows: RowsT) -> RowsT:
         """Return rows that do not change when batches that were cut out of ``rows`` are changed."""
 
 
 class TablesForm(Form[pa.Table, BatchT]):
-    """Rows of any types stay in Arrow, with the schema of the first row group read; a subclass cuts batches."""
+    """Keeps rows of any types in Arrow, with the schema of the first row group. A subclass cuts batches."""
 
     def __init__(self) -> None:
         self._schema: pa.Schema | None = None
@@ -71,20 +71,20 @@ class TablesForm(Form[pa.Table, BatchT]):
         try:
             return table.cast(self._schema)
         except (pa.ArrowException, ValueError) as error:
-            raise DataError(f"{where} has other columns than a row group before: {error}") from error
+            raise DataError(f"{where} has other columns than the first row group: {error}") from error
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         return None if table is None else -(-table.nbytes // max(1, table.num_rows))
 
-    def window(self, asked: Round) -> TableWindow:
-        return TableWindow(asked)
+    def window(self, round_: Round) -> TableWindow:
+        return TableWindow(round_)
 
     def kept(self, rows: pa.Table) -> pa.Table:
-        return rows  # nothing changes what Arrow holds
+        return rows  # Arrow's arrays never change
 
 
 class TableForm(TablesForm[pa.RecordBatch]):
-    """Batches are record batches."""
+    """Cuts record batches."""
 
     def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[pa.RecordBatch]:
         for pieces in pieces_of(parts, sizes):
@@ -93,34 +93,34 @@ class TableForm(TablesForm[pa.RecordBatch]):
 
 
 class TableWindow(Window[pa.Table]):
-    """The window of a :class:`TableForm`: pieces are kept as they are, and rows taken out of them at the end."""
+    """The window of a :class:`TableForm`. It keeps complete pieces, and selects rows from them at the end."""
 
-    def __init__(self, asked: Round) -> None:
-        self._asked = asked
-        self._pieces: list[pa.Table] = [None] * len(asked.pieces)
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
+        self._pieces: list[pa.Table] = [None] * len(round_.pieces)
 
     def put(self, number: int, rows: pa.Table) -> None:
         self._pieces[number] = rows
 
     def take(self) -> pa.Table:
         pieces, self._pieces = self._pieces, []
-        places = self._asked.places()
-        order = np.empty(self._asked.rows, np.int64)
+        places = self._round.places()
+        order = np.empty(self._round.rows, np.int64)
         kept: Any = slice(None) if len(order) == len(places) else places >= 0
         order[places[kept]] = np.flatnonzero(kept) if len(order) < len(places) else np.arange(len(places))
-        # In one piece: taking rows out of many looks up the piece of each.
+        # Taking rows from one chunk is faster: with several, Arrow looks up the chunk of each row.
         return pa.concat_tables(pieces).combine_chunks().take(order)
 
 
 def pieces_of(parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[list[tuple[RowsT, int, int]]]:
-    """Yield which rows of which parts make batches of this size: (part, first row, one after the last)."""
+    """Yield, for each batch of ``sizes`` rows, its pieces: (part, first row, row after the last)."""
     part: Any = ()
     at = 0
     for size in sizes:
         pieces: list[tuple[RowsT, int, int]] = []
         while size:
             while at == len(part):
-                part = None  # its memory is free before the next is asked for
+                part = None  # free its memory before the next part is read
                 part, at = next(parts), 0
             stop = min(len(part), at + size)
             pieces.append((part, at, stop))
@@ -130,7 +130,7 @@ def pieces_of(parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[list[tup
 
 
 def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
-    """Columns of one type side by side, (rows, columns); None where there are several types, nulls, or no numbers."""
+    """Return columns of one type as a matrix (rows, columns); None for several types, nulls, or other than numbers."""
     if len(set(batch.schema.types)) == 1:
         with contextlib.suppress(pa.ArrowException):
             matrix: np.ndarray[Any, Any] = batch.to_tensor().to_numpy()
@@ -139,7 +139,7 @@ def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
 
 
 def single(table: pa.Table) -> pa.RecordBatch:
-    """Return a table as one batch, without a copy if its columns are in one piece."""
+    """Return a table as one batch, without a copy if each column has a single chunk."""
     batches = table.to_batches()
     if len(batches) != 1:
         batches = table.combine_chunks().to_batches()

@@ -1,4 +1,4 @@
-"""What must hold of all rows before a model sees the first: no nulls, lists of one length, weights that count."""
+"""Checks all rows before training starts: no nulls, lists of equal length, and usable weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spark_hvd.data.readers.errors import DataError, refuse_nulls
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What some columns are for, by their names.
+    """The names of columns with a special use.
 
     Attributes:
-        weights: The weights of rows.
-        labels: What outputs are compared with.
-        nullable: Those that may have nulls, as they go through ``transformation_fn`` first.
+        weights: The column of the rows' weights.
+        labels: The columns of labels.
+        nullable: The columns that may have nulls, because ``transformation_fn`` processes them first.
     """
 
     weights: str | None = None
@@ -34,16 +34,16 @@ _NOTHING = Uses()
 
 @dataclass(slots=True)
 class ColumnFindings:
-    """What some rows have shown of their columns.
+    """What was measured of the columns of some rows.
 
     Attributes:
-        rows: How many.
-        nulls: Column name -> rows where it is null.
-        inner_nulls: Column name -> nulls inside its lists.
+        rows: Number of rows.
+        nulls: Column name -> number of rows where it is null.
+        inner_nulls: Column name -> number of nulls inside its lists.
         shapes: Column name -> shape of its values; binary columns have none.
-        weights: Name of a data set ("training", "validation") -> sum of the weights of its rows, if they have some.
-        odd_weights: How many weights are negative, NaN or infinite, and one of them.
-        lowest: Name of a column of labels -> its lowest number.
+        weights: Name of a data set ("training", "validation") -> sum of the weights of its rows, if they have weights.
+        odd_weights: Number of weights that are negative, NaN or infinite, and one of them.
+        lowest: Name of a label column -> its lowest number.
     """
 
     rows: int = 0
@@ -55,10 +55,10 @@ class ColumnFindings:
     lowest: dict[str, float] = field(default_factory=dict)
 
     def add(self, column: Column, array: pa.Array, uses: Uses = _NOTHING) -> None:
-        """Take in a column of some rows, which ``rows`` does not count yet.
+        """Measure a column of some rows; the caller adds their number to ``rows``.
 
         Raises:
-            DataError: lists or vectors of different lengths.
+            DataError: Lists or vectors have different lengths.
         """
         if column.name in uses.nullable:
             array = array.drop_null()
@@ -70,7 +70,7 @@ class ColumnFindings:
             return
         if column.name in uses.labels and column.name not in uses.nullable and not pa.types.is_nested(array.type):
             lowest = pc.min(array).as_py()
-            if lowest is not None:  # as it is of NaN alone
+            if lowest is not None:  # it is None if all values are NaN
                 self._lower(column.name, float(lowest))
         values, shape = array, []
         while is_list(values.type):
@@ -81,11 +81,11 @@ class ColumnFindings:
         self._agree(column.name, tuple(shape))
 
     def count(self, name: str, array: pa.Array) -> int:
-        """Take in the nulls of a column, and return how many these are."""
+        """Count the nulls of a column of some rows, and return their number."""
         return _count(self.nulls, name, array)
 
     def weigh(self, dataset: str, weights: pa.Array | pa.ChunkedArray) -> None:
-        """Take in the weights of some rows of a data set: numbers without nulls; several a row are not looked at."""
+        """Add the weights of some rows of a data set: numbers without nulls. Lists of weights are ignored."""
         if not len(weights) or pa.types.is_nested(weights.type):
             return
         values = weights.to_numpy(zero_copy_only=False)
@@ -101,10 +101,10 @@ class ColumnFindings:
 
     @classmethod
     def together(cls, parts: Iterable[ColumnFindings]) -> ColumnFindings:
-        """Return the findings of several tasks as one.
+        """Merge the findings of several tasks.
 
         Raises:
-            DataError: of lists or vectors of different lengths.
+            DataError: Lists or vectors have different lengths.
         """
         parts = list(parts)
         whole = cls(sum(part.rows for part in parts), _sum(part.nulls for part in parts))
@@ -121,10 +121,10 @@ class ColumnFindings:
         return whole
 
     def check(self, weights: str | None = None) -> None:
-        """Make sure that there were no nulls, and that the column of ``weights`` has some, none of them negative.
+        """Check that there are no nulls, and that the weights in the column ``weights`` can be used.
 
         Raises:
-            DataError: There were nulls, and how many; or there are weights that cannot be used.
+            DataError: There are nulls; or weights are negative, NaN or infinite, or all are 0.
         """
         for name, count in self.nulls.items():
             refuse_nulls(name, count, f"{self.rows} rows")
@@ -138,11 +138,11 @@ class ColumnFindings:
             if not total:
                 raise DataError(
                     f"sample_weight_col={weights!r}: all weights of the rows for {dataset} are 0: expected one "
-                    "above 0. Check how that column is made, or leave sample_weight_col out"
+                    "above 0. Check how that column is made, or omit sample_weight_col"
                 )
 
     def of(self, columns: Sequence[Column]) -> tuple[Column, ...]:
-        """``columns`` with the shapes, and the lowest labels, that were found."""
+        """Return ``columns`` with the measured shapes and lowest labels."""
         return tuple(
             replace(each, shape=self.shapes.get(each.name, each.shape), lowest=self.lowest.get(each.name))
             for each in columns
@@ -158,7 +158,7 @@ class ColumnFindings:
 
 
 def no_weights(name: str, odd: int, one: float, where: str) -> str:
-    """Return the text of the error for unusable weights: how many of a column, and ``one`` of them."""
+    """Return the error message for unusable weights of a column: their number ``odd``, and ``one`` of them."""
     return (
         f"sample_weight_col={name!r} has {odd} of {where} whose weight is negative, NaN or infinite, such as {one:g}: "
         f"expected numbers from 0. Correct or drop these rows, for example df.where(F.col({name!r}) >= 0)"
@@ -172,12 +172,12 @@ def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return whether values of this type are lists: of any length, large, or all of one length."""
+    """Return whether a type is a list type: list, large list or fixed-size list."""
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def least_and_most(lists: pa.Array) -> tuple[int, int]:
-    """Return the least and the greatest length of lists, at one depth below the rows; 0 if there are none."""
+    """Return the minimum and maximum length of the lists in an array; 0 if there are none."""
     if pa.types.is_fixed_size_list(lists.type):
         return lists.type.list_size, lists.type.list_size
     lengths = pc.min_max(pc.list_value_length(lists))

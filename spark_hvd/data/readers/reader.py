@@ -1,4 +1,4 @@
-"""The contract of readers: what a rank asks for, and what it gets. Arrow and Petastorm fulfil it alike."""
+"""The contract of readers: what a rank requests, and what it gets. The Arrow and Petastorm readers implement it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spark_hvd.store import Store
 
 Batch = dict[str, "torch.Tensor"]
-"""Column name -> tensor of shape (rows, *shape of the column); all of one length; text is an array."""
+"""Column name -> tensor of shape (rows, *shape of the column), or an array of str (rows,) for text."""
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
@@ -28,26 +28,26 @@ class ReaderSpec:
 
     Attributes:
         dataset: The data set.
-        columns: Names of the columns to read, those and no more.
-        store: Opens the files.
-        shuffle: Another order in every epoch: row groups across the whole data set, and rows within windows.
-        seed: Seed of the order. The same seed and epoch give the same order, whatever the number of ranks.
-        window_rows: Rows that are shuffled together, in the windows of all lanes; None for as many as fit in 64 MiB.
-            Bounds the memory.
-        cache: Keep what was read in memory; later epochs read no file (``inmemory_cache_all``). Row groups then come in
-            the order of the first epoch, so that a rank has the same ones in each.
+        columns: Names of the columns to read.
+        store: The store that opens the files.
+        shuffle: Shuffle in each epoch: row groups across the whole data set, and rows within windows.
+        seed: Seed of the order. The same seed and epoch give the same order, for any number of ranks.
+        window_rows: Number of rows that are shuffled together, in the windows of all lanes, which limits the memory;
+            None for as many as fit in 64 MiB.
+        cache: Keep all rows in memory, so that later epochs read no files (``inmemory_cache_all``). Row groups then
+            come in the order of the first epoch, so that a rank has the same ones in each epoch.
         kind: "arrow", "petastorm", or None to choose by the data set.
-        workers: Threads that read ahead.
+        workers: Number of threads that read ahead.
         pool: Petastorm's ``reader_pool_type``: "thread", "process" or "dummy". The Arrow reader has threads only.
-        decoders: Column name -> function of the bytes of one value, returning an array; for binary columns.
-        transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
-        edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
+        decoders: Binary column -> function from the bytes of one value to an array.
+        transformation_fn: Function from a pandas DataFrame of some rows to one with the same number of rows.
+        edit_fields: (name, numpy dtype, shape, nullable) of each column that ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
-        text: Names of the columns that may be text; a batch has them as arrays of str, (rows,). Text in other columns
-            is an error. For the Arrow reader.
-        collate: Function of a ``pyarrow.RecordBatch`` of the columns, and of ``training``, that makes a batch, in place
-            of decoders and ``transformation_fn``; for the Arrow reader.
-        training: Whether the rows are to train on, and not to validate.
+        text: Names of the columns that may be text, which a batch has as arrays of str (rows,). Text in other columns
+            raises an error. Arrow reader only.
+        collate: Function from a ``pyarrow.RecordBatch`` of the columns and ``training`` to a batch, instead of decoders
+            and ``transformation_fn``. Arrow reader only.
+        training: Whether the rows are for training rather than validation.
     """
 
     dataset: DatasetMeta
@@ -70,21 +70,20 @@ class ReaderSpec:
 
 
 class Reader(Protocol[BatchT_co]):
-    """Reads parts of the line of rows that a data set makes in an epoch."""
+    """Reads a rank's share of the rows of each epoch."""
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT_co, None, None]:
-        """Yield batches.
-
-        The iterator may be left early; closing it stops the threads.
+        """Yield batches. The iterator may be closed early, which stops the threads.
 
         Args:
-            epoch: Its number, from 0; the order of the line depends on it and on the seed.
-            share: Which rows of the line, ascending, or in the order of turns.
-            sizes: Rows in each batch, in all at most those of ``share``; all but the last are of one size.
+            epoch: Number of the epoch, from 0. It and the seed determine the order of the line.
+            share: The rows of the line, in ascending order or in the order of turns.
+            sizes: Number of rows in each batch; equal for all but the last, and in total at most those of ``share``.
 
         Raises:
-            DataError: nulls, ragged lists, a file that changed or vanished; naming file, column and row group.
+            DataError: There are nulls or ragged lists, or a file changed or was deleted. The message names the column,
+                the file and the row group.
         """
 
     def close(self) -> None:
-        """Stop threads and processes, give memory back. Idempotent."""
+        """Stop threads and processes, and free memory. Idempotent."""

@@ -1,10 +1,10 @@
-"""Where a training stands in its data, and how the rest of an epoch is shared among ranks. Pure functions of counts.
+"""The position of a training in its data, and how ranks share the rest of an epoch. Pure functions of counts.
 
-The rows of an epoch stand in a line, whose order seed and epoch decide and the number of ranks does not. What was
-trained on is some intervals of it. The rest is laid end to end and cut into lanes. A global batch takes as many rows
-from the front of each lane, so the same rows whatever the number of ranks, and a rank reads the lanes that are its own.
-If there are too many ranks for the lanes, each rank has a lane of its own. So each row comes once in an epoch, even if
-the number of ranks changes.
+The rows of an epoch form a line. The seed and the epoch determine its order; the number of ranks does not. Rows that
+were trained on are intervals of the line. The other rows are concatenated and cut into lanes. A global batch takes the
+same number of rows from the front of each lane, so it has the same rows for any number of ranks. Each rank reads its
+own lanes. If there are more ranks than lanes, the rows are cut into one lane per rank. So each row comes once in an
+epoch, even if the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 
 Interval = tuple[int, int]
-"""Rows of a line from the first number to before the second."""
+"""(start, stop): rows of a line from ``start`` to ``stop`` (exclusive)."""
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 RANKS_TOGETHER = 4
-"""Up to this many ranks take the same global batches, even if there are fewer lanes."""
+"""Up to this number, ranks take the same global batches even if there are fewer lanes than ranks."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the data.
+    """A position in the data.
 
     Attributes:
         epoch: Number of the epoch, from 0.
-        done: The intervals of the line that were taken, in ascending order, with gaps between them.
+        done: The intervals of the line that were trained on, in ascending order, with gaps between them.
     """
 
     epoch: int = 0
@@ -50,7 +50,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the rows of an epoch are shared.
+    """Shares the rows of an epoch among ranks.
 
     Attributes:
         rows: Number of rows.
@@ -65,20 +65,20 @@ class Sharding:
     lanes: int = 0
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
-        """Return the rows in each batch of ``rank`` of ``size`` from ``position`` on; equally many on all ranks.
+        """Return the number of rows in each batch of ``rank`` of ``size`` after ``position``.
 
-        None where fewer rows than ranks are left: these are left out.
+        All ranks have the same number of batches. It is 0 if fewer rows than ranks are left, which are then skipped.
         """
         left = self.rows - length(position.done)
         return batch_rows(left, rank, size, self.batch_size, self.drop_last) if left >= size else []
 
     def totals(self, position: Position, size: int) -> list[int]:
-        """Return rows in each batch of all ranks together."""
+        """Return the number of rows in each global batch."""
         steps = zip(*(self.batches(position, rank, size) for rank in range(size)), strict=True)
         return [sum(step) for step in steps]
 
     def share(self, position: Position, rank: int, size: int) -> Share:
-        """Return the rows of ``rank`` of ``size`` from ``position`` on; :class:`Turns` if it takes them from lanes."""
+        """Return the rows of ``rank`` of ``size`` after ``position``; :class:`Turns` if ranks take them from lanes."""
         if self._together(size):
             return self._turns(position, rank, size)
         left = self.rows - length(position.done)
@@ -86,28 +86,28 @@ class Sharding:
         return part_of(gaps_of(self.rows, position.done), start, rows_of(left, rank, size))
 
     def after(self, position: Position, batches: int, size: int) -> Position:
-        """Return the position after each of ``size`` ranks has taken this many batches.
+        """Return the position after each of ``size`` ranks has taken ``batches`` batches.
 
-        After the last, the next epoch's.
+        After the last batch of an epoch, it is the start of the next epoch.
         """
         if batches >= len(self.batches(position, 0, size)):
             return Position(position.epoch + 1)
         taken = list(position.done)
         if self._together(size):
-            return Position(position.epoch, _joined([*taken, *self._turns(position, 0, size).gone(batches)]))
+            return Position(position.epoch, _joined([*taken, *self._turns(position, 0, size).consumed(batches)]))
         for rank in range(size):
             rows = sum(self.batches(position, rank, size)[:batches])
             taken += self.taken(position, rank, size, rows)
         return Position(position.epoch, _joined(taken))
 
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
-        """Return the first rows, this many, that ``rank`` of ``size`` takes from ``position`` on."""
+        """Return the first ``rows`` rows that ``rank`` of ``size`` takes after ``position``."""
         share = self.share(position, rank, size)
         assert not isinstance(share, Turns)
         return part_of(share, 0, rows)
 
     def _together(self, size: int) -> bool:
-        """Return whether this many ranks take rows from lanes, each from several lanes or from a part of one."""
+        """Return whether ``size`` ranks share lanes or have several lanes each, rather than one lane per rank."""
         return self.lanes > 0 and size <= max(self.lanes, RANKS_TOGETHER) and self.lanes * size > 1
 
     def _turns(self, position: Position, rank: int, size: int) -> Turns:
@@ -120,21 +120,21 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Turns:
-    """Which rows of a line a rank takes, and in which order, where ranks take them from lanes.
+    """The rows of a line that a rank takes from lanes, in their order.
 
-    Rows are counted from the end: number 0 is the last that is taken. Row ``s`` lies in lane ``s % lanes``, so the
-    length of a lane depends on nothing but how many rows are left, and a global batch is a run of these numbers. Where
-    the number of ranks divides that of lanes, rank ``r`` takes the rows with ``s % size == r``, all of them from lanes
-    of its own. Otherwise ranks that share lanes cut each batch, lane by lane.
+    Rows are numbered from the end: number 0 is the last row that is taken. Row ``s`` belongs to lane ``s % lanes``, so
+    the length of a lane only depends on the number of rows that are left, and a global batch is a range of these
+    numbers. If the number of ranks divides the number of lanes, rank ``r`` takes the rows with ``s % size == r``, all
+    from its own lanes. Otherwise, the ranks that share lanes divide the rows of each batch, lane by lane.
 
     Attributes:
-        rest: What is left of the line, in lanes that lie end to end in the order of :func:`lane_order`.
-        left: How many rows these are.
-        lanes: How many lanes there are.
-        steps: Batches to be taken.
-        full: Rows of each batch of all ranks together but the last.
-        last: Rows of the last one.
-        rank: Whose rows they are.
+        rest: The intervals of the line that are left. Lanes follow each other in the order of :func:`lane_order`.
+        left: Number of rows that are left.
+        lanes: Number of lanes.
+        steps: Number of batches to take.
+        full: Number of rows in each global batch but the last.
+        last: Number of rows in the last global batch.
+        rank: The rank that takes the rows.
         size: Number of ranks.
     """
 
@@ -153,7 +153,7 @@ class Turns:
         return zip(starts.tolist(), stops.tolist(), strict=True)
 
     def between(self, low: int, high: int) -> tuple[Ints, Ints]:
-        """Starts and stops of the intervals of the line that the rank takes of rows ``low`` to before ``high``."""
+        """Return starts and stops, in the line, of what the rank takes of rows ``low`` to ``high`` (exclusive)."""
         first = max(0, min((self.left - high) // self.full, self.steps - 1))
         steps = np.arange(first, min(self.steps, -(-(self.left - low) // self.full)))[:, None]
         above = self.left - steps * self.full
@@ -161,13 +161,13 @@ class Turns:
         together = math.gcd(self.size, self.lanes)
         group, number = self.rank % together, self.rank // together
         lanes = np.arange(group, self.lanes, together)
-        there = self._in_lanes(above, lanes)
-        taken = there - self._in_lanes(below, lanes)
-        # Of what the batch takes from these lanes, the ranks that share them have so many each, one after the other.
+        remaining = self._in_lanes(above, lanes)
+        taken = remaining - self._in_lanes(below, lanes)
+        # The ranks that share these lanes take their quotas of a batch from them, one rank after the other.
         quotas = [(above - below + self.size - 1 - rank) // self.size for rank in range(group, self.size, together)]
         begin = sum(quotas[:number], np.zeros_like(above)) - (np.cumsum(taken, 1) - taken)
-        starts = np.clip(begin, 0, taken) - there
-        stops = np.clip(begin + quotas[number], 0, taken) - there
+        starts = np.clip(begin, 0, taken) - remaining
+        stops = np.clip(begin + quotas[number], 0, taken) - remaining
         ends = self._ends()[lanes]
         starts = np.maximum(starts, -self._in_lanes(np.int64(high), lanes)) + ends
         stops = np.minimum(stops, -self._in_lanes(np.int64(low), lanes)) + ends
@@ -177,8 +177,8 @@ class Turns:
         shift = np.array([start for start, _ in self.rest]) - (np.cumsum(lengths) - lengths)
         return starts + shift[number_of], stops + shift[number_of]
 
-    def gone(self, batches: int) -> Iterator[Interval]:
-        """Yield what all ranks together take in this many batches, which are not all."""
+    def consumed(self, batches: int) -> Iterator[Interval]:
+        """Yield the intervals that all ranks together take in the first ``batches`` batches; not for all batches."""
         lanes = np.arange(self.lanes)
         ends, after = self._ends(), self._in_lanes(np.int64(self.left - batches * self.full), lanes)
         starts = ends - self._in_lanes(np.int64(self.left), lanes)
@@ -187,11 +187,11 @@ class Turns:
 
     def _in_lanes(self, rows: Any, lanes: Ints) -> Ints:
         """Return how many of the last ``rows`` rows lie in each of ``lanes``."""
-        found: Ints = (rows + self.lanes - 1 - lanes) // self.lanes
-        return found
+        counts: Ints = (rows + self.lanes - 1 - lanes) // self.lanes
+        return counts
 
     def _ends(self) -> Ints:
-        """Return where each lane ends in the concatenated rest."""
+        """Return the end of each lane in the concatenated rest."""
         order = lane_order(self.lanes)
         ends = np.empty(self.lanes, np.int64)
         ends[order] = np.cumsum(self._in_lanes(np.int64(self.left), order))
@@ -199,25 +199,25 @@ class Turns:
 
 
 Share = Sequence[Interval] | Turns
-"""Rows of a line that a rank takes: intervals in ascending order, or turns."""
+"""The rows of a line that a rank takes: intervals in ascending order, or turns."""
 
 
 def lane_order(lanes: int) -> Ints:
-    """Return the lanes in their order in an epoch, so that each of 2 or 4 ranks has neighbouring lanes."""
+    """Return the order of the lanes in an epoch, in which each of 2 or 4 ranks has neighbouring lanes."""
     return np.array(sorted(range(lanes), key=lambda lane: (lane % 2, lane % 4, lane)), np.int64)
 
 
 def lanes_of(groups: Sequence[int]) -> int:
-    """Into how many lanes a shuffled line of row groups, of so many rows each, is cut.
+    """Return the number of lanes for a shuffled line of row groups with these numbers of rows.
 
-    A row group at the border of two lanes is decoded for both, so there are many more row groups than lanes.
+    A row group at the border of two lanes is decoded for both, so lanes must be much fewer than row groups.
     """
-    whole = round(sum(groups) / max(groups))
-    return 12 if whole >= 192 else 4 if whole >= 8 else 2 if whole >= 2 else 1
+    number = round(sum(groups) / max(groups))
+    return 12 if number >= 192 else 4 if number >= 8 else 2 if number >= 2 else 1
 
 
 def cut_at(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints]:
-    """Intervals, none of which is empty, cut at ``edges``: between which edges each part lies, its start, its stop."""
+    """Cut non-empty intervals at ``edges``. Return the number of the edge before each part, its start and stop."""
     first, last = (np.searchsorted(edges, at, "right") - 1 for at in (starts, stops - 1))
     parts = last - first + 1
     if (parts == 1).all():
@@ -228,22 +228,22 @@ def cut_at(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def stretches(starts: Ints, lengths: Ints) -> Ints:
-    """Return the numbers of all stretches, one after the other."""
+    """Return the concatenated numbers of ranges that have these starts and lengths."""
     ends = np.cumsum(lengths)
-    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-    return found
+    numbers: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return numbers
 
 
 def rows_of(rows: int, rank: int, size: int) -> int:
-    """Number of rows that ``rank`` of ``size`` gets of ``rows``: the first ``rows % size`` ranks get one more."""
+    """Return how many of ``rows`` rows ``rank`` of ``size`` gets. The first ``rows % size`` ranks get one more."""
     return rows // size + (rank < rows % size)
 
 
 def steps_of(rows: int, size: int, batch_size: int, drop_last: bool = False) -> int:
-    """Steps of a pass over ``rows`` rows: the same on every rank, at least 1 where every rank has a row.
+    """Return the number of steps in a pass over ``rows`` rows. It is at least 1, and the same on all ranks.
 
     Raises:
-        ValueError: fewer rows than ranks.
+        ValueError: There are fewer rows than ranks.
     """
     each = rows // size
     if not each:
@@ -252,7 +252,7 @@ def steps_of(rows: int, size: int, batch_size: int, drop_last: bool = False) -> 
 
 
 def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool = False) -> list[int]:
-    """Return the rows in each batch of a pass; the last one holds the rest, or is full with ``drop_last``."""
+    """Return the number of rows in each batch of a pass. The last batch may be smaller, unless ``drop_last``."""
     mine, steps = rows_of(rows, rank, size), steps_of(rows, size, batch_size, drop_last)
     if drop_last:
         return [min(batch_size, mine)] * steps
@@ -260,55 +260,55 @@ def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool
 
 
 def overlaps(lengths: Iterable[int], intervals: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts of concatenated things, of these lengths, that lie in `intervals`: (number, start, stop).
+    """Yield the parts of concatenated items, of these lengths, that lie in ``intervals``: (item, start, stop).
 
-    Intervals are in ascending order.
+    ``start`` and ``stop`` count from the start of the item. Intervals are in ascending order.
     """
-    things = enumerate(lengths)
-    number, length = next(things, (0, 0))
+    items = enumerate(lengths)
+    number, length = next(items, (0, 0))
     at = 0
     for start, stop in intervals:
         while start < stop:
             while at + length <= start:
                 at += length
-                number, length = next(things)
+                number, length = next(items)
             last = min(stop, at + length)
             yield number, start - at, last - at
             start = last
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Number of rows in them."""
+    """Return the number of rows in intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
 def part_of(intervals: Iterable[Interval], start: int, rows: int) -> list[Interval]:
-    """``rows`` rows from number ``start`` on, of intervals laid end to end."""
-    found, at, stop = [], 0, start + rows
+    """Return ``rows`` rows, beginning with row ``start``, of concatenated intervals."""
+    parts, at, stop = [], 0, start + rows
     for low, high in intervals:
         first, last = low + max(start - at, 0), min(high, low + stop - at)
         if first < last:
-            found.append((first, last))
+            parts.append((first, last))
         at += high - low
-    return found
+    return parts
 
 
 def gaps_of(rows: int, done: Iterable[Interval]) -> list[Interval]:
-    """Return what is left of ``rows`` rows."""
-    found, at = [], 0
+    """Return the intervals of ``rows`` rows that are not ``done``."""
+    gaps, at = [], 0
     for start, stop in (*done, (rows, rows)):
         if at < start:
-            found.append((at, start))
+            gaps.append((at, start))
         at = stop
-    return found
+    return gaps
 
 
 def _joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Return the same rows in as few intervals as possible, in the order of the epoch."""
-    found: list[Interval] = []
+    """Sort intervals, and merge those that touch."""
+    merged: list[Interval] = []
     for start, stop in sorted(intervals):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,4 +1,4 @@
-"""Arrow columns become torch tensors: numbers without a copy, lists with their shape, sparse vectors dense."""
+"""Converts Arrow columns to torch tensors: numbers without a copy, lists with their shape, sparse vectors as dense."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ _Where = tuple[Column, str]
 
 
 def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = "") -> torch.Tensor:
-    """Return the values of ``array`` as a tensor of shape (rows, then ``column.shape``) and dtype ``column.dtype``.
+    """Return the values of ``array`` as a tensor of shape (rows, *column.shape) and dtype ``column.dtype``.
 
-    Shares memory with ``array`` where the type is the same and a single chunk holds it. Integers that do not fit
-    ``column.dtype`` are an error; floating point values are rounded to it.
+    The tensor shares memory with ``array`` if the type is the same and there is a single chunk. Integers that do not
+    fit ``column.dtype`` raise an error; floating-point values are rounded.
 
     Args:
-        array: Numbers, booleans, decimals; lists (also large, fixed size and nested) of such; or, where
-            ``column.encoding`` is "sparse", structs of size, indices and values. A null in the indices of a struct
-            says that its vector is dense, as Spark lays such vectors out.
-        column: What a row shall become. A list of all the numbers of a row in C order will do for any shape. Where
-            the shape is None the first value decides.
+        array: Numbers, booleans or decimals; or lists of them (also large, fixed-size and nested); or, if
+            ``column.encoding`` is "sparse", structs of size, indices and values. As in Spark, null indices mean that
+            the vector is dense.
+        column: The column. For any shape, a row may be a flat list of its numbers in C order. If the shape is None, the
+            first value determines it.
         where: File and row group, for messages.
 
     Raises:
-        DataError: nulls, lists of different lengths, another shape than the column's, or a type without a tensor.
+        DataError: There are nulls, lists of different lengths or another shape than the column's, or the type cannot
+            become a tensor.
     """
     dtype = getattr(torch, column.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise DataError(
-            f"{_at(column, where)} holds {array.type}, which has no tensor: give it a decoder (decoders={{"
-            f"{column.name!r}: function}}), convert it in transformation_fn, or leave it out"
+            f"{_at(column, where)} holds {array.type}, which cannot become a tensor: pass a decoder (decoders={{"
+            f"{column.name!r}: function}}), convert it in transformation_fn, or omit it"
         )
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
@@ -58,25 +59,25 @@ def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = ""
 
 
 def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
-    """Return a column's values in another dtype: integers and booleans exact, floating-point numbers rounded.
+    """Convert a column's values to another dtype, exactly for integers and booleans, rounded for floating point.
 
-    The tensor is on the CPU.
+    ``tensor`` must be on the CPU. ``name`` is the column's, for messages.
 
     Raises:
-        DataError: An integer or boolean dtype does not have a value (2.5, NaN, 300 in uint8).
+        DataError: An integer or boolean dtype cannot hold a value (2.5, NaN, or 300 in uint8).
     """
     kind = getattr(torch, dtype)
     if tensor.dtype == kind or kind.is_floating_point or kind.is_complex:
         return tensor.to(kind)
-    found = tensor.to(kind)
+    result = tensor.to(kind)
     if tensor.dtype == torch.bool:
-        return found
+        return result
     limits = torch.iinfo(kind) if kind != torch.bool else None
     low, high = (limits.min, limits.max) if limits else (0, 1)
-    if not tensor.is_floating_point():  # a bound that its dtype does not have would be wrapped
+    if not tensor.is_floating_point():  # torch would wrap a bound that the dtype of the tensor cannot hold
         low, high = max(low, torch.iinfo(tensor.dtype).min), min(high, torch.iinfo(tensor.dtype).max)
     if tensor.is_floating_point():
-        # 2.0**63 and 2.0**64, to which the largest integers are rounded, are outside; NaN is nowhere.
+        # The largest integers round to 2.0**63 and 2.0**64, which are outside. NaN fails every comparison.
         inside = (tensor >= low) & (tensor < float(high) + 1) & (tensor == tensor.floor())
     else:
         whole = _signed(tensor)
@@ -86,22 +87,22 @@ def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         was = str(tensor.dtype).removeprefix("torch.")
         raise DataError(
             f"column {name!r} has {len(odd)} of {tensor.numel()} values that {dtype} cannot hold, first the {was} "
-            f"{odd[0].item()}: expected whole numbers from {low} to {high}. Round, fill or drop them first, or ask for "
+            f"{odd[0].item()}: expected whole numbers from {low} to {high}. Round, fill or drop them first, or request "
             "another dtype (input_dtypes, label_dtypes)"
         )
-    return found
+    return result
 
 
 def to_doubles(array: pa.Array, name: str) -> pa.Array:
-    """Decimals as the nearest numbers in float64, from which the same decimals come back.
+    """Convert decimals to the nearest float64, from which the same decimals can be recovered.
 
     Raises:
-        DataError: float64 has not enough digits for one.
+        DataError: A decimal has more digits than float64 can hold.
     """
     kind = array.type
     if pa.types.is_decimal128(kind) and 0 <= kind.scale <= 22 and len(array):
-        # Whole numbers up to 2**53 and powers of ten up to 10**22 are exact, so that a division rounds once. Arrow's
-        # own cast is off in the last bit of every seventh number.
+        # Whole numbers up to 2**53 and powers of ten up to 10**22 are exact in float64, so a division rounds only once.
+        # Arrow's own cast has a wrong last bit in every seventh number.
         words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset :][: 2 * len(array)]
         low, high = words[::2], words[1::2]
         missing = array.is_null().to_numpy(zero_copy_only=False)
@@ -110,7 +111,7 @@ def to_doubles(array: pa.Array, name: str) -> pa.Array:
     doubles = pc.cast(pc.cast(array, pa.string()), pa.float64())
     try:
         same = pc.all(pc.equal(pc.cast(pc.cast(doubles, pa.string()), kind), array)).as_py() is not False
-    except pa.ArrowInvalid:  # one has other digits than the type
+    except pa.ArrowInvalid:  # a double has more digits than the decimal type
         same = False
     if not same:
         pairs = zip(array.to_pylist(), doubles.to_pylist(), strict=True)
@@ -123,14 +124,14 @@ def to_doubles(array: pa.Array, name: str) -> pa.Array:
 
 
 def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    """Make sure that a column's integers are the same in the floating point dtype of what they are stacked into.
+    """Check that a column's integers do not change in a stack of features with the floating-point ``dtype``.
 
     Raises:
-        DataError: One is not.
+        DataError: An integer would change.
     """
     if not dtype.is_floating_point or tensor.is_floating_point() or not tensor.numel():
         return
-    exact = int(2 / torch.finfo(dtype).eps)  # beside integers, torch takes a float for a float32
+    exact = int(2 / torch.finfo(dtype).eps)  # comparing with a float would convert integers to float32
     whole = _signed(tensor)
     large = tensor[(whole > exact) | (whole < (0 if tensor.dtype == torch.uint64 else -exact))]
     odd = [number for number in large.tolist() if int(torch.tensor(number, dtype=dtype, device="cpu").item()) != number]
@@ -138,12 +139,12 @@ def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         was, into = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
         raise DataError(
             f"column {name!r} has the {was} {odd[0]}, which {into}, the dtype of the stacked features, cannot hold. "
-            "Next: leave it out of the stack, or ask for float64 (input_dtypes), which holds whole numbers to 2**53"
+            "Next: omit it from the stack, or request float64 (input_dtypes), which holds whole numbers to 2**53"
         )
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int64, because torch compares no unsigned type but uint8; uint64 from 2**63 on becomes negative."""
+    """Return integers as int64, because torch can only compare uint8 of the unsigned types. 2**63 becomes negative."""
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
 
 
@@ -152,7 +153,7 @@ def _at(column: Column, where: str) -> str:
 
 
 def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
-    """Return the numbers of all rows, concatenated, and the shape of each row."""
+    """Return the concatenated numbers of all rows, and the shape of a row."""
     rows, shape = len(array), list[int]()
     _check_nulls(array, rows, at)
     while is_list(array.type):
@@ -171,7 +172,7 @@ def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
 
 
 def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
-    """Return the length that all lists of ``array`` share."""
+    """Return the common length of the lists in ``array``."""
     least, most = least_and_most(array)
     if least == most:
         return least
@@ -180,7 +181,7 @@ def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
     row = int(wrong[0]) * rows // len(lengths)
     level = f" at depth {depth + 1}" if depth else ""
     raise DataError(
-        f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, where the "
+        f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, but the "
         f"first has {lengths[0]} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length"
     )
 
@@ -209,7 +210,7 @@ def _arrow_name(dtype: torch.dtype) -> str:
 
 
 def _dense(array: pa.Array, column: Column, dtype: torch.dtype, where: str) -> torch.Tensor:
-    """Structs of size, indices and values as a tensor (rows, size)."""
+    """Return structs of size, indices and values as a tensor (rows, size)."""
     at = (column, where)
     _check_nulls(array, len(array), at)
     sizes, indices, values = (array.field(name) for name in ("size", "indices", "values"))
@@ -217,32 +218,32 @@ def _dense(array: pa.Array, column: Column, dtype: torch.dtype, where: str) -> t
     counts = pc.list_value_length(values).to_numpy()
     full = indices.is_null().to_numpy(zero_copy_only=False)
     each_size = np.where(full, counts, sizes.fill_null(0).to_numpy())
-    given = pc.list_value_length(indices).fill_null(0).to_numpy()
+    index_counts = pc.list_value_length(indices).fill_null(0).to_numpy()
     size = _size(each_size, column, where)
-    where_to = np.empty(int(counts.sum()), np.int64)
+    targets = np.empty(int(counts.sum()), np.int64)
     from_full = np.repeat(full, counts)
-    if not np.array_equal(np.where(full, 0, counts), given):
-        raise DataError(f"{_at(*at)} has sparse vectors with another number of indices than of values")
-    where_to[~from_full] = indices.flatten().to_numpy()
-    where_to[from_full] = np.tile(np.arange(size), int(full.sum()))
-    if len(where_to) and (where_to.min() < 0 or where_to.max() >= size):
+    if not np.array_equal(np.where(full, 0, counts), index_counts):
+        raise DataError(f"{_at(*at)} has sparse vectors whose numbers of indices and of values differ")
+    targets[~from_full] = indices.flatten().to_numpy()
+    targets[from_full] = np.tile(np.arange(size), int(full.sum()))
+    if len(targets) and (targets.min() < 0 or targets.max() >= size):
         raise DataError(f"{_at(*at)} has a sparse vector with an index outside 0 to {size - 1}")
-    where_to += np.repeat(np.arange(len(array)) * size, counts)
+    targets += np.repeat(np.arange(len(array)) * size, counts)
     numbers = values.flatten()
     _check_nulls(numbers, len(array), at)
     dense = torch.zeros(len(array) * size, dtype=dtype, device="cpu")
-    dense[torch.from_numpy(where_to)] = _numbers(numbers, dtype, at)
+    dense[torch.from_numpy(targets)] = _numbers(numbers, dtype, at)
     return dense.view(len(array), *(column.shape if column.shape is not None else (size,)))
 
 
 def _size(sizes: np.ndarray[Any, Any], column: Column, where: str) -> int:
-    """Return the size that all sparse vectors share."""
+    """Return the common size of the sparse vectors."""
     first = int(sizes[0]) if len(sizes) else 0
     expected = first if column.shape is None else math.prod(column.shape)
     wrong = np.flatnonzero(sizes != expected)
     if len(wrong):
         raise DataError(
-            f"{_at(column, where)} has {len(wrong)} of {len(sizes)} vectors of another size than {expected}: row "
+            f"{_at(column, where)} has {len(wrong)} of {len(sizes)} vectors whose size is not {expected}: row "
             f"{wrong[0]} has {sizes[wrong[0]]}"
         )
     return expected

@@ -1,4 +1,4 @@
-"""What the user's functions make of a table: decoders of binary columns and ``transformation_fn``, checked."""
+"""Applies the user's functions to tables, decoders and ``transformation_fn``, and checks their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_hvd.data.readers.tensors import to_tensor
 
 
 def columns_read(spec: ReaderSpec) -> tuple[Column, ...]:
-    """Return the columns that the files must have: all but those that only ``transformation_fn`` makes.
+    """Return the columns that the files must have: all but those that ``transformation_fn`` adds.
 
     Raises:
         DataError: A column is not in the data set.
@@ -28,15 +28,15 @@ def columns_read(spec: ReaderSpec) -> tuple[Column, ...]:
 
 
 def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
-    """Return the columns of batches: those read, without the removed ones, and those that ``transformation_fn`` adds.
+    """Return the columns of batches: those that are read and not removed, and those that ``transformation_fn`` adds.
 
     Raises:
-        DataError: A column is not in the data set, or ``edit_fields`` gives one a dtype that is not of numbers.
+        DataError: A column is not in the data set, or ``edit_fields`` has a dtype that is not numeric.
     """
     for name, dtype, _, _ in spec.edit_fields:
         if np.dtype(dtype).kind not in "biufO":
-            given = np.dtype(dtype)
-            raise DataError(f"edit_fields gives column {name!r} the dtype {given}, which has no tensor: use numbers")
+            kind = np.dtype(dtype)
+            raise DataError(f"edit_fields has column {name!r} of {kind}, which cannot become a tensor: use numbers")
     edited = {
         name: Column(name, np.dtype(dtype).name, None if shape is None or None in shape else tuple(shape))
         for name, dtype, shape, _ in spec.edit_fields
@@ -47,7 +47,7 @@ def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
 
 
 def may_have_nulls(spec: ReaderSpec, columns: Sequence[Column]) -> tuple[str, ...]:
-    """Return the columns whose nulls ``transformation_fn`` is to fill; those that it leaves are found afterwards."""
+    """Return the columns whose nulls ``transformation_fn`` may fill. Any that it leaves are refused afterwards."""
     if spec.transformation_fn is None:
         return ()
     read = [each for each in columns if each.name in spec.columns and each.name not in spec.decoders]
@@ -55,7 +55,7 @@ def may_have_nulls(spec: ReaderSpec, columns: Sequence[Column]) -> tuple[str, ..
 
 
 class Values:
-    """Turns tables into blocks; through the user's functions where there are any."""
+    """Turns tables into blocks, with the user's functions if there are any."""
 
     def __init__(self, spec: ReaderSpec, layout: Layout) -> None:
         self._spec = spec
@@ -64,10 +64,10 @@ class Values:
         self._nullable = may_have_nulls(spec, self._read)
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
-        """Return the blocks of ``table``; ``where`` names file and row group in errors.
+        """Return the blocks of ``table``. ``where`` names the file and the row group in errors.
 
         Raises:
-            DataError: Values do not fit their column, or a function failed or returned something else than expected.
+            DataError: Values do not fit their column, or a function failed or returned an unexpected value.
         """
         if self._spec.transformation_fn is None and not self._spec.decoders:
             return self._layout.blocks_of(table, where)
@@ -91,7 +91,7 @@ class Values:
         }
 
     def _cells(self, array: pa.ChunkedArray, column: Column, where: str) -> Any:
-        """Return a tensor if the column has one; else the decoder's result, bytes, or values with nulls among them."""
+        """Return a tensor if possible; else the decoder's results, text, bytes, or values that include nulls."""
         decoder = self._spec.decoders.get(column.name)
         if decoder is None:
             if column.name in self._spec.text and self._spec.transformation_fn is None and is_text(array.type):
@@ -112,39 +112,40 @@ class Values:
             raise DataError(f"transformation_fn returned {type(result).__name__}, expected a pandas DataFrame")
         if len(result) != rows:
             raise DataError(
-                f"transformation_fn returned {len(result)} rows for {rows} of {where}: it must keep their number, for "
-                f"the steps of an epoch are counted before; filter the DataFrame before fit instead"
+                f"transformation_fn returned {len(result)} rows for {rows} of {where}: it must keep their number, "
+                "because the steps of an epoch are counted before. Filter the DataFrame before fit instead"
             )
         missing = [column.name for column in self._layout.columns if column.name not in result.columns]
         if missing:
             raise DataError(
-                f"transformation_fn returned no column {listed(missing)}, but {listed(map(str, result.columns))}: name "
-                f"what it adds in edit_fields (transformation_edit_fields), what it drops in removed fields"
+                f"transformation_fn returned no column {listed(missing)}, but {listed(map(str, result.columns))}: list "
+                "columns that it adds in transformation_edit_fields, and columns that it drops in "
+                "transformation_removed_fields"
             )
         return {column.name: result[column.name] for column in self._layout.columns}
 
 
 def decoded(array: pa.Array | pa.ChunkedArray, name: str, decoder: Callable[[bytes], Any], where: str) -> list[Any]:
-    """Return what a decoder makes of the values of a column.
+    """Apply a decoder to the values of a column.
 
     Raises:
         DataError: There are nulls, or the decoder fails.
     """
     refuse_nulls(name, array.null_count, f"{len(array)} rows", where)
-    found = []
+    results = []
     for row, value in enumerate(array.to_pylist()):
         try:
-            found.append(decoder(value))
+            results.append(decoder(value))
         except Exception as error:
             raise DataError(
                 f"the decoder of column {name!r} failed on row {row} of {where}, {len(value)} bytes: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    return found
+    return results
 
 
 def _check_filled(table: pa.Table, cells: Mapping[str, Any], where: str) -> None:
-    """Make sure that no null of ``table`` is one still, or NaN, in what ``transformation_fn`` has made of it."""
+    """Check that ``transformation_fn`` has replaced the nulls of ``table`` by values that are not NaN."""
     for name, array in zip(table.column_names, table.columns, strict=True):
         if array.null_count and name in cells:
             left = int((array.is_null().to_numpy() & pd.isna(cells[name]).to_numpy()).sum())
@@ -156,7 +157,7 @@ def _check_filled(table: pa.Table, cells: Mapping[str, Any], where: str) -> None
 
 
 def _series(values: Any) -> Any:
-    """Cells for a DataFrame: a row of several numbers becomes an array in one cell."""
+    """Return the cells of a DataFrame's column. A row of several numbers becomes an array in one cell."""
     if isinstance(values, torch.Tensor):
         return values.numpy() if values.dim() == 1 else pd.Series(list(values.numpy()), dtype=object)
     return pd.Series(values, dtype=object) if isinstance(values, list) else values
@@ -169,7 +170,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def text_of(array: pa.Array | pa.ChunkedArray, name: str, where: str) -> Any:
-    """Text as an array of str, (rows,).
+    """Return text as an array of str, (rows,).
 
     Raises:
         DataError: There are nulls.
@@ -180,12 +181,12 @@ def text_of(array: pa.Array | pa.ChunkedArray, name: str, where: str) -> Any:
 
 
 def tensor_of(values: Any, column: Column, where: str, *, text: bool = False) -> Any:
-    """Cells as the tensor that ``column`` describes; a dtype "object" or a shape None accepts any.
+    """Return cells as the tensor that ``column`` describes. A dtype "object" or a shape None accepts any.
 
     With ``text``, cells that are all str become an array of str.
 
     Raises:
-        DataError: They are not numbers, or are arrays of another shape.
+        DataError: The cells are not numbers, or are arrays of different shapes or of another shape than the column's.
     """
     if isinstance(values, torch.Tensor | np.ndarray):
         return values
@@ -200,7 +201,7 @@ def tensor_of(values: Any, column: Column, where: str, *, text: bool = False) ->
             raise DataError(f"{name} has {_shown(values, row)} in row {row}: expected numbers or an array of them")
         if array.shape != arrays[0].shape:
             raise DataError(
-                f"{name} has shape {array.shape} in row {row}, and {arrays[0].shape} in row 0: make them one"
+                f"{name} has shape {array.shape} in row {row}, but {arrays[0].shape} in row 0: give all rows one shape"
             )
     stacked = np.stack(arrays)
     if column.shape is not None and stacked.shape[1:] != column.shape:

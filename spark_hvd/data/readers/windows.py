@@ -1,8 +1,8 @@
-"""Rows are shuffled in windows: row groups are gathered in one block of memory, each row at a place drawn for it.
+"""Shuffles rows in windows: the rows of several row groups are put in one block of memory, each at a random place.
 
-Windows are cut out of the line of an epoch, whoever reads it, so that the order of rows does not depend on the number
-of ranks. As a global batch takes rows from all lanes, a window of each of a rank's lanes is in memory at once; together
-they have the rows of :data:`WINDOW_BYTES`. A window at the cut between two ranks is read by both.
+The line of an epoch is cut into windows independently of the ranks, so the order of rows does not depend on their
+number. Because a global batch takes rows from all lanes, one window of each of a rank's lanes is in memory at a time.
+Together, these windows have the rows of :data:`WINDOW_BYTES`. Two ranks read a window that crosses their border.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spark_hvd.data.readers.sharding import (
 )
 
 WINDOW_BYTES = 64 << 20
-"""Memory of rows that are shuffled together where their number is not given."""
+"""Bytes of the rows that are shuffled together, unless their number is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,17 @@ class Piece:
 
 
 def row_groups_of(rows: Sequence[int], *, shuffle: bool = False, seed: int = 0, epoch: int = 0) -> list[Piece]:
-    """Return the row groups, with these numbers of rows, in the order of an epoch.
-
-    Shuffled by ``seed`` if asked for.
-    """
+    """Return row groups with these numbers of rows in the order of an epoch, which ``seed`` determines if shuffled."""
     order = np.arange(len(rows))
     if shuffle:
         np.random.default_rng((seed, epoch)).shuffle(order)
     return [Piece(group, 0, rows[group]) for group in order.tolist()]
 
 
-def runs_of(asked: Iterable[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
-    """Pieces of one row group that follow each other without a gap, in rounds that do so too, together."""
+def runs_of(pieces: Iterable[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
+    """Group (round, piece): adjacent pieces of one row group belong together if their rounds do not decrease."""
     run: list[tuple[int, Piece]] = []
-    for number, piece in asked:
+    for number, piece in pieces:
         if run and (run[-1][1].group, run[-1][1].stop) == (piece.group, piece.start) and run[-1][0] <= number:
             run.append((number, piece))
             continue
@@ -72,7 +69,7 @@ def runs_of(asked: Iterable[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piec
 
 
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
-    """Group pieces, in their order, into windows of at most ``rows`` rows; a longer piece is cut."""
+    """Group pieces in their order into windows of at most ``rows`` rows. Longer pieces are cut."""
     window: list[Piece] = []
     room = rows
     for piece in pieces:
@@ -91,24 +88,32 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def even_rows(rows: int, most: int) -> int:
-    """Return the number of rows in a window, at most ``most``, so that the number of windows is a power of two.
+    """Return a number of rows per window, at most ``most``, so that the number of windows is a power of two.
 
-    The borders between 2, 4 or 8 ranks are then borders of windows too, and no window is read by two of them.
+    Then the borders between 2, 4 or 8 ranks are borders of windows too, so no two ranks read the same window.
     """
     windows = 1 << (-(-rows // most) - 1).bit_length()
     return -(-rows // windows)
 
 
 class EpochLine:
-    """The rows of an epoch in the order of its line, cut into windows.
+    """The line of an epoch, cut into windows.
 
-    Shuffled, every other lane has its row groups in reverse, so that two neighbours come to the row group at their
-    border at the same time: it is read once for both. ``groups`` has the rows of each row group; ``rows`` are shuffled
-    together, of all lanes. ``drawn`` is the epoch of the row groups' order; of those larger than a window, ``chunk``
-    rows are decoded at once.
+    If rows are shuffled, every other lane has its row groups in reverse order. Two neighbouring lanes then reach the
+    row group at their border at the same time, and it is read once for both.
+
+    Args:
+        groups: Number of rows of each row group.
+        lanes: Number of lanes.
+        rows: Number of rows that are shuffled together, over all lanes.
+        shuffle: Whether rows are shuffled.
+        seed: Seed of the order.
+        epoch: The epoch, which determines the order of rows within windows.
+        drawn: The epoch that determines the order of row groups.
+        chunk: Number of rows that are decoded at once if a row group is larger than a window; 0 for all.
 
     Attributes:
-        height: Rows of a window; the first one of a lane may have fewer.
+        height: Number of rows of a window. The first window of a lane may have fewer.
         one_round: Whether one window of each lane holds all rows.
     """
 
@@ -152,7 +157,7 @@ class EpochLine:
             window += at == cuts[window + 1]
 
     def rounds(self, share: Share) -> Iterator[Round]:
-        """Yield the windows that a rank reads together, one round at a time."""
+        """Yield the rounds of a share: the windows that a rank reads together."""
         if isinstance(share, Turns):
             rows = self.height * self._lanes
             for low in range((share.left - 1) // rows * rows, -1, -rows):
@@ -168,13 +173,13 @@ class EpochLine:
                 yield self._round(*one)
 
     def runs(self, share: Share) -> Iterator[list[tuple[int, Piece]]]:
-        """Yield what a rank reads and in which round, as :func:`runs_of` arranges it."""
+        """Yield the pieces that a rank reads and their rounds, as :func:`runs_of` groups them."""
         windows: dict[int, list[tuple[int, Piece]]] = {}
         again: list[tuple[int, Piece]] = []
         for number, one in enumerate(self.rounds(share)):
             for window in one.windows:
                 pieces = [(number, piece) for piece in self._pieces[window]]
-                if window in windows:  # only where the number of ranks has changed within the epoch
+                if window in windows:  # only if the number of ranks has changed within the epoch
                     again += pieces
                 else:
                     windows[window] = pieces
@@ -196,14 +201,14 @@ class EpochLine:
 
 @dataclass(frozen=True)
 class Round:
-    """Windows that are read at once, and which of their rows a rank takes, in its order.
+    """Windows that are read together, and the rows that a rank takes from them, in order.
 
     Attributes:
-        windows: Their numbers, and how many rows each has.
-        pieces: What is read of row groups for them. Rows and their places are counted over all windows.
-        starts: The first place of each run of rows that is taken.
-        lengths: How many rows it has.
-        seed: Seed of the order of the rows in a window, with the window's number; None for the order of the pieces.
+        windows: Number of each window -> its number of rows.
+        pieces: The pieces of row groups to read. Rows and places are counted over all windows.
+        starts: The first place of each range of rows that the rank takes.
+        lengths: The number of rows of each range.
+        seed: With a window's number, the seed of the order of its rows; None to keep the order of the pieces.
     """
 
     windows: dict[int, int]
@@ -214,17 +219,17 @@ class Round:
 
     @cached_property
     def rows(self) -> int:
-        """How many rows the rank takes."""
+        """Number of rows that the rank takes."""
         return int(self.lengths.sum())
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where the rows of each piece end, where pieces lie end to end."""
-        found: list[int] = np.cumsum([piece.rows for piece in self.pieces]).tolist()
-        return found
+        """The end of each piece in the concatenated pieces."""
+        ends: list[int] = np.cumsum([piece.rows for piece in self.pieces]).tolist()
+        return ends
 
     def places(self) -> Ints:
-        """Return, for each row of the pieces, its place among those that the rank takes; -1 if it does not take it."""
+        """Return the place of each row of the pieces among the rows that the rank takes; -1 for other rows."""
         orders, at = [], 0
         for window, rows in self.windows.items():
             drawn = None if self.seed is None else np.random.default_rng((*self.seed, window))
@@ -235,12 +240,12 @@ class Round:
             return order
         taken = np.full(at, -1)
         taken[stretches(self.starts, self.lengths)] = np.arange(self.rows)
-        found: Ints = taken[order]
-        return found
+        places: Ints = taken[order]
+        return places
 
 
 def _swap(lane: list[Piece], following: list[Piece]) -> None:
-    """Of a row group that two lanes cut, let the one with more rows have the first: the other has to pass them over."""
+    """If two lanes share a row group, give its first rows to the lane with fewer rows, as the other must skip them."""
     last, first = lane[-1], following[0]
     if last.group == first.group and last.stop == first.start and last.rows > first.rows:
         cut = last.start + first.rows
@@ -248,20 +253,20 @@ def _swap(lane: list[Piece], following: list[Piece]) -> None:
 
 
 def _parts(piece: Piece, rows: int) -> Iterator[Piece]:
-    """Yield a piece, cut at every multiple of ``rows`` in its row group; 0 leaves it whole."""
+    """Cut a piece at every multiple of ``rows`` in its row group. 0 keeps it whole."""
     ends = range((piece.start // rows + 1) * rows, piece.stop, rows) if rows else range(0)
     for start, stop in pairwise((piece.start, *ends, piece.stop)):
         yield Piece(piece.group, start, stop)
 
 
 def _cut(pieces: Sequence[Piece], intervals: Iterable[Interval]) -> list[Piece]:
-    """Return the parts of concatenated pieces that lie in intervals."""
+    """Return the parts of concatenated pieces that lie in ``intervals``."""
     parts = overlaps([piece.rows for piece in pieces], intervals)
     return [Piece(pieces[at].group, pieces[at].start + start, pieces[at].start + stop) for at, start, stop in parts]
 
 
 def whole_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the same memory as one number or one stretch of bytes per row, which moves in half the time."""
+    """View an array as one number, or one string of bytes, per row. Rows then move in half the time."""
     rows = array.reshape(len(array), math.prod(array.shape[1:]))
     width = rows.shape[1] * rows.itemsize
     return rows.view(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")[:, 0]

@@ -1,4 +1,4 @@
-"""What files of Parquet hold, as it is meant: types that are alike, a table's columns, rows that are deleted.
+"""The meaning of Parquet files: equivalent types, the columns of a table, and deleted rows.
 
 May import nothing of ours; no torch, no pyspark. Door: table.
 """

@@ -1,4 +1,4 @@
-"""What a file's columns and rows are by its table: found by ID or name, widened, filled in, plain, and not deleted."""
+"""Reads a file as part of its table: finds columns by ID or name, widens types, adds defaults, drops deleted rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pyarrow.compute as pc
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a file's schema as its rows are returned: one type each for text, bytes, lists and dates.
+    """Return a schema in which text, bytes, lists and dates have one type each.
 
-    The files of a table may lay these out in different ways, and Arrow's functions do not support all of them.
+    The files of a table may store these in different ways, and Arrow's functions do not support all of them.
     """
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return a column's type as :func:`plain_schema` has it."""
+    """Return the type of a column in :func:`plain_schema`."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
@@ -36,9 +36,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def type_of_types(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a list, struct or map with its inner types changed, and all lists laid out as lists.
+    """Return a list, struct or map type with ``change`` applied to its inner types; large lists become lists.
 
-    Other types unchanged.
+    Other types are returned unchanged.
     """
     types = pa.types
 
@@ -55,23 +55,23 @@ def type_of_types(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType
 
 
 ID = b"PARQUET:field_id"
-"""A field's ID as decimal digits, where Arrow has it in the schema of a file."""
+"""The key of a field's ID, in decimal digits, in the metadata that Arrow reads from a file."""
 NAMES = b"spark_hvd.names"
-"""The names of a field in files that are read by names, as a JSON list. Without it such files cannot be read."""
+"""The key of a field's names, as a JSON list. Files without IDs can only be read if fields have names."""
 REQUIRED = b"spark_hvd.required"
-"""That no default is known for files without a field that is in a struct."""
+"""The key that marks a field of a struct without a default: files must have it."""
 
 _FRAME = "Next: pass the DataFrame that Spark reads from the table"
 
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """The columns of a table, which its files have under other names, in narrower types, or not at all.
+    """The columns of a table. Its files may have them under other names, in narrower types, or not at all.
 
     Attributes:
-        fields: Their types are plain, and nullable inside. The metadata of each, also of one in a struct, tells how it
-            is found in a file.
-        defaults: By the name of a column its value in files that have it not; a column without one is in all files.
+        fields: The columns, with plain types whose inner fields are nullable. The metadata of each field, also inside
+            structs, tells how to find it in a file.
+        defaults: Column name -> value for files without the column. All files have the other columns.
         version: The table's version, for messages.
     """
 
@@ -79,20 +79,21 @@ class TableSchema:
     defaults: Mapping[str, pa.Scalar]
     version: str
 
-    def find(self, name: str, there: pa.Schema, file: str) -> pa.Field | None:
-        """Return the column of a file that is the column ``name`` of the table.
+    def find(self, name: str, schema: pa.Schema, file: str) -> pa.Field | None:
+        """Return the field of a file that holds the column ``name`` of the table.
 
-        The fields of ``there``, the file's schema, have plain types, and IDs in their metadata.
+        The fields of ``schema``, which is the file's, have plain types, and IDs in their metadata.
 
         Returns:
-            The file's column; None where it has none, and rows have the default.
+            The file's field, or None if the file lacks the column, so that its rows have the default.
 
         Raises:
-            ValueError: It has none, and there is no default; or what it has is no narrower form of the column.
+            ValueError: The file lacks the column, and there is no default; or the file's type cannot be widened to the
+                table's.
         """
         wanted = self.fields.field(name)
         try:
-            found = _find(wanted, there)
+            found = _find(wanted, schema)
         except KeyError:
             raise ValueError(
                 f"{file} has no field IDs, by which {self.version} finds its columns, and the table has no mapping of "
@@ -101,7 +102,7 @@ class TableSchema:
         if found is None:
             if name not in self.defaults:
                 raise ValueError(
-                    f"{file} has no column {name!r}, which {self.version} has and does not give a value for. {_FRAME}"
+                    f"{file} has no column {name!r}, for which {self.version} has no default value. {_FRAME}"
                 )
             return None
         if isinstance(found.type, pa.BaseExtensionType):
@@ -109,7 +110,7 @@ class TableSchema:
         try:
             fits = _fits(_renamed(found.type, wanted.type), wanted.type)
             if fits:
-                self.convert(name, pa.array([], found.type), found)  # old versions of Arrow add nothing to structs
+                self.convert(name, pa.array([], found.type), found)  # old versions of Arrow add no fields to structs
         except (KeyError, pa.ArrowException):
             fits = False
         if not fits:
@@ -121,22 +122,27 @@ class TableSchema:
 
     @property
     def plain(self) -> pa.Schema:
-        """The columns without what tells how they are found."""
+        """The columns without the metadata that tells how to find them."""
         return pa.schema([pa.field(each.name, _table_type(each.type, lambda _: {})) for each in self.fields])
 
     def default(self, name: str, rows: int) -> pa.Array:
-        """So many values of a column in a file that has it not."""
+        """Return ``rows`` values of a column for a file that lacks it."""
         value = self.defaults[name]
         return pa.repeat(value, rows) if value.is_valid else pa.nulls(rows, value.type)
 
     def convert(self, name: str, values: Any, found: pa.Field) -> Any:
-        """Values of a file's column as those of the table's column ``name``. ``found`` is what :meth:`find` gave.
+        """Convert values of a file's column to the type of the table's column ``name``.
+
+        Args:
+            name: The table's column.
+            values: An array or chunked array of the file's values.
+            found: The file's field, from :meth:`find`.
 
         Returns:
             The same number of values, in the type of ``fields``.
 
         Raises:
-            pa.ArrowException: a value does not fit into the type.
+            pa.ArrowException: A value does not fit into the type.
         """
         wanted = self.fields.field(name).type
         if values.type != found.type:
@@ -153,7 +159,7 @@ class TableSchema:
 
 
 def table_field(field: pa.Field, marks: Callable[[pa.Field], Mapping[bytes, bytes]]) -> pa.Field:
-    """Return a field as :class:`TableSchema` has it."""
+    """Return a field for :class:`TableSchema`; ``marks`` returns the metadata of a field."""
     return pa.field(field.name, _table_type(field.type, marks), metadata=dict(marks(field)))
 
 
@@ -174,18 +180,22 @@ def _table_type(kind: pa.DataType, marks: Callable[[pa.Field], Mapping[bytes, by
     return plain_type(kind)
 
 
-def _find(wanted: pa.Field, there: Iterable[pa.Field]) -> pa.Field | None:
-    """Return the matching field; KeyError: neither IDs nor names decide."""
-    there = list(there)
+def _find(wanted: pa.Field, fields: Iterable[pa.Field]) -> pa.Field | None:
+    """Return the matching field, or None.
+
+    Raises:
+        KeyError: The file has no IDs, and ``wanted`` has no names.
+    """
+    fields = list(fields)
     number = wanted.metadata.get(ID)
-    if number is not None and any(ID in (each.metadata or {}) for each in there):
-        return next((each for each in there if (each.metadata or {}).get(ID) == number), None)
+    if number is not None and any(ID in (each.metadata or {}) for each in fields):
+        return next((each for each in fields if (each.metadata or {}).get(ID) == number), None)
     names = json.loads(wanted.metadata[NAMES])
-    return next((each for each in there if each.name in names), None)
+    return next((each for each in fields if each.name in names), None)
 
 
 def _renamed(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
-    """Return a file's type with the table's names inside structs; what the table lacks gets names of no field."""
+    """Return a file's type with the table's names inside structs. Fields that the table lacks get unused names."""
     if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
         fields = list(kind)
         names = {found.name: each for each in wanted if (found := _find(each, fields)) is not None}
@@ -205,12 +215,12 @@ def _renamed(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether all values of a type are also values of another, as which Spark reads them."""
+    """Return whether a table's type holds all values of a file's type, as Spark would read them."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(wanted):
-        there = {each.name: each for each in kind}
+        fields = {each.name: each for each in kind}
         return all(
-            _fits(there[each.name].type, each.type) if each.name in there else REQUIRED not in each.metadata
+            _fits(fields[each.name].type, each.type) if each.name in fields else REQUIRED not in each.metadata
             for each in wanted
         )
     if types.is_map(kind) and types.is_map(wanted):
@@ -244,11 +254,11 @@ def _is_list(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Which rows of a row group are deleted, and still in its file.
+    """The rows of a row group that the table has deleted but its file still holds.
 
     Attributes:
         rows: Number of rows in the row group, including deleted ones.
-        marks: A bit for each row, set where it is deleted; compressed, as most are alike.
+        marks: A bit for each row, which is set if the row is deleted; compressed, because most bits are equal.
     """
 
     rows: int
@@ -256,12 +266,12 @@ class Deleted:
 
     @classmethod
     def of(cls, positions: np.ndarray, rows: int) -> Deleted:
-        """Return the deletion of the rows at these positions: integers of shape (deleted rows,), from 0 to rows - 1."""
+        """Mark the rows at ``positions`` as deleted: integers of shape (deleted rows,), from 0 to rows - 1."""
         marks = np.zeros(rows, np.bool_)
         marks[positions] = True
         return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))
 
     def kept(self) -> pa.Array:
-        """Return whether each row is still there: booleans, of shape (rows,)."""
+        """Return whether each row is kept, as booleans of shape (rows,)."""
         bits = np.frombuffer(zlib.decompress(self.marks), np.uint8)
         return pa.array(~np.unpackbits(bits, count=self.rows).view(np.bool_))

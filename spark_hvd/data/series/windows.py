@@ -1,4 +1,4 @@
-"""What ``data=`` is given for windows over time series."""
+"""``Windows``: the value for ``data=`` that makes windows over time series."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from spark_hvd.data.readers.errors import DataError
 
 METADATA = b"spark_hvd.windows"
-"""Of the schema of a table of pieces: the :class:`WindowSpec`."""
+"""The key of the :class:`WindowSpec` in the metadata of a table of pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec:
-    """Which windows are wanted; see :class:`Windows`."""
+    """The windows to make; see :class:`Windows` for the fields."""
 
     keys: tuple[str, ...]
     order_by: str
@@ -27,7 +27,7 @@ class WindowSpec:
     short: str = "error"
 
     def to_json(self) -> bytes:
-        """Return JSON for the metadata of a schema; the step in time is in words, as in messages."""
+        """Return JSON for the metadata of a schema. The step in time is text, as in messages."""
         every = None if self.every is None else str(self.every)
         return json.dumps({**asdict(self), "every": every}).encode()
 
@@ -43,16 +43,16 @@ class Windows:
         keys: Columns that identify a series; none if all rows are one series.
         order_by: Column of integers, dates or timestamps by which the rows of a series are ordered. No value may occur
             twice in a series.
-        columns: Columns of numbers that a window has.
+        columns: Columns of numbers in a window.
         length: Rows of a window, past and future together.
         stride: Rows from the start of a window to the start of the next one of the same series.
         every: Expected step from each time to the next, an integer or a ``timedelta``, which is then checked. None
-            takes consecutive rows, whatever time lies between.
+            takes consecutive rows, whatever the time between them.
         short: How to treat series with fewer rows than a window: "error", or "skip" to leave them out and log how many
             there are.
 
     Raises:
-        DataError: An argument is of another kind.
+        DataError: An argument has the wrong type or value.
     """
 
     __module__ = "spark_hvd.data"
@@ -80,7 +80,7 @@ class Windows:
         if every is not None and not (every > timedelta(0) if isinstance(every, timedelta) else every > 0):
             raise DataError(f"every={every!r}: expected a positive whole number or a timedelta")
         if not columns:
-            raise DataError("columns=[]: expected the columns of numbers that a window has")
+            raise DataError("columns=[]: expected the columns of numbers of a window")
         used = [*keys, order_by, *columns]
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise DataError(
@@ -102,5 +102,5 @@ class Windows:
         return Windows(rows, **asdict(self.spec))
 
     def __repr__(self) -> str:
-        asked = ", ".join(f"{name}={value!r}" for name, value in asdict(self.spec).items())
-        return f"Windows({type(self.rows).__name__}, {asked})"
+        options = ", ".join(f"{name}={value!r}" for name, value in asdict(self.spec).items())
+        return f"Windows({type(self.rows).__name__}, {options})"

@@ -143,7 +143,7 @@ class ShardedEmbedding(nn.Module):
         if len(self.weight) != here.here:
             raise ValueError(
                 f"the weight of the table {self.name!r} has {len(self.weight):,} rows, and this rank has {here.here:,} "
-                f"of its {self.rows:,}: give whole tables by table.load_state_dict({{'weight': whole}})"
+                f"of its {self.rows:,}: load whole tables with table.load_state_dict({{'weight': whole}})"
             )
 
     def cut_again(self) -> None:

@@ -114,7 +114,7 @@ def mark_chosen(params: Sequence[torch.nn.Parameter], local: Iterable[torch.nn.P
     for number, param in enumerate(chosen := list(local)):
         if id(param) not in own:
             raise ValueError(
-                f"local_parameters[{number}] is {type(param).__name__}, not a parameter of the optimizer: give "
+                f"local_parameters[{number}] is {type(param).__name__}, not a parameter of the optimizer: pass "
                 "parameters that the optimizer was made for, such as model.embedding.weight"
             )
     for param in chosen:

@@ -117,7 +117,7 @@ numbers, stored = df.withColumn("city", F.lit(1)), estimator(store=sys.argv[1] +
 for message, call in {
     "column 'city' has 2 null(s) in 80 rows: fill or drop them first": lambda: stored.fit(holes),
     "column 'city' is of type int, but the model was trained with string": lambda: fitted.transform(numbers),
-    "column 'title' has the type string, of which no tensor": lambda: estimator(label_cols=["title"]).fit(df),
+    "column 'title' has the type string, which cannot become a tensor": lambda: estimator(label_cols=["title"]).fit(df),
     "column 'city' is text, which stack_features=True cannot": lambda: estimator(stack_features=True).fit(df),
     "column 'city' is text, but input_dtypes": lambda: estimator(input_dtypes=["int64", None, None, None]).fit(df),
 }.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import lightning as L  # noqa: N812 - the name that everybody gives it
+import lightning as L  # noqa: N812 - the usual name
 import numpy as np
 import pytest
 import torch

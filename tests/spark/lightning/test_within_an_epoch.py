@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import lightning as L  # noqa: N812 - the name that everybody gives it
+import lightning as L  # noqa: N812 - the usual name
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
