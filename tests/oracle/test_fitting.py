@@ -169,6 +169,7 @@ def test_lightning(made: Made, warm: Warm, case: FitCase) -> None:
         assert [row[name] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.night  # by day: tests/spark/test_uneven_batches.py and tests/spark/keras/test_keras_training.py
 @some(2)
 @given(case=fit_cases)
 def test_keras(made: Made, warm: Warm, case: FitCase) -> None:

@@ -94,7 +94,7 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
         assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).profile.id != first.id
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day: tests/unit/test_profiles.py, and test_every_rank_sees_its_own_gpus_and_nothing_else
 def test_tasks_that_share_a_gpu(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path, each=1), "spark.task.resource.gpu.amount": "0.5"}
     with session_on("local-cluster[1,4,1024]", **settings) as session:

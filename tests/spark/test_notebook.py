@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.walk.stranger import configure
+
 nbformat: Any = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
@@ -91,7 +93,11 @@ def test_it_is_small_and_tells_nothing_of_a_machine(name: str) -> None:
     # The gallery's programs run in CI, so its notebooks, which do the same on more rows, run at night.
     [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.night) for name in NOTEBOOKS],
 )
-def test_it_runs_and_shows_the_same_kinds_of_things(name: str) -> None:
+def test_it_runs_and_shows_the_same_kinds_of_things(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(tmp_path)
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     before = committed(name)
     again = executor.execute(FOLDER / name)
     for old, new in zip(code_cells(before), code_cells(again), strict=True):

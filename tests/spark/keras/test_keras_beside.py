@@ -43,6 +43,7 @@ def hearing(place: MeetingPlace, path: Path) -> Any:
     return Hears()
 
 
+@pytest.mark.night  # by day: the next test, and the same of TorchEstimator
 def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"validation": "held", "val_batch_size": 7, "epochs": 3, "restore_best_weights": True}
     settings["metrics"] = ["mae", keras.metrics.RootMeanSquaredError(name="rmse")]

@@ -12,6 +12,7 @@ import pytest
 
 from spark_hvd.estimators import DataError, KerasModel, ModelError
 from tests.spark.keras.support import estimator, net
+from tests.walk.stranger import configure
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -22,10 +23,8 @@ ON_TENSORFLOW = """
 import sys
 import numpy as np
 from pyspark.sql import SparkSession, functions as F
-builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False)
-builder = builder.config("spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK", "1")  # one daemon for SQL and RDDs
-builder = builder.config("spark.python.daemon.module", "tests.warm_daemon")
-spark = builder.config("spark.executorEnv.SPARK_HVD_TESTS_LOADED", "tensorflow").getOrCreate()
+builder = SparkSession.builder.master("local[2]").config("spark.executorEnv.SPARK_HVD_TESTS_LOADED", "tensorflow")
+spark = builder.getOrCreate()
 import keras, tensorflow as tf
 from spark_hvd.estimators import DataError, KerasEstimator, KerasModel
 
@@ -152,7 +151,8 @@ fitted.save(sys.argv[1] + "/numbers")
 def test_on_tensorflow(tmp_path: Path) -> None:
     """Fits by the feed and from files, compared with plain Keras on the same rows; transform, saved, nulls, errors."""
     pytest.importorskip("tensorflow")
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}
+    configure(tmp_path)
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "SPARK_CONF_DIR": str(tmp_path)}
     command = [sys.executable, "-c", ON_TENSORFLOW, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
