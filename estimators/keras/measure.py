@@ -113,8 +113,8 @@ class KerasMeasure:
         for variable, *values in zip(variables, *(each["metrics"] for each in ranks), strict=True):
             assign(variable, joined(variable.aggregation, values))
         own = set(ranks[0]["own"]).intersection(*(each["own"] for each in ranks))
-        computed = self.model.get_metrics_result() if own else {}
-        return means_of([(each["rows"], each["logs"]) for each in ranks]) | {name: float(computed[name]) for name in own}
+        metrics = self.model.get_metrics_result() if own else {}
+        return means_of([(each["rows"], each["logs"]) for each in ranks]) | {name: float(metrics[name]) for name in own}
 
 
 def in_validation(means: Mapping[str, float]) -> Logs:
