@@ -150,12 +150,12 @@ class Beside:
         known: Mapping[int, Any] = {
             epoch: (generation_of(row), _of_validation(row)) for epoch, row in self._kept.items()
         }
-        told = {
+        finished = {
             epoch: each
             for epoch, each in before.epochs.items()
             if epoch in known and each[1] and each[0] == generation_of(self._kept[epoch])
         }
-        self._order.results.epochs = {**known, **told}
+        self._order.results.epochs = {**known, **finished}
         self._place.clear(results=False)
         self._place.publish(self._order.results)
         self._thread.start()

@@ -76,11 +76,11 @@ def _active(run_id: str) -> Iterator[None]:
     if active is not None and active.info.run_id == run_id:
         yield
         return
-    its = mlflow.get_run(run_id).info.experiment_id
+    experiment = mlflow.get_run(run_id).info.experiment_id
     before: Any = getattr(fluent, "_active_experiment_id", None)  # no public function of MLflow 3 returns it
-    differs = before is not None and before != its
+    differs = before is not None and before != experiment
     if differs:
-        mlflow.set_experiment(experiment_id=its)
+        mlflow.set_experiment(experiment_id=experiment)
     try:
         with mlflow.start_run(run_id=run_id, nested=True):
             yield

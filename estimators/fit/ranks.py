@@ -103,9 +103,9 @@ def _validating(
 
     def run(results: Results, tracker: Tracker) -> tuple[Ticket, dict[str, float]] | None:
         fn = renamed(validate, f"{plan.name} (validation)")
-        told = backend.run_beside(fn, (spec, packed, framework, results), spec.validation_in_background, tracker)
-        found: tuple[Ticket, dict[str, float]] | None = told[0]
-        return found
+        values = backend.run_beside(fn, (spec, packed, framework, results), spec.validation_in_background, tracker)
+        result: tuple[Ticket, dict[str, float]] | None = values[0]
+        return result
 
     return Beside(MeetingPlace(spec.store, spec.run_id), run, history, backend.inheriting)
 

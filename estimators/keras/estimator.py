@@ -234,8 +234,8 @@ def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
         return None
     shapes: list[list[int] | None] = []
     for name, taken in zip(names, inputs, strict=True):
-        wanted, there = tuple(taken.shape[1:]), tuple(batch[name].shape[1:])
-        fits = wanted != there and None not in wanted and math.prod(wanted) == math.prod(there)
+        wanted, actual = tuple(taken.shape[1:]), tuple(batch[name].shape[1:])
+        fits = wanted != actual and None not in wanted and math.prod(wanted) == math.prod(actual)
         shapes.append([-1, *wanted] if fits else None)
     return shapes
 

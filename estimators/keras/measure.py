@@ -99,9 +99,9 @@ class KerasMeasure:
         """Return this rank's part of an epoch: its rows, the variables of its metrics, and their results."""
         from spark_hvd.keras.backend import tensor_of
 
-        said = self.model.get_metrics_result() if rows else {}
+        computed = self.model.get_metrics_result() if rows else {}
         # A user's train_step may log a value that is not a metric, or has the name of a metric that it does not update.
-        own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
+        own = [name for name, value in logs.items() if name in computed and math.isclose(float(computed[name]), value)]
         variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
         return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
 
@@ -113,8 +113,8 @@ class KerasMeasure:
         for variable, *values in zip(variables, *(each["metrics"] for each in ranks), strict=True):
             assign(variable, joined(variable.aggregation, values))
         own = set(ranks[0]["own"]).intersection(*(each["own"] for each in ranks))
-        said = self.model.get_metrics_result() if own else {}
-        return means_of([(each["rows"], each["logs"]) for each in ranks]) | {name: float(said[name]) for name in own}
+        metrics = self.model.get_metrics_result() if own else {}
+        return means_of([(each["rows"], each["logs"]) for each in ranks]) | {name: float(metrics[name]) for name in own}
 
 
 def in_validation(means: Mapping[str, float]) -> Logs:

@@ -181,8 +181,8 @@ class PetastormReader(Reader[Batch]):
     def _gathered(self, line: EpochLine, share: Share) -> Iterator[Blocks]:
         """Yield rows in the share's order, round by round; a piece that continues in the next window is read once."""
         runs = list(line.runs(share))
-        whose = {each: number for number, run in enumerate(runs) for each in run}
-        used = (whose[number, piece] for number, one in enumerate(line.rounds(share)) for piece in one.pieces)
+        run_of = {each: number for number, run in enumerate(runs) for each in run}
+        used = (run_of[number, piece] for number, one in enumerate(line.rounds(share)) for piece in one.pieces)
         order = list(dict.fromkeys(used))
         whole = [Piece(runs[at][0][1].group, runs[at][0][1].start, runs[at][-1][1].stop) for at in order]
         held: dict[int, Blocks] = {}
@@ -190,7 +190,7 @@ class PetastormReader(Reader[Batch]):
             for number, one in enumerate(line.rounds(share)):
                 filling = RowWindow(one)
                 for at, piece in enumerate(one.pieces):
-                    run = whose[number, piece]
+                    run = run_of[number, piece]
                     blocks = held[run] if run in held else held.setdefault(run, next(loaded))
                     first = piece.start - runs[run][0][1].start
                     filling.put(at, [block[first : first + piece.rows] for block in blocks])

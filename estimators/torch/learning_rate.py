@@ -43,10 +43,10 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer: LBFGS evaluates the loss several times per step, which batches do not allow")
     own = {id(param) for param in model.parameters()}
-    strange = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
-    if strange:
+    foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
+    if foreign:
         raise ValueError(
-            f"optimizer: {strange} of its parameters are not parameters of model. Make it from model.parameters(), or "
+            f"optimizer: {foreign} of its parameters are not parameters of model. Make it from model.parameters(), or "
             "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return optimizer

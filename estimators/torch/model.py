@@ -274,5 +274,5 @@ class TorchModel(SavedParams, Model):
         labels, meta = self.value_of("label_columns") or [""] * self._outputs(), self.value_of("metadata")
         if meta is not None and len(meta.labels) == len(labels):
             return [label.spark_type for label in meta.labels]
-        there = {field.name: field.dataType.simpleString() for field in schema.fields} if schema else {}
-        return [there.get(label, "") for label in labels]
+        types = {field.name: field.dataType.simpleString() for field in schema.fields} if schema else {}
+        return [types.get(label, "") for label in labels]

@@ -110,8 +110,8 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
 
 def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:
     """Observe the reduction of a loss that does not declare one; None if nothing is observed."""
-    told = LossReduction.of(loss)
-    if told.by_class or told.is_from_torch:
+    declared = LossReduction.of(loss)
+    if declared.by_class or declared.is_from_torch:
         return None
     kind = reduction_seen(loss, output, label)
     if kind is None:

@@ -42,7 +42,7 @@ class LossReduction:
         if isinstance(loss, torch.nn.Module):
             options: dict[str, Any] = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
             kind = getattr(loss, "reduction", None)
-            told = kind is not None
+            declared = kind is not None
             by_class = isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
         else:
             try:
@@ -50,13 +50,13 @@ class LossReduction:
             except ValueError:  # a function in C
                 return cls(None)
             options = {each.name: each.default for each in parameters if each.default is not each.empty}
-            told = any(each.name == "reduction" for each in parameters)
-            keywords = told or any(each.kind is each.VAR_KEYWORD for each in parameters)
+            declared = any(each.name == "reduction" for each in parameters)
+            keywords = declared or any(each.kind is each.VAR_KEYWORD for each in parameters)
             kind = options.get("reduction", "mean") if keywords else None
             if options.get("size_average") is False:  # an older spelling
                 kind = "sum"
             by_class = _function_of(loss) in _CLASSES
-        is_from_torch = told and str(_function_of(loss).__module__).startswith("torch.")
+        is_from_torch = declared and str(_function_of(loss).__module__).startswith("torch.")
         if not by_class:
             return cls(kind, is_from_torch)
         return cls(kind, is_from_torch, True, options.get("weight"), options.get("ignore_index"))
@@ -190,8 +190,8 @@ class Shares:
         seen: Sequence[str | None] = (),
         counted: bool = False,
     ) -> None:
-        told = [LossReduction.of(loss) for loss in losses]
-        self._losses = [replace(one, kind=kind or one.kind) for one, kind in zip_longest(told, seen)]
+        reductions = [LossReduction.of(loss) for loss in losses]
+        self._losses = [replace(one, kind=kind or one.kind) for one, kind in zip_longest(reductions, seen)]
         self._lowest = list(lowest)
         self._counted, self.weight = counted, 1.0
 

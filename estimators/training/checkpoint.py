@@ -118,14 +118,14 @@ def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) ->
     Raises:
         CheckpointError: They do not; the text names the difference.
     """
-    there, here = shapes_of(state["model"]), shapes_of(model.state_dict())
-    if there == here:
+    saved, current = shapes_of(state["model"]), shapes_of(model.state_dict())
+    if saved == current:
         return
-    differ = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+    differ = [name for name in {**current, **saved} if saved.get(name) != current.get(name)]
     name = differ[0]
     raise CheckpointError(
-        f"run_id={run_id!r} has a checkpoint of another model: {len(differ)} of {len(here)} weights differ, first "
-        f"{name!r}: {there.get(name, 'not there')} in the checkpoint, {here.get(name, 'not there')} in the model "
+        f"run_id={run_id!r} has a checkpoint of another model: {len(differ)} of {len(current)} weights differ, first "
+        f"{name!r}: {saved.get(name, 'missing')} in the checkpoint, {current.get(name, 'missing')} in the model "
         "given. Pass the model with which the run was started, or another run_id"
     )
 

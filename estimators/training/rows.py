@@ -108,14 +108,14 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         if not spec.training:  # it does not matter which rows form a batch, so a rank reads adjacent ones
             sharding = replace(sharding, lanes=0)
         return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
-    told = source_of(name)
-    source = source_here(name, told)
+    spooled = source_of(name)
+    source = source_here(name, spooled)
     assert isinstance(source, FrameSource)
     # Ranks of one task share a folder, and measure the same.
     uses = replace(uses or Uses(), nullable=may_have_nulls(spec, spec.dataset.columns))
     mine = _measured(name, source.spool, spec.dataset.columns, uses)
-    found = hvd.allgather_object((told.folder, mine), name=f"{name}.measured")
-    measured = ColumnFindings.together(dict(found).values())
+    by_folder = hvd.allgather_object((spooled.folder, mine), name=f"{name}.measured")
+    measured = ColumnFindings.together(dict(by_folder).values())
     measured.check(uses.weights)
     if source.rows < hvd.size():
         raise DataError(too_few(source.rows, name, hvd.size()))

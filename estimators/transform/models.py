@@ -228,8 +228,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make_room(folder: Path) -> None:
     """Delete old files to make room for another. Processes that have mapped one keep its pages."""
-    there = sorted((each for each in folder.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
-    for each in there[: max(0, len(there) - MODELS_KEPT + 1)]:
+    folders = sorted((each for each in folder.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
+    for each in folders[: max(0, len(folders) - MODELS_KEPT + 1)]:
         shutil.rmtree(each, ignore_errors=True)
 
 

@@ -85,9 +85,9 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
     pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one, because not every tokenizer is thread-safe
     try:
         parts: list[list[Values]] = []
-        for window, made in _ahead(_begun(job, batches, device, pool)):
-            if made is not None:
-                parts.append(_outputs(model, made.result(), job))
+        for window, arguments in _ahead(_begun(job, batches, device, pool)):
+            if arguments is not None:
+                parts.append(_outputs(model, arguments.result(), job))
             if len(parts) == window.count:
                 yield _together(parts, window.order, job)
                 parts = []
@@ -111,11 +111,11 @@ class _Window:
         if self._begin is not None:
             self._calls, self.order = self._begin()
             self._begin = None  # drop the reference: it holds the rows
-        made = next(self._calls)
+        call = next(self._calls)
         self._left -= 1
         if not self._left:
             self._calls = iter(())  # drop the reference: the calls hold the columns
-        return made
+        return call
 
 
 def _begun(
@@ -229,10 +229,10 @@ def _resources(use_gpu: bool) -> tuple[int, torch.device]:
     if not (use_gpu and torch.cuda.is_available()):
         return cores, torch.device("cpu")
     assigned = task.resources().get("gpu") if task else None
-    there = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     if not assigned:
-        return cores, torch.device("cuda", (task.partitionId() if task else 0) % there)
-    uuids = [str(getattr(torch.cuda.get_device_properties(number), "uuid", "")) for number in range(there)]
+        return cores, torch.device("cuda", (task.partitionId() if task else 0) % gpus)
+    uuids = [str(getattr(torch.cuda.get_device_properties(number), "uuid", "")) for number in range(gpus)]
     number = ordinal_of(assigned.addresses[0], os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
     return cores, torch.device("cuda", number)
 

@@ -110,7 +110,7 @@ def _vectors() -> T.StructType:
         ("date", "dayofyear"),
         ("map<string,int>", "element_at"),
         ("struct<x:int>", "withColumn"),
-        ("binary", "decodes"),
+        ("binary", "decode it into an array"),
         ("array<string>", "StringIndexer"),
         ("array<array<timestamp>>", "unix_timestamp"),
         ("interval day to second", "cast"),
