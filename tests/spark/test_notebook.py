@@ -96,8 +96,8 @@ def of_runs(notebook: Any) -> Any:
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     ("name", "whole"),
-    # By day the runs of one: its estimator and its elastic run are those of docs/tutorial.md, and the gallery's programs
-    # do the same as its notebooks, on fewer rows.
+    # By day the runs of one. Its estimator and its elastic run are those of docs/tutorial.md, and programs do the same
+    # as the other notebooks, on fewer rows.
     [
         pytest.param("quickstart.ipynb", False, marks=pytest.mark.slow),
         *(pytest.param(name, True, marks=pytest.mark.night) for name in NOTEBOOKS),
