@@ -83,11 +83,17 @@ setup: $(READY)
 
 $(DEMO): EXTRA := examples
 $(READY): EXTRA := dev
+# constraints.txt is what [dev] needs, no more and no less: four pips with a part each download and unpack at the same time.
+# The one after them sees what is missing; on some systems that is a part which has a package of another system.
+$(READY): BESIDE = awk '!/^\#/ {print > ("$(VENV)/part" NR % 4)}' constraints.txt && \
+	ls $(VENV)/part? | xargs -P 4 -n 1 $(BIN)/python -m pip install $(PIP) --no-deps -r
+PIP := --quiet --disable-pip-version-check --no-compile
 
 $(DEMO) $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing spark_hvd[$(EXTRA)] into $(VENV) (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(EXTRA)]' -c constraints.txt
+	-@$(BESIDE)
+	@$(BIN)/python -m pip install $(PIP) -e '.[$(EXTRA)]' -c constraints.txt
 	@$(BIN)/python -c "import pyspark.sql, spark_hvd.estimators, spark_hvd.torch, torch._dynamo"
 	@touch $(DEMO) $@
 
