@@ -1,6 +1,7 @@
 """Batches are slices of a few tensors: scalar columns of one dtype lie side by side in one matrix.
 
-Rows of 21 columns are then shuffled and copied by two calls, not 21; only the views in a batch are one a column.
+Rows of 21 columns are then shuffled and copied by two calls, not 21. The views in a batch are one a column, but for
+columns that a model takes side by side, of which there is one view.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from spark_hvd.data.readers.tensors import to_tensor
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
 
+STACK = "features"
+"""Name in a batch of the columns that lie in it side by side."""
+
 TENSORS = 512
 """Number of tensors that are cut at once. After 700 new objects Python collects garbage, which takes longer than
 cutting in smaller parts."""
@@ -31,29 +35,41 @@ cutting in smaller parts."""
 class Layout:
     """Where each column lies among the blocks. Scalars of one dtype share a matrix; every other column lies alone.
 
+    Args:
+        columns: In the order of the batch.
+        stack: Names of columns that the batch shall have as one tensor, :data:`STACK`, in this order. It has each
+            column by itself if they are not several scalars of one dtype, or if a column has the tensor's name.
+
     Attributes:
-        columns: In the order of the batch; ``names`` are theirs.
+        columns: The columns.
+        stacked: Whether the first matrix is the stack, which is not taken apart.
         matrices: The columns of each matrix, from left to right.
         alone: The columns with blocks of their own, after the matrices.
-        order: For each of ``columns`` its number, counted over matrices and what lies alone.
+        names: Names of the tensors of a batch, in its order.
+        order: For each of ``names`` its number, counted over matrices and what lies alone.
         block_numbers: Name -> number of the block that the column lies in.
     """
 
-    def __init__(self, columns: Sequence[Column]) -> None:
+    def __init__(self, columns: Sequence[Column], stack: Sequence[str] = ()) -> None:
         self.columns = tuple(columns)
+        known = {column.name: column for column in columns}
+        together = tuple(known[name] for name in stack)
+        alike = len({column.dtype for column in together}) == 1 and all(map(_is_scalar, together))
+        self.stacked = len(together) > 1 and alike and STACK not in known
+        inside = set(stack) if self.stacked else set()
         by_dtype: dict[str, list[Column]] = {}
         for column in columns:
-            if _is_scalar(column):
+            if _is_scalar(column) and column.name not in inside:
                 by_dtype.setdefault(column.dtype, []).append(column)
-        self.matrices = [tuple(group) for group in by_dtype.values() if len(group) > 1]
+        self.matrices = [together] * self.stacked + [tuple(group) for group in by_dtype.values() if len(group) > 1]
         shared = {column.name for group in self.matrices for column in group}
         self.alone = [column for column in columns if column.name not in shared]
         blocks = (*self.matrices, *((column,) for column in self.alone))
         self.block_numbers = {column.name: number for number, block in enumerate(blocks) for column in block}
-        flat = itertools.chain(*blocks)
-        numbers = {column.name: number for number, column in enumerate(flat)}
         self.matrix_names = [tuple(column.name for column in group) for group in self.matrices]
-        self.names = tuple(column.name for column in self.columns)
+        tensors = dict.fromkeys(STACK if name in inside else name for name in self.block_numbers)
+        numbers = {name: number for number, name in enumerate(tensors)}
+        self.names = tuple(dict.fromkeys(STACK if name in inside else name for name in known))
         self.order = [numbers[name] for name in self.names]
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
@@ -71,10 +87,10 @@ class Layout:
         return matrices + [tensors[column.name] for column in self.alone]
 
     def columns_of(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The columns in the order of the batch, views of ``blocks``."""
+        """The tensors called ``names``, views of ``blocks``."""
         columns: list[torch.Tensor] = []
         for number, block in enumerate(blocks):
-            columns += block.unbind(1) if number < len(self.matrices) else (block,)
+            columns += block.unbind(1) if self.stacked <= number < len(self.matrices) else (block,)
         return [columns[at] for at in self.order]
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:

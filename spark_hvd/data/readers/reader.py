@@ -43,6 +43,8 @@ class ReaderSpec:
         transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
         edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
+        stack: Names of columns that a batch has side by side, as one tensor "features" (rows, columns) in place of one
+            each, if the reader can: for several scalars of one dtype.
         text: Names of the columns that may be text; a batch has them as arrays of str, (rows,). Text in other columns
             is an error. For the Arrow reader.
         collate: Function of a ``pyarrow.RecordBatch`` of the columns, and of ``training``, that makes a batch, in place
@@ -64,6 +66,7 @@ class ReaderSpec:
     transformation_fn: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     edit_fields: tuple[tuple[str, Any, tuple[int, ...], bool], ...] = ()
     removed_fields: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
     collate: Callable[[pa.RecordBatch, bool], Batch] | None = None
     training: bool = True
