@@ -43,6 +43,7 @@ NAMES = (*FEATURES, "label")
 FILES, GROUP = 8, 5000
 WINDOW = 20_000
 """Rows that are shuffled together, by us and by Petastorm's queue."""
+CPU = torch.device("cpu")
 SCAN = "pyarrow.dataset scan, no tensors"
 Pass = Callable[[int], int]
 """Reads pass number so-and-so, returns the number of rows."""
@@ -91,8 +92,8 @@ def _ours(
 
 def _stacked(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
     """What an estimator makes of the same batches for a model that gets its columns side by side."""
-    specs = [TensorSpec(meta.column(name), stacked=True) for name in FEATURES]
-    return _ours(meta, batch_size, lambda batches: sum(len(tensors_of(specs, batch)[0]) for batch in batches), **spec)
+    specs, spec["stack"] = [TensorSpec(meta.column(name), stacked=True) for name in FEATURES], tuple(FEATURES)
+    return _ours(meta, batch_size, lambda batches: sum(len(tensors_of(specs, batch, CPU)[0]) for batch in batches), **spec)
 
 
 def _loader(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:

@@ -127,7 +127,7 @@ class PetastormReader(Reader[Batch]):
             raise StoreError(f"{spec.store.url} is seen by this process alone: use pool='thread' or a store on disk")
         install()
         self._spec = spec = decoded_spec(spec)
-        self._layout = Layout(columns_yielded(spec))
+        self._layout = Layout(columns_yielded(spec), spec.stack)
         self._kept: dict[Piece, Blocks] = {}
         self._idle: Any = None
         self._busy: list[Any] = []

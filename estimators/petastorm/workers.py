@@ -65,7 +65,7 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
             from spark_hvd.data.readers.batches import Layout
             from spark_hvd.data.readers.values import Values, columns_yielded
 
-            self._values = Values(self._spec, Layout(columns_yielded(self._spec)))
+            self._values = Values(self._spec, Layout(columns_yielded(self._spec), self._spec.stack))
         group = self._spec.dataset.row_groups[piece.group]
         source = ParquetDatasetPiece(self._spec.store.inner_path(group.file), self._filesystem.open, group.index)
         table = self._load_rows(None, source, (0, 1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spark_hvd.data.readers.batches import STACK
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import no_weights
@@ -62,6 +63,8 @@ def tensors_of(
     specs: Sequence[TensorSpec], batch: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Return the tensors of a batch for ``specs``, in their order; a single one if they are stacked."""
+    if specs and specs[0].stacked and specs[0].column.name not in batch:
+        return [moved(specs[0].of(batch[STACK]), device)]
     return stacked(specs, [spec.of(batch[spec.column.name]) for spec in specs], device)
 
 
@@ -112,7 +115,7 @@ def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 def argument_names(specs: Sequence[TensorSpec]) -> list[str]:
     """Return the names of the tensors of :func:`tensors_of`, for messages and Lightning's batches."""
-    return ["features"] if specs and specs[0].stacked else [spec.column.name for spec in specs]
+    return [STACK] if specs and specs[0].stacked else [spec.column.name for spec in specs]
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:

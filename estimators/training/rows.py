@@ -30,7 +30,8 @@ from spark_hvd.world.words import count
 
 def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
     """Return the specification of a reader in a training; ``fields`` override those of the whole training."""
-    return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
+    whole = {"columns": spec.columns, "store": spec.store, "stack": spec.stack, **spec.reader, **objects.reader}
+    return ReaderSpec(**{**whole, **fields})
 
 
 def open_reader(spec: ReaderSpec) -> Reader[Batch]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from spark_hvd.data.readers.batches import STACK
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import without_nan
 from spark_hvd.data.readers.measure import Uses
@@ -93,6 +94,17 @@ class TrainSpec:
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
+    def stack(self) -> tuple[str, ...]:
+        """Names of the inputs' columns if batches may have them as one tensor; empty if each is needed by itself."""
+        names = tuple(each.column.name for each in self.inputs)
+        dtype = self.inputs[0].dtype if self.inputs else None
+        exact = dtype is None or getattr(torch, dtype).is_floating_point  # other dtypes refuse values, by column
+        kinds = {(each.stacked, each.column.shape, each.shape, each.dtype) for each in self.inputs}
+        alike = kinds == {(True, (), None, dtype)}
+        others = {self.sample_weight_col, *(each.column.name for each in self.labels)}
+        return names if alike and exact and len(set(names)) == len(names) and others.isdisjoint(names) else ()
+
+    @property
     def uses(self) -> Uses:
         """How the training uses its columns."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
@@ -100,6 +112,8 @@ class TrainSpec:
     def not_finite(self, tensors: Mapping[str, Any]) -> str:
         """Describe the first column of a batch with NaN or infinite values, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
+        if self.stack and self.stack[0] not in tensors:
+            tensors = {**dict(zip(self.stack, tensors[STACK].unbind(1), strict=True)), **tensors}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):  # text
                 continue

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from spark_hvd.data.readers import blocks
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.sharding import batch_rows, steps_of
+from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
 from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
 
@@ -113,6 +115,32 @@ def test_a_column_of_a_batch_may_be_changed_by_what_has_a_gradient(kind: str, st
     assert not any(tensor.requires_grad for batch in batches for tensor in batch.values())
     assert rows([*batches[:1], *batches[2:]], "half") == [row / 2 for row in range(20) if row // 5 != 1]
     reader.close()
+
+
+@every
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_columns_that_a_model_takes_side_by_side_are_one_tensor(kind: str, store: Store, shuffle: bool) -> None:
+    table = numbered(40).append_column("last", pa.array(range(40), pa.float32())).add_column(0, "first", [range(40)])
+    meta = write(store, table, 2, 7)
+    asked: dict[str, Any] = {"batch_size": 9, "shuffle": shuffle, "seed": 5, "window_rows": 20}
+    apart = read(opened(kind, meta, store, **asked))
+    for stack in (("last", "other"), ("row", "first"), ("half", "row"), ("half",)):
+        specs = [TensorSpec(meta.column(name), stacked=True) for name in stack]
+        together = read(opened(kind, meta, store, stack=stack, **asked))
+        expected = [tensors_of(specs, batch)[0] for batch in apart]
+        for batch, columns, inputs in zip(together, apart, expected, strict=True):
+            (found,) = tensors_of(specs, batch)
+            assert found.dtype == inputs.dtype
+            assert found.is_contiguous()
+            assert torch.equal(found, inputs)
+            rest = [name for name in columns if name not in stack]
+            assert all(torch.equal(batch[name], columns[name]) for name in rest)
+            if stack[-1] not in batch:
+                place = min(map(list(columns).index, stack))
+                assert list(batch) == [*rest[:place], "features", *rest[place:]]
+                assert batch["features"]._version == 0
+                batch["features"].zero_()  # of this batch alone
+        assert ("features" in together[0]) == (stack in (("last", "other"), ("row", "first")))
 
 
 @every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from spark_hvd.data.columns import torch_batch
-from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.tensors import check_stack, converted
 from spark_hvd.estimators.data.columns import widened
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
+from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.store import Store
 
 
 def given(values: Any, own: torch.dtype, asked: str) -> torch.Tensor:
@@ -102,6 +105,37 @@ def test_integers_that_the_dtype_of_a_stack_cannot_hold(
     if value < 2**60:
         (found,) = tensors_of(specs, batch)
         assert found[:, 0].tolist() == [value - value % 2] * 2
+
+
+def training(*inputs: TensorSpec, label: str = "y", **fields: Any) -> TrainSpec:
+    no_rows, labels = DatasetMeta("", (), ()), (TensorSpec(Column(label, "float32")),)
+    sizes: dict[str, Any] = {"batch_size": 1, "val_batch_size": 1, "epochs": 1}
+    return TrainSpec(
+        inputs=inputs, labels=labels, columns=(), train=no_rows, validation=None, store=Store.create("memory://"),
+        run_id="", **sizes, **fields,
+    )  # fmt: skip
+
+
+def test_which_inputs_batches_may_have_side_by_side() -> None:
+    a, b = (TensorSpec(Column(name, "float64"), "float32", stacked=True) for name in "ab")
+    assert training(b, a, sample_weight_col="w").stack == ("b", "a")
+    whole = [replace(each, dtype=None) for each in (a, b)]
+    assert training(*whole).stack == ("a", "b")
+    refused = [replace(each, dtype="int64") for each in (a, b)]  # the error names the column
+    wide = replace(a, column=Column("a", "float64", (2,)))
+    apart = [replace(each, stacked=False) for each in (a, b)]
+    for inputs in ((), apart, (a, a), (a, whole[1]), refused, (a, replace(b, shape=(-1, 1))), (wide, b)):
+        assert training(*inputs).stack == ()
+    assert training(a, b, label="b").stack == training(a, b, sample_weight_col="a").stack == ()
+
+
+def test_a_column_that_is_not_finite_is_named_wherever_it_lies() -> None:
+    spec = training(*(TensorSpec(Column(name, "float64", spark_type="double"), stacked=True) for name in "ab"))
+    columns = {"a": torch.tensor([1.0, 2, 3]), "b": torch.tensor([1.0, math.nan, math.inf]), "y": torch.ones(3)}
+    whole = {"y": columns["y"], "features": torch.stack([columns["a"], columns["b"]], 1)}
+    found = spec.not_finite(columns)
+    assert found.startswith("column 'b' has 2 values NaN or infinite, the first, nan, in row 1 of the batch. ")
+    assert spec.not_finite(whole) == found
 
 
 def test_integers_beside_floats_in_features() -> None:

@@ -1,6 +1,7 @@
 """Cuts batches out of a few tensors. Scalar columns of one dtype are stored side by side in one matrix.
 
-Shuffling or copying rows of 21 columns then takes two calls rather than 21. Only the views in a batch are one a column.
+Shuffling or copying rows of 21 columns then takes two calls rather than 21. A batch has one view per column, or a single
+view of all columns that a model takes side by side.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from spark_hvd.data.readers.tensors import to_tensor
 Blocks = list[torch.Tensor]
 """The columns of some rows, as a :class:`Layout` arranges them: first its matrices, then the single columns."""
 
+STACK = "features"
+"""Name of the tensor of a batch that holds several columns side by side."""
+
 TENSORS = 512
 """Number of tensors that are cut at once. After 700 new objects, Python collects garbage, which takes longer than
 cutting in smaller steps."""
@@ -31,30 +35,41 @@ cutting in smaller steps."""
 class Layout:
     """Tells which block holds each column. Scalars of one dtype share a matrix; each other column has its own block.
 
+    Args:
+        columns: In the order of the batch.
+        stack: Names of columns that a batch has as one tensor, :data:`STACK`, in this order. It has one tensor per
+            column if they are not several scalars of one dtype, or if a column has that name.
+
     Attributes:
-        columns: The columns in the order of the batch.
-        names: Their names.
+        columns: The columns.
+        stacked: Whether the first matrix is the stack, which is not split into columns.
         matrices: The columns of each matrix, from left to right.
         alone: The columns with their own blocks, which follow the matrices.
-        order: The number of each of ``columns``, counted over the matrices and then over ``alone``.
+        names: Names of the tensors of a batch, in its order.
+        order: The number of each of ``names``, counted over the matrices and then over ``alone``.
         block_numbers: Column name -> number of its block.
     """
 
-    def __init__(self, columns: Sequence[Column]) -> None:
+    def __init__(self, columns: Sequence[Column], stack: Sequence[str] = ()) -> None:
         self.columns = tuple(columns)
+        known = {column.name: column for column in columns}
+        together = tuple(known[name] for name in stack)
+        alike = len({column.dtype for column in together}) == 1 and all(map(_is_scalar, together))
+        self.stacked = len(together) > 1 and alike and STACK not in known
+        inside = set(stack) if self.stacked else set()
         by_dtype: dict[str, list[Column]] = {}
         for column in columns:
-            if _is_scalar(column):
+            if _is_scalar(column) and column.name not in inside:
                 by_dtype.setdefault(column.dtype, []).append(column)
-        self.matrices = [tuple(group) for group in by_dtype.values() if len(group) > 1]
+        self.matrices = [together] * self.stacked + [tuple(group) for group in by_dtype.values() if len(group) > 1]
         shared = {column.name for group in self.matrices for column in group}
         self.alone = [column for column in columns if column.name not in shared]
         blocks = (*self.matrices, *((column,) for column in self.alone))
         self.block_numbers = {column.name: number for number, block in enumerate(blocks) for column in block}
-        flat = itertools.chain(*blocks)
-        numbers = {column.name: number for number, column in enumerate(flat)}
         self.matrix_names = [tuple(column.name for column in group) for group in self.matrices]
-        self.names = tuple(column.name for column in self.columns)
+        tensors = dict.fromkeys(STACK if name in inside else name for name in self.block_numbers)
+        numbers = {name: number for number, name in enumerate(tensors)}
+        self.names = tuple(dict.fromkeys(STACK if name in inside else name for name in known))
         self.order = [numbers[name] for name in self.names]
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
@@ -72,10 +87,10 @@ class Layout:
         return matrices + [tensors[column.name] for column in self.alone]
 
     def columns_of(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the columns in the order of the batch, as views of ``blocks``."""
+        """Return the tensors called ``names``, as views of ``blocks``."""
         columns: list[torch.Tensor] = []
         for number, block in enumerate(blocks):
-            columns += block.unbind(1) if number < len(self.matrices) else (block,)
+            columns += block.unbind(1) if self.stacked <= number < len(self.matrices) else (block,)
         return [columns[at] for at in self.order]
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:

@@ -29,7 +29,7 @@ class TensorForm(Form[Blocks, Batch]):
     """
 
     def __init__(self, spec: ReaderSpec) -> None:
-        self._layout = Layout(columns_yielded(spec))
+        self._layout = Layout(columns_yielded(spec), spec.stack)
         self._values = Values(spec, self._layout)
         self._shapes = RowShapes(self._layout)
 

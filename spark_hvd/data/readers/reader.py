@@ -43,6 +43,8 @@ class ReaderSpec:
         transformation_fn: Function from a pandas DataFrame of some rows to one with the same number of rows.
         edit_fields: (name, numpy dtype, shape, nullable) of each column that ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
+        stack: Names of columns that a batch has as one tensor "features" (rows, columns) instead of one tensor each, if
+            they are several scalars of one dtype.
         text: Names of the columns that may be text, which a batch has as arrays of str (rows,). Text in other columns
             raises an error. Arrow reader only.
         collate: Function from a ``pyarrow.RecordBatch`` of the columns and ``training`` to a batch, instead of decoders
@@ -64,6 +66,7 @@ class ReaderSpec:
     transformation_fn: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     edit_fields: tuple[tuple[str, Any, tuple[int, ...], bool], ...] = ()
     removed_fields: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
     collate: Callable[[pa.RecordBatch, bool], Batch] | None = None
     training: bool = True
