@@ -1,7 +1,7 @@
 """Cuts batches out of a few tensors. Scalar columns of one dtype are stored side by side in one matrix.
 
-Shuffling or copying rows of 21 columns then takes two calls rather than 21. A batch has one view per column, or one view
-of all columns that a model takes side by side.
+Shuffling or copying rows of 21 columns then takes two calls rather than 21. A batch has one view per column, or a
+single view of all columns that a model takes side by side.
 """
 
 from __future__ import annotations
