@@ -42,17 +42,13 @@ def program(page: Path) -> str:
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 # Pages with Horovod's words come last: their process has Horovod's dialect from then on.
 TOGETHER = [
-    pages.split()
-    for pages in (
-        "data estimators migrating-from-torchdistributor run-data README index networks run quickstart tracking doctor "
-        "migrating-from-horovodrunner",
-        "elastic embeddings image-classifier local-sgd predict transformers tutorial checkpoints collectives ddp "
-        "progress timeline tuning migrating-from-horovod",
-    )
-]
+    "data", "estimators", "migrating-from-torchdistributor", "run-data", "README", "index", "networks", "run",
+    "quickstart", "tracking", "doctor", "elastic", "embeddings", "image-classifier", "local-sgd", "predict",
+    "transformers", "tutorial", "checkpoints", "collectives", "ddp", "progress", "timeline", "tuning",
+    "migrating-from-horovodrunner", "migrating-from-horovod",
+]  # fmt: skip
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
-SHARED = {page for pages in TOGETHER for page in pages}
-RUNS = [*TOGETHER, *([page] for page in PROGRAMS if page not in SHARED)]
+RUNS = [TOGETHER, *([page] for page in PROGRAMS if page not in TOGETHER)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
