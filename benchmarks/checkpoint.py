@@ -1,6 +1,6 @@
 """What a checkpoint costs training: steps with none, with a save that waits, and with one in the background.
 
-`python -m benchmarks.checkpoint [--np 2] [--megabytes 80] [--rounds 11] [--steps 16] [--where FOLDER]`
+`python -m benchmarks.checkpoint [--np 2] [--megabytes 80] [--rounds 7] [--steps 16] [--where FOLDER]`
 
 Cycles of some steps take turns, in alternating order; within a cycle there is one save, or none. Held is the time that
 rank 0 spends in `save`. What is copied in the background goes to memory that the first save has made.
@@ -16,7 +16,7 @@ import time
 
 import spark_hvd
 
-MINUTES = 2
+MINUTES = 1.5
 KINDS = ("none", "wait=True", "wait=False")
 BATCH, LAYERS = 32, 6
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", type=int, default=2, help="ranks")
     parser.add_argument("--megabytes", type=float, default=80.0)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=16, help="in a cycle")
     parser.add_argument("--where", help="a folder on the disk to measure; else a temporary one")
     given = parser.parse_args()

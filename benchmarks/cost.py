@@ -1,6 +1,6 @@
 """How well the cost line of a run on two ranks foretells a run on four: predicted and measured, side by side.
 
-`python -m benchmarks.cost [--rounds 3] [--steps 80] [--megabytes 0.4 4 16]`
+`python -m benchmarks.cost [--rounds 2] [--steps 80] [--megabytes 0.4 4 16]`
 
 A step sleeps in place of computing, a fixed time divided by the ranks, so that four ranks are as good as two on a
 machine of two cores; then it reduces its gradients with DistributedOptimizer, which does take the cores. Either all
@@ -20,7 +20,7 @@ from spark_hvd.runner.watch.cost import Cost
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
 
-MINUTES = 3
+MINUTES = 2
 SLEEP = 0.16
 """Seconds of sleep of all ranks together, a step."""
 
@@ -98,7 +98,7 @@ def stepping(cost: Cost) -> float:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=80, help="with two ranks")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.4, 4.0, 16.0], help="of gradients")
     parser.add_argument("--rate", default="", help="of the cable of each rank's host, as tc writes it; needs root")

@@ -1,6 +1,6 @@
 """What a commit costs: a step with none, with a deep copy of the state dicts as Horovod makes, and with TorchState's.
 
-`python -m benchmarks.elastic_commit [--ranks 1] [--rounds 9] [--every 10] [--commits 4] [--optimizers momentum adam]`
+`python -m benchmarks.elastic_commit [--ranks 1] [--rounds 7] [--every 10] [--commits 4] [--optimizers momentum adam]`
 
 A commit is made every few steps; the three kinds take turns in one process, in rounds, each with a model of its own.
 The lowest time of any turn is what a machine that others use as well shows of a quiet one.
@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
 
-MINUTES = 2
+MINUTES = 1.5
 BATCH = 32
 KINDS = ("no commit", "deep copy", "TorchState")
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -142,7 +142,7 @@ def main() -> None:
     """Measure and print one table an optimizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--commits", type=int, default=4)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))

@@ -9,7 +9,7 @@ GPU's. Each way is measured in an epoch, after one that is left early. Twice:
   had one other core for it: eight feeders have eight, whatever this machine has. What goes to and fro is as large as
   JPEGs and pixels are, 224 x 224.
 
-`python -m benchmarks.feeders [--feeders 8] [--rounds 3] [--images 2560] [--only elsewhere]`
+`python -m benchmarks.feeders [--feeders 8] [--rounds 2] [--images 640] [--only elsewhere]`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 import spark_hvd
 from spark_hvd.data import Mapped
 
-MINUTES = 15
+MINUTES = 2.5
 BATCH, PIXELS, IMAGE_SECONDS, DIFFERENT = 32, 320, 0.03, 128
 STEPS = {"here": 0.1, "elsewhere": 0.45}
 """Seconds of a step, which sleeps."""
@@ -128,8 +128,8 @@ def main() -> None:
     """Measure both kinds of decoding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--feeders", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=2560)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--images", type=int, default=640)
     parser.add_argument("--only", choices=STEPS, help="where images are decoded; by default both are measured")
     arguments = parser.parse_args()
     from pyspark.sql import SparkSession

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.on_hosts import carried, process_group, run_on_hosts
 
-MINUTES = 5
+MINUTES = 3.5
 NEEDS_ROOT = True
 LAYOUTS = ("2x2", "2x4")
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)

@@ -1,6 +1,6 @@
 """Rows a second by spark_hvd.predict and by PySpark's predict_batch_udf: fixed shapes and texts of many lengths.
 
-`python -m benchmarks.inference [--rows 1000000] [--texts 8000] [--rounds 5] [--kinds numbers wide texts pictures]`
+`python -m benchmarks.inference [--rows 1000000] [--texts 8000] [--rounds 3] [--kinds numbers wide texts pictures]`
 
 Both have the same model, the same batch size, one thread a task, and workers that are warm: a first pass over few rows
 starts them and loads torch. In each round each has a turn. "numbers" are 20 float32 into an MLP with one output, "wide"
@@ -35,7 +35,7 @@ from torch import nn
 
 import spark_hvd
 
-MINUTES = 4
+MINUTES = 2.5
 CORES, WORDS, WIDTH = 2, 1 << 13, 128
 KINDS = {
     "numbers": (20, 1, 1024),
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--channels", type=int, default=96, help="channels of the network for pictures; 96 take 5 ms a row"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

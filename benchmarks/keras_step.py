@@ -1,6 +1,6 @@
 """Time of a training step on two ranks with and without exchange: Keras on both backends, torch, and TensorFlow's own.
 
-`python -m benchmarks.keras_step [--rounds 7] [--steps 20] [--models mlp cnn]`
+`python -m benchmarks.keras_step [--rounds 5] [--steps 20] [--models mlp cnn]`
 
 Each kind has two processes of its own, and all kinds measure in turns. "Without exchange" both ranks train at once,
 each for itself. The layers are those of benchmarks.train_step, with SGD and momentum, a batch of 32, a thread a rank.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MINUTES = 4
+MINUTES = 3
 BATCH = 32
 CLASSES = 10
 WARM_UP = 5
@@ -287,7 +287,7 @@ def _world(kind: str, folder: str) -> Iterator[Callable[[str, str, int], tuple[f
 def main() -> None:
     """Measure and print a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

@@ -1,6 +1,6 @@
 """Training over a slow network: DDP and DistributedOptimizer beside LocalSGD and DiLoCo, speed and accuracy.
 
-`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 3] [--seeds 5] [--every 20] [--ways fragments] [--json]`
+`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 2] [--seeds 3] [--every 20] [--ways fragments] [--json]`
 
 Two hosts are network namespaces of this machine, a rank each, whose cables carry the rate and no more. What is timed is
 an MLP of 10 million parameters on batches of 32 of scikit-learn's digits; each round times every way, and what is
@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.on_hosts import run_on_hosts
 
-MINUTES = 7
+MINUTES = 4
 NEEDS_ROOT = True
 BATCH = 32
 OVERLAP = 5
@@ -199,8 +199,8 @@ def main() -> None:
     """Measure and print; or, as a rank, measure and write to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of every cable, as tc writes it, or none")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=20, help="steps from one exchange to the next")
     parser.add_argument(
         "--ways", default="", help="only those with this regular expression in their names, such as int4|top"

@@ -1,6 +1,6 @@
 """Synchronous all-reduce over MPI on ranks of one host, beside mpi4py's own and Gloo's, in turns in the same processes.
 
-`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 15] [--seconds 1.5] [--ranks 2] [--json]`
+`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 9] [--seconds 1] [--ranks 2] [--json]`
 
 All kinds reduce in place with SUM. mpi4py's own is the blocking `Allreduce` of a numpy array: what MPI takes by itself.
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-MINUTES = 3
+MINUTES = 1.5
 SIZES = (4, 256, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 RAW = "mpi4py Allreduce"
 KINDS = (RAW, "communicator", "dist.all_reduce, mpi4py", "hvd.allreduce_ by name", "dist.all_reduce, Gloo")
@@ -96,8 +96,8 @@ def main() -> None:
     """Measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
-    parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
-    parser.add_argument("--seconds", type=float, default=1.5, help="time for each kind and size, about")
+    parser.add_argument("--rounds", type=int, default=9, help="turns, of which the median counts")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each kind and size, about")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ from benchmarks import alpha_beta
 from benchmarks.alpha_beta import Cost, Link, Sample
 from benchmarks.on_hosts import carried, process_group, run_on_hosts
 
-MINUTES = 3
+MINUTES = 2
 NEEDS_ROOT = True
 SIZES = (1 << 10, 256 << 10, 2 << 20)
 SERVERS = 2
@@ -202,7 +202,7 @@ def far_table(link: Link, nbytes: int, workers: Sequence[int] = FAR) -> str:
 def main() -> None:
     """Measure, print and draw; or, as a process on a host, measure and write to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=(2, 4, 8), help="numbers of workers")
+    parser.add_argument("--workers", type=int, nargs="+", default=(2, 4), help="numbers of workers")
     parser.add_argument("--rate", default="100mbit", help="of every cable, as tc writes it, or none")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of gradients")
     parser.add_argument("--png", type=Path, help="where to draw what was measured, and the model")

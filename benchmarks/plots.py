@@ -84,6 +84,24 @@ def _cells(line: str) -> tuple[str, ...]:
     return tuple(cell.strip() for cell in line.strip().strip("|").split("|")) if line.startswith("|") else ()
 
 
+def glance() -> Figure:
+    """How many times as fast as its peer each measured thing is, and what the limit is."""
+    figure, (axes,) = figure_of(8.0, 3.6)
+    rows = table(DOCS / "benchmarks.md", "At a glance", "spark_hvd").rows[::-1]
+    for place, (_, unit, *figures, peer, _) in enumerate(rows):
+        ours, theirs, limit = (float(cell.replace(",", "") or "nan") for cell in figures)
+        power = 1 if unit.endswith("/s") else -1
+        axes.plot([1, (ours / theirs) ** power], [place, place], color=COLOURS[0], marker="o", ms=5, lw=2)
+        axes.plot([(limit / theirs) ** power], [place], color=COLOURS[7], marker="|", ms=12, mew=2, linestyle="")
+        axes.annotate(peer.strip("`"), (1, place), (-5, -3), textcoords="offset points", ha="right", fontsize=7)
+    axes.set_xscale("log")
+    axes.set_xlim(0.2, 100)
+    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"], minor=False)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=_TEXT)
+    axes.set_xlabel("times as fast as the peer, whose name is on the left; bar: the limit, where known", fontsize=_TEXT)
+    return figure
+
+
 def scaling() -> Figure:
     """Measured efficiency at two ranks, what the model says of more, and what Horovod published for 512."""
     figure, (measured, predicted) = figure_of(9.0, 3.4, panels=2)
@@ -252,7 +270,7 @@ def local_sgd() -> Figure:
     speed_of = {row[0]: speed for row, speed in zip(speeds.rows, speeds.numbers("of DDP's"), strict=True)}
     both = zip(points.rows, points.numbers("points from DDP"), strict=True)
     for number, (row, point) in enumerate((row, point) for row, point in both if row[0] in speed_of):
-        mark = "osD^vP*X"[number % 8]
+        mark = "osD^vP*X"[(number + number // 8) % 8]
         axes.plot([speed_of[row[0]]], [point], mark, color=COLOURS[number % len(COLOURS)], label=row[0])
     axes.axhline(-0.5, color="grey", linewidth=0.9, linestyle=(0, (6, 4)))
     axes.axvline(speed_of["alone"], color="grey", linewidth=0.9, linestyle=":")
@@ -264,6 +282,7 @@ def local_sgd() -> Figure:
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
+    "glance": glance,
     "scaling": scaling,
     "allreduce": allreduce,
     "mpi": mpi,

@@ -1,6 +1,6 @@
 """Weak scaling at two ranks, measured: a compute-bound CNN, one thread a rank, beside the machine's own ceiling.
 
-`python -m benchmarks.scaling [--rounds 15] [--steps 8]`
+`python -m benchmarks.scaling [--rounds 11] [--steps 8]`
 
 Kinds of rounds take turns in the same two processes, with the same model and batch: rank 0 alone with a plain
 optimizer; both ranks at once with plain optimizers, which share only the machine; the same with a bare barrier in each
@@ -24,7 +24,7 @@ from torch import nn
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
 
-MINUTES = 2
+MINUTES = 1.5
 ALONE, TOGETHER = "one rank alone", "two ranks, no communication"
 IN_STEP = "two ranks, a bare barrier each step"
 OURS, OVER_GLOO = "two ranks, DistributedOptimizer", "two ranks, DistributedOptimizer over Gloo"
@@ -103,7 +103,7 @@ def table(ranks: Sequence[dict[str, list[float]]]) -> str:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each kind")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each kind")
     parser.add_argument("--steps", type=int, default=8, help="steps a turn, of which the median counts")
     given = parser.parse_args()
     print(table(run_local(_measure, args=(given.rounds, given.steps), num_proc=2, env={"OMP_NUM_THREADS": "1"})))

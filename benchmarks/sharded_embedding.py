@@ -1,6 +1,6 @@
 """Time of a step on an embedding table, two ranks: ShardedEmbedding beside nn.Embedding(sparse=True).
 
-`python -m benchmarks.sharded_embedding [--rounds 9] [--steps 20] [--rows 1000000] [--dim 32] [--batch 4096]`
+`python -m benchmarks.sharded_embedding [--rounds 7] [--steps 20] [--rows 1000000] [--dim 32] [--batch 4096]`
 
 Both live in the same processes and take turns. DistributedOptimizer gathers the sparse gradients of nn.Embedding.
 """
@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
 
-MINUTES = 2
+MINUTES = 1.5
 WARM_UP = 5
 BATCHES = 8
 KINDS = ("nn.Embedding, sparse allgather", "ShardedEmbedding", "ShardedEmbedding, ids ahead")
@@ -116,7 +116,7 @@ def _report(name: str, times: dict[str, list[float]], sizes: dict[str, int]) -> 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=32)

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MINUTES = 8
+MINUTES = 5
 ROWS = 20_000
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -313,7 +313,7 @@ def table(title: str, seconds: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--first", nargs="*", choices=list(FIRST), help="first runs only, of these launchers or of all")
     parser.add_argument("--one", nargs=2, metavar=("PEER", "DATA"), help=argparse.SUPPRESS)
     args = parser.parse_args()

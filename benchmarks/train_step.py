@@ -2,7 +2,7 @@
 
 They take turns in alternating rounds.
 
-`python -m benchmarks.train_step [--rounds 9] [--steps 20] [--models cnn mlp many small] [--busy 0 2]`
+`python -m benchmarks.train_step [--rounds 7] [--steps 20] [--models cnn mlp many small] [--busy 0 2]`
 
 With `--busy n`, n processes that compute without end compete for the cores while it is measured.
 """
@@ -30,7 +30,7 @@ from spark_hvd.context.init import init
 from spark_hvd.context.leave import shutdown
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 
-MINUTES = 4
+MINUTES = 3
 BATCH = 32
 BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end:\n    sum(range(10_000))"
 WARM_UP = 5
@@ -175,7 +175,7 @@ def _report(name: str, busy: int, times: dict[str, list[list[float]]]) -> None:
 def main() -> None:
     """Measure and print one table for each model and number of neighbours."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--busy", type=int, nargs="+", default=[0], help="numbers of busy processes to measure beside")

@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.packing import pack, unpack
 
-MINUTES = 4
+MINUTES = 2
 CORES, WIDTH, BATCH = 2, 20, 1024
 KINDS = ("scalars", "array", "vector")
 WAYS = ("transform", "no model", "one row per forward", "plain torch")
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fraction", type=float, default=0.02, help="of the rows for one row per forward")
+    parser.add_argument("--fraction", type=float, default=0.002, help="of the rows for one row per forward")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

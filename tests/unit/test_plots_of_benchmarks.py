@@ -38,6 +38,19 @@ def test_figures_are_those_of_the_tables() -> None:
     assert [round(line.get_ydata()[2]) for line in predicted.lines[:4]] == [22, 64, 99, 100]
 
 
+def test_figures_at_a_glance_are_those_of_the_sections() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    _, _, below = page.partition("\n## One GPU\n")
+    parts = re.split(r"\n##+ (.+)\n", below)
+    names = [re.sub(r"[^a-z0-9]+", "-", name.lower()) for name in parts[1::2]]
+    section_of = dict(zip(names, parts[2::2], strict=True))
+    rows = plots.table(DOCS / "benchmarks.md", "At a glance", "spark_hvd").rows
+    assert len(rows) == 10
+    for row in rows:
+        text = section_of[row[-1].partition("(#")[2].rstrip(")")]
+        assert all(re.search(rf"(?<![\d.,]){re.escape(cell)}(?![\d.,]*\d)", text) for cell in row[2:5] if cell), row
+
+
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A\n\n## B\n\n| x | y |\n|---|---|\n| 1,000 | 5 % |\n\nText.\n\n## C\n")
