@@ -95,7 +95,7 @@ def in_rank(folder: str, epochs: int) -> Seconds:
     columns = (*FEATURES, "label")
     readers = {}
     for shuffle in (False, True):
-        spec = ReaderSpec(dataset=dataset, columns=columns, store=store, shuffle=shuffle)
+        spec = ReaderSpec(dataset=dataset, columns=columns, store=store, shuffle=shuffle, stack=tuple(FEATURES))
         readers[shuffle] = ArrowReader(spec, TensorForm(spec))
 
     def by_reader(shuffle: bool, epoch: int) -> float:

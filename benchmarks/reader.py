@@ -93,7 +93,11 @@ def _ours(
 def _stacked(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
     """What an estimator makes of the same batches for a model that gets its columns side by side."""
     specs, spec["stack"] = [TensorSpec(meta.column(name), stacked=True) for name in FEATURES], tuple(FEATURES)
-    return _ours(meta, batch_size, lambda batches: sum(len(tensors_of(specs, batch, CPU)[0]) for batch in batches), **spec)
+
+    def count(batches: Iterable[Any]) -> int:
+        return sum(len(tensors_of(specs, batch, CPU)[0]) for batch in batches)
+
+    return _ours(meta, batch_size, count, **spec)
 
 
 def _loader(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
