@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.jvm import ARCHIVE
+
 _OTHER_COMPARISON: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -127,18 +129,36 @@ def chosen(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     return list({(mutant.path, mutant.line): mutant for mutant in mixed}.values())[:count]
 
 
+def drawn(lines: dict[str, int], count: int, seed: int) -> list[str]:
+    """Draw files by their numbers of lines: those with every n-th line of all, so that each folder has its share."""
+    step = sum(lines.values()) / count
+    place, passed, found = random.Random(seed).random() * step, 0, []
+    for path, number in sorted(lines.items()):
+        passed += number
+        if place < passed:
+            found.append(path)
+        while place < passed:
+            place += step
+    return found
+
+
 def copy_tree(target: Path) -> None:
     """Copy the files that git tracks or does not ignore. Links stay links."""
     listed = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], capture_output=True, check=True).stdout
     for name in filter(os.path.lexists, listed.decode().rstrip("\0").split("\0")):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(name, target / name, follow_symlinks=False)
+    if ARCHIVE.exists():
+        (target / "build").mkdir(exist_ok=True)
+        (target / "build" / ARCHIVE.name).symlink_to(ARCHIVE)
 
 
 def failed_test(tree: Path, tests: Sequence[str], seconds: float | None) -> str | None:
-    """Run tests on a tree until the first failure. Return its name or another reason; None if all pass."""
-    # No bytecode: a file that changes twice in a second would be taken for the one before.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    """Run tests on a tree until the first failure. Return its name or another reason; None if all pass.
+
+    Without a limit of ``seconds``, bytecode is written, for later runs, which write none.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "" if seconds is None else "1"}
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "--no-header", "--tb=no", *tests]
     with subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -159,6 +179,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="files, or folders for all files in them")
     parser.add_argument("--count", type=int, default=30, help="how many mutants")
+    parser.add_argument("--draw", type=int, metavar="NUMBER", help="draw this many files, and COUNT mutants of each")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--only", type=int, action="append", metavar="NUMBER", help="only this one of them")
     parser.add_argument("--list", action="store_true", help="only say which they are")
@@ -166,7 +187,12 @@ def main(arguments: list[str]) -> int:
     given, tests = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     paths = [str(p) for m in map(Path, given.modules) for p in (sorted(m.rglob("*.py")) if m.is_dir() else [m])]
     sources = {path: Path(path).read_bytes() for path in paths}
-    mutants = chosen([m for path, source in sources.items() for m in mutants_of(path, source)], given.count, given.seed)
+    parts = [paths]
+    if given.draw:
+        lines = {path: len(source.splitlines()) for path, source in sources.items()}
+        parts = [[path] for path in drawn(lines, given.draw, given.seed)]
+    found = ([m for path in part for m in mutants_of(path, sources[path])] for part in parts)
+    mutants = [mutant for each in found for mutant in chosen(each, given.count, given.seed)]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         tree, seconds = Path(folder), 0.0
@@ -182,9 +208,12 @@ def main(arguments: list[str]) -> int:
             if given.only and number not in given.only:
                 continue
             if not given.list:
-                (tree / mutant.path).write_bytes(mutant.of(source))
+                file = tree / mutant.path
+                original = file.replace(file.with_suffix(".original"))
+                file.write_bytes(mutant.of(source))
+                os.utime(file, (0, 0))  # so that Python does not use the bytecode of the original
                 failed = failed_test(tree, tests, seconds)
-                (tree / mutant.path).write_bytes(source)
+                original.replace(file)
                 survivors += failed is None
             word = "" if given.list else "SURVIVED  " if failed is None else "killed    "
             print(f"{number:3} {word}{mutant.describe(source)}{f'  [{failed}]' if failed else ''}", flush=True)

@@ -25,13 +25,16 @@ from tests.conftest import wait_until
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of this process and those that it starts, empty."""
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this process and those that it starts, empty. No test leaves a file in it open."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
+    yield folder
+    monkeypatch.undo()
+    open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert [path for path in open_files if path.startswith(str(folder))] == []
 
 
 OWNER = """

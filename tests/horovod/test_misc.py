@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import LastingWorld, alive, lasting, needs_gpus
+from tests.ranks import wait_until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -123,6 +124,19 @@ def test_handles(three: LastingWorld) -> None:
             assert hvd.synchronize(again).tolist() == [3.0] * 3
 
     three.run(fn)
+
+
+def test_calls_are_sent_without_being_waited_for(three: LastingWorld, tmp_path: Path) -> None:
+    def fn(folder: str) -> None:
+        for busy in range(2):  # one is the coordinator's rank
+            ended = Path(folder, str(busy))
+            handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name=f"while {busy} is busy")
+            if hvd.rank() == busy:
+                wait_until(ended.exists)
+            assert handle.wait().tolist() == [3.0]
+            ended.touch()
+
+    three.run(fn, str(tmp_path))
 
 
 def test_objects(three: LastingWorld) -> None:

@@ -58,3 +58,12 @@ def test_spark_reads_a_table_that_ranks_cannot(
     (said,) = (each.message for each in caplog.records if "is read by Spark" in each.message)
     assert said.startswith("data['train'] is read by Spark, which sends its rows to the ranks: cannot list the ")
     assert said.endswith("Unsupported table features required: [TypeWidening].")
+
+    class Alike(Delta):
+        def schema(self) -> str:
+            return "x long, X long"
+
+    mistaken = spark.newSession()
+    mistaken.dataSource.register(Alike)
+    with pytest.raises(ValueError, match="has more than one column 'X' for Spark"):
+        sets.read_by(mistaken)

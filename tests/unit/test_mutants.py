@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import chosen, mutants_of
+from tests.mutants import chosen, drawn, mutants_of
 
 SOURCE = '''\
 LIMIT = 3
@@ -49,3 +49,10 @@ def test_a_seed_stands_for_the_same_mutants_no_two_on_a_line() -> None:
     found = mutants_of("a", SOURCE)
     assert chosen(found, 4, 1) == chosen(found, 4, 1) != chosen(found, 4, 2)
     assert len({mutant.line for mutant in chosen(found, 99, 1)}) == len(chosen(found, 99, 1)) == 6
+
+
+def test_files_are_drawn_by_their_lines() -> None:
+    for seed in range(100):
+        assert drawn({"b": 50, "a": 50, "c": 100}, 4, seed) == ["a", "b", "c"]
+    both = [drawn({"a": 90, "b": 10}, 1, seed) for seed in range(100)]
+    assert both.count(["a"]) > both.count(["b"]) > 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd import DataError
-from spark_hvd.data import Windows
+from spark_hvd.data import Windows, sliding
 from spark_hvd.data.series.pieces import COUNT, PROBLEM, Pieces, pieces_of_sorted, pieces_of_table, windows_in
 
 
@@ -137,3 +137,7 @@ def test_columns_become_float32_and_no_keys_make_one_series() -> None:
 def test_arguments_that_cannot_be(asked: dict[str, Any], error: str) -> None:
     with pytest.raises(DataError, match=error):
         problems_of(table_of([5]), **asked)
+
+
+def test_batches_are_made_together_up_to_a_number_of_rows() -> None:
+    assert [*sliding._together([4, 4, 1, 9, 9, 2], 8)] == [8, 1, 9, 9, 2]
