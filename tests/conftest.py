@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.forked import fork_run_servers, python, share_server
 from tests.jvm import SHORT_LIVED
 from tests.ranks import wait_until as wait_until
 
@@ -65,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = own
         # After multiprocessing has removed its own folder from there.
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
+    elif config.getoption("numprocesses", None) and not config.pluginmanager.has_plugin("tests.cost"):
+        share_server()  # not with tests.cost, which asks each of pytest's processes what those below it have used
+        config.option.tx = [f"popen//python={shlex.join(python())}" for _ in config.option.tx]
+    fork_run_servers()
 
 
 _LONG = {
@@ -215,7 +221,8 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.executor.extraJavaOptions": SHORT_LIVED,
     }
     if master == LOCAL:  # executors of a cluster do not have this folder on their path
-        defaults["spark.python.daemon.module"] = "tests.warm_daemon"
+        share_server()
+        defaults["spark.python.daemon.module"] = "tests.forked"
     for key, value in {**defaults, **settings}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()

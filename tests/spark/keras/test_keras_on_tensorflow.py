@@ -24,7 +24,7 @@ import numpy as np
 from pyspark.sql import SparkSession, functions as F
 builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False)
 builder = builder.config("spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK", "1")  # one daemon for SQL and RDDs
-builder = builder.config("spark.python.daemon.module", "tests.warm_daemon")
+builder = builder.config("spark.python.daemon.module", "tests.forked")
 spark = builder.config("spark.executorEnv.SPARK_HVD_TESTS_LOADED", "tensorflow").getOrCreate()
 import keras, tensorflow as tf
 from spark_hvd.estimators import DataError, KerasEstimator, KerasModel
