@@ -300,28 +300,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> SparkSession:
     return active
 
 
+def _servers_and_ranks() -> tuple[list[psutil.Process], list[psutil.Process]]:
+    found = {}
+    for pid in psutil.pids():
+        # psutil and pathlib take several times as long, and hundreds of tests look.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"\0spark_hvd.runner.supervise.forkserver\0" in (command := file.read()):
+                found[pid] = int(command.split(b"\0")[-3])
+    servers, ranks = [], []
+    for pid, anchor in found.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            # A server outlives the worker that started it. Forks have their server's command line.
+            if anchor == os.getpid() or psutil.Process() in psutil.Process(anchor).parents():
+                (ranks if process.ppid() in found else servers).append(process)
+    return servers, ranks
+
+
 def fork_servers() -> list[psutil.Process]:
-    """The fork servers that end with this process or one below it; a server outlives the worker that started it."""
-    anchors = {str(psutil.Process().pid), *(str(child.pid) for child in psutil.Process().children(recursive=True))}
-    servers = []
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-            if "spark_hvd.runner.supervise.forkserver" in command and command[-2] in anchors:
-                servers.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    pids = {server.pid for server in servers}
-    return [server for server in servers if server.ppid() not in pids]  # forks have their server's command line
+    """The fork servers that end with this process or one below it."""
+    return _servers_and_ranks()[0]
 
 
 def ranks_alive() -> list[psutil.Process]:
     """The processes that our fork servers have forked."""
-    found = []
-    for server in fork_servers():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += server.children()
-    return found
+    return _servers_and_ranks()[1]
 
 
 def listening() -> list[str]:
