@@ -7,6 +7,7 @@ follows from the imports that its modules have. ``tests/unit/test_rooms.py`` com
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,7 @@ def room_of(path: Path) -> str:
     return f"{folder}/{path.name}" if folder in HOUSES else folder
 
 
+@functools.cache  # all files are read
 def rooms() -> dict[str, set[str]]:
     """Every room, with the rooms that its modules import."""
     known = modules()

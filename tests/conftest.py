@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.forked import fork_run_servers, python, share_server
 from tests.jvm import SHORT_LIVED
 from tests.ranks import wait_until as wait_until
 
@@ -65,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = own
         # After multiprocessing has removed its own folder from there.
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
+    elif config.getoption("numprocesses", None) and not config.pluginmanager.has_plugin("tests.cost"):
+        share_server()  # not with tests.cost, which asks each of pytest's processes what those below it have used
+        config.option.tx = [f"popen//python={shlex.join(python())}" for _ in config.option.tx]
+    fork_run_servers()
 
 
 _LONG = {
@@ -215,7 +221,8 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.executor.extraJavaOptions": SHORT_LIVED,
     }
     if master == LOCAL:  # executors of a cluster do not have this folder on their path
-        defaults["spark.python.daemon.module"] = "tests.warm_daemon"
+        share_server()
+        defaults["spark.python.daemon.module"] = "tests.forked"
     for key, value in {**defaults, **settings}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
@@ -293,28 +300,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> SparkSession:
     return active
 
 
+def _servers_and_ranks() -> tuple[list[psutil.Process], list[psutil.Process]]:
+    found = {}
+    for pid in psutil.pids():
+        # psutil and pathlib take several times as long, and hundreds of tests look.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"\0spark_hvd.runner.supervise.forkserver\0" in (command := file.read()):
+                found[pid] = int(command.split(b"\0")[-3])
+    servers, ranks = [], []
+    for pid, anchor in found.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            # A server outlives the worker that started it. Forks have their server's command line.
+            if anchor == os.getpid() or psutil.Process() in psutil.Process(anchor).parents():
+                (ranks if process.ppid() in found else servers).append(process)
+    return servers, ranks
+
+
 def fork_servers() -> list[psutil.Process]:
-    """Return the fork servers that end with this process or one below it. They outlive the worker that started them."""
-    anchors = {str(psutil.Process().pid), *(str(child.pid) for child in psutil.Process().children(recursive=True))}
-    servers = []
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-            if "spark_hvd.runner.supervise.forkserver" in command and command[-2] in anchors:
-                servers.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    pids = {server.pid for server in servers}
-    return [server for server in servers if server.ppid() not in pids]  # forks have their server's command line
+    """Return the fork servers that end with this process or one below it."""
+    return _servers_and_ranks()[0]
 
 
 def ranks_alive() -> list[psutil.Process]:
     """Return the processes that the fork servers have forked."""
-    found = []
-    for server in fork_servers():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += server.children()
-    return found
+    return _servers_and_ranks()[1]
 
 
 def listening() -> list[str]:

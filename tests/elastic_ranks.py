@@ -31,7 +31,7 @@ from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError, HostsUpdatedInterrupt
 from spark_hvd.world.layout import Endpoint, RankInfo, World, WorldLayout
-from tests.ranks import fork_context
+from tests.forked import fork
 
 SECONDS = 60.0
 HOST = "127.0.0.1"
@@ -212,8 +212,7 @@ class _Nursery:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._listener = Listener("\0" + "-".join(["spark_hvd-elastic-ranks", str(os.getpid()), *preload]))
-        process = fork_context().Process(target=_nursery, args=(self._listener.address, preload), daemon=True)
-        process.start()
+        fork(_nursery, self._listener.address, preload)
         self._orders = self._listener.accept()
 
     def fork(self) -> tuple[Connection, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import multiprocessing
 import os
 import random
 import signal
@@ -17,12 +16,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.connection import Connection, Listener, Pipe
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+
+from tests.forked import fork, python
 
 SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -48,19 +49,6 @@ def left_in(folder: str, before: set[str]) -> set[str]:
             break
         time.sleep(0.05)
     return left
-
-
-# What many ranks would import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
-# Functions of tests import pytest, a fifth of a second, if they assert anything.
-_LOADED = [
-    "spark_hvd.torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "pytest",
-    "tests.stores",
-    "tests.ranks",
-    "tests.frozen",  # last
-]
 
 
 class RankError(AssertionError):
@@ -101,7 +89,7 @@ class Ranks:
             listener.close()
         calls, self._pipes = [], []
         for rank in range(size):
-            ours, theirs = fork_context().Pipe()
+            ours, theirs = Pipe()
             given = listener if join and rank == 0 else None
             calls.append((rank, size, port, given, join, timeout, hosts, theirs))
             self._pipes.append(ours)
@@ -170,7 +158,7 @@ class MpiRanks(Ranks):
         self.size = size
         self._timeout = timeout
         with tempfile.TemporaryDirectory(prefix="spark_hvd-mpi") as folder, Listener(f"{folder}/socket") as listener:
-            program = [sys.executable, "-m", "tests.mpi_rank", str(listener.address), str(timeout), str(int(join))]
+            program = python("-m", "tests.mpi_rank", str(listener.address), str(timeout), str(int(join)))
             self.mpiexec = mpiexec(size, *program, options=options, **env)
             connections = {}
             for _ in range(size):
@@ -213,13 +201,6 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
     )
 
 
-def fork_context() -> ForkServerContext:
-    """Return the context of a fork server that all tests share, and that has loaded slow modules."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_LOADED)
-    return context
-
-
 def start_ranks(
     serve: Callable[..., None], calls: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()
 ) -> list[ForkServerProcess]:
@@ -230,10 +211,7 @@ def start_ranks(
         calls: Arguments of each call. Their sockets and pipes are closed here, and in the other ranks.
         preload: Modules that take seconds to import.
     """
-    context, processes = fork_context(), []
-    for target, args in [(_load_and_fork, (preload, serve, calls))] if preload else [(serve, call) for call in calls]:
-        processes.append(context.Process(target=target, args=args, daemon=True))
-        processes[-1].start()
+    processes = [fork(_load_and_fork, preload, serve, calls)] if preload else [fork(serve, *call) for call in calls]
     for call in calls:
         _close_all(call)
     return processes

@@ -22,7 +22,9 @@ import spark_hvd.runner.elastic.task
 import spark_hvd.runner.supervise.incoming
 import spark_hvd.runner.supervise.task
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Serve Spark."""
     for name in os.environ.get("SPARK_HVD_TESTS_LOADED", "").split():  # workers_with of tests/conftest.py sets it
         importlib.import_module(name)
     gc.freeze()  # a worker collects garbage after each task: 0.2 s if it goes through all of torch's objects

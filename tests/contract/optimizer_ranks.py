@@ -7,10 +7,10 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from tests.ranks import fork_context, start_ranks
+from tests.ranks import start_ranks
 
 CASE_SECONDS = 200
 
@@ -25,7 +25,7 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name) / "meeting"
-        pipes = [fork_context().Pipe() for _ in range(self.size)]
+        pipes = [Pipe() for _ in range(self.size)]
         self._pipes: list[Connection] = [ours for ours, _ in pipes]
         calls = [(rank, self.size, str(meeting), theirs) for rank, (_, theirs) in enumerate(pipes)]
         self._processes = start_ranks(_serve, calls, self._preload)

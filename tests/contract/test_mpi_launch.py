@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import python
 from tests.ranks import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ def run(program: str, size: int, folder: Path, *arguments: str, **env: str) -> t
     start = time.monotonic()
     process = mpiexec(
         size,
-        *(sys.executable, str(path), *arguments),
+        *python(str(path), *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         FOLDER=str(folder),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -102,6 +103,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     without_torch.mkdir()
     (without_torch / "torch.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(str(without_torch))
+    monkeypatch.setattr(processes, "_start", inspect.unwrap(processes._start))
     return found
 
 

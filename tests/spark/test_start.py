@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import spark_hvd
 from spark_hvd.estimators import SparkBackend
 from spark_hvd.runner import NotEnoughSlotsError
 from spark_hvd.runner.config import PRELOAD
+from spark_hvd.runner.supervise import processes
 from tests.conftest import fork_servers, wait_until
 
 if TYPE_CHECKING:
@@ -37,7 +39,14 @@ def only_for(test: str) -> dict[str, str]:
     return {PRELOAD: f"no_module_of_{test}_{os.getpid()}"}
 
 
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers are programs that this one starts, and not forks of the tests' own."""
+    monkeypatch.setattr(processes, "_start", inspect.unwrap(processes._start))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("run", [spark_hvd.run, spark_hvd.run_elastic])
 def test_on_a_local_master_this_program_starts_the_one_process_that_ranks_are_forked_from(
     spark: SparkSession, run: Any
@@ -50,6 +59,7 @@ def test_on_a_local_master_this_program_starts_the_one_process_that_ranks_are_fo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_a_run_whose_libraries_load_otherwise_has_one_of_its_own(spark: SparkSession) -> None:
     before, env = servers(), {"OMP_NUM_THREADS": "3", **only_for("otherwise")}
     (one,) = set(spark_hvd.run(server, num_proc=2, spark=spark, env=env, verbose=0))
@@ -73,6 +83,7 @@ def test_it_is_started_for_no_run_that_cannot_be(spark: SparkSession) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_a_changed_path_is_none_of_the_workers_and_where_spark_is_silent_a_task_starts_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,12 @@ _spec.loader.exec_module(rooms)
 REBUILD = "run python docs/rooms.py"
 
 
+@pytest.fixture(scope="module")
+def nodes() -> dict[str, list[ast.AST]]:
+    """The syntax of every module, which takes seconds to read, by its dotted name."""
+    return {name: [*ast.walk(ast.parse(path.read_text()))] for name, path in rooms.modules().items()}
+
+
 def test_the_picture_shows_the_imports_of_today() -> None:
     assert rooms.PICTURE.read_text() == rooms.picture(rooms.rooms()), REBUILD
 
@@ -32,19 +38,14 @@ def test_the_tables_say_what_the_signs_say() -> None:
     assert rooms.written(design) == design, REBUILD
 
 
-def test_the_text_names_modules_and_classes_that_exist() -> None:
+def test_the_text_names_modules_and_classes_that_exist(nodes: dict[str, list[ast.AST]]) -> None:
     prose = rooms.DESIGN.read_text().partition("<!-- rooms end -->")[2].partition("## Dependencies")[0]
     parts = [name.split(".") for name in rooms.modules()]
     there = {".".join(part[start:]) for part in parts for start in range(len(part))} | {"__init__", *spark_hvd.__all__}
     named = re.findall(r"`([a-z_*]+(?:\.[a-z_*]+)*)`", prose)
     assert len(named) > 40
     assert [name for name in named if not fnmatch.filter(there, name)] == []
-    defined = {
-        node.name
-        for path in rooms.modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    defined = {node.name for each in nodes.values() for node in each if isinstance(node, ast.ClassDef)}
     assert {*re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b", prose)} - defined == set()
 
 
@@ -67,12 +68,12 @@ def test_no_file_of_the_product_has_more_than_400_lines() -> None:
 MAKERS = re.compile("arange|empty|empty_strided|eye|full|linspace|ones|rand|randint|randn|randperm|tensor|zeros")
 
 
-def test_tensors_of_ours_name_their_device() -> None:
+def test_tensors_of_ours_name_their_device(nodes: dict[str, list[ast.AST]]) -> None:
     """A program may have another default device; see tests/contract/test_defaults_of_torch.py."""
     unnamed = [
         f"{name}:{node.lineno}"
-        for name, path in rooms.modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name, each in nodes.items()
+        for node in each
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and MAKERS.fullmatch(node.func.attr)
         if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
         if not any(keyword.arg in ("device", "out") for keyword in node.keywords)
@@ -80,9 +81,8 @@ def test_tensors_of_ours_name_their_device() -> None:
     assert unnamed == []
 
 
-def test_no_class_name_means_two_things() -> None:
-    defined = {path: ast.walk(ast.parse(path.read_text())) for path in rooms.modules().values()}
-    names = Counter(node.name for nodes in defined.values() for node in nodes if isinstance(node, ast.ClassDef))
+def test_no_class_name_means_two_things(nodes: dict[str, list[ast.AST]]) -> None:
+    names = Counter(node.name for each in nodes.values() for node in each if isinstance(node, ast.ClassDef))
     assert len(names) > 300
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -93,9 +93,9 @@ def test_every_room_has_a_sign_that_says_what_it_may_import() -> None:
         assert room.endswith(".py") or "\n\nMay import " in rooms.sign(room), room
 
 
-def test_a_public_method_has_a_docstring_or_overrides_one_of_ours_that_has() -> None:
-    nodes = [node for path in rooms.modules().values() for node in ast.parse(path.read_text()).body]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+def test_a_public_method_has_a_docstring_or_overrides_one_of_ours_that_has(nodes: dict[str, list[ast.AST]]) -> None:
+    bodies = [module.body for module, *_ in nodes.values() if isinstance(module, ast.Module)]
+    classes = {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
 
     def told(name: str, method: str) -> bool:
         own = [each for each in classes[name].body if isinstance(each, ast.FunctionDef) and each.name == method]
@@ -112,12 +112,12 @@ def test_a_public_method_has_a_docstring_or_overrides_one_of_ours_that_has() -> 
     assert [each for each in methods if not told(*each)] == []
 
 
-def test_sections_of_docstrings_have_known_headings() -> None:
+def test_sections_of_docstrings_have_known_headings(nodes: dict[str, list[ast.AST]]) -> None:
     known = {"Args", "Attributes", "Example", "Raises", "Returns", "Yields"}
     headings = [
         (name, heading)
-        for name, path in rooms.modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name, each in nodes.items()
+        for node in each
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         for heading in re.findall(r"^ *(\w+):$", ast.get_docstring(node) or "", re.MULTILINE)
     ]
