@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -27,7 +27,7 @@ from spark_hvd.estimators.data.reuse import in_use
 from spark_hvd.estimators.fit.backend import SparkBackend, tracker_of
 from spark_hvd.estimators.fit.logged import log_checkpoints
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
-from spark_hvd.estimators.fit.ranks import train_on_ranks
+from spark_hvd.estimators.fit.ranks import only_fit_of, train_on_ranks
 from spark_hvd.estimators.fit.rows import passes_rows_directly, rows_for_ranks
 from spark_hvd.estimators.fit.trial import (
     ROWS,
@@ -137,6 +137,27 @@ class SparkEstimator(SavedParams, Estimator[M]):
         spec = self._tried(drafted, batch, train_data.columns)
         return self._trained(plan, spec, plan.backend.num_processes())
 
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[Mapping[Any, Any]],  # noqa: N803 - likewise
+    ) -> Iterator[tuple[int, M]]:
+        """Fit once for each map of parameters, as CrossValidator and TrainValidationSplit do.
+
+        Returns:
+            An iterator of (place of the map, model); several threads may use it.
+
+        Raises:
+            ValueError: There is a ``run_id``, so that each fit would resume the one before.
+        """
+        for each in paramMaps:
+            if (run_id := self.copy(dict(each)).value_of("run_id")) is not None:
+                raise ValueError(
+                    f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
+                    "run resume each other, and all would return one model. Omit run_id"
+                )
+        return super().fitMultiple(dataset, paramMaps)
+
     def _fit(self, dataset: DataFrame) -> M:
         with job_group(session_to_fit(dataset), self.uid):
             return self._fit_on(dataset)
@@ -203,7 +224,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
         # Only for a tracker, which a backend may have: for it, an optimizer is created for a copy of the model.
         is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
         facts = self._optimizer_facts(plan) if is_tracked else {}
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
+        with only_fit_of(plan.store, spec.run_id):
+            state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
         if spec.keeps_epochs and dataset is not None:
             tracker = tracker_of(plan.backend)
             log_checkpoints(tracker, spec, dataset, history, lambda kept: self._model(plan, spec, kept, history))
