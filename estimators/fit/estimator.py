@@ -58,7 +58,32 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Model)
 
 
-class SparkEstimator(SavedParams, Estimator[M]):
+class RunEstimator(SavedParams, Estimator[M]):
+    """Base of estimators each of whose fits is a run, which may be resumed by its ``run_id``."""
+
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Any, Any]],  # noqa: N803 - likewise
+    ) -> Iterator[tuple[int, M]]:
+        """Fit once for each map of parameters, as CrossValidator and TrainValidationSplit do.
+
+        Returns:
+            An iterator of (place of the map, model); several threads may use it.
+
+        Raises:
+            ValueError: There is a ``run_id``, so that each fit would resume the one before.
+        """
+        for each in paramMaps:
+            if (run_id := self.copy(each).value_of("run_id")) is not None:
+                raise ValueError(
+                    f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
+                    "run resume each other, and all would return one model. Omit run_id"
+                )
+        return super().fitMultiple(dataset, paramMaps)
+
+
+class SparkEstimator(RunEstimator[M]):
     """Base of the estimators. A subclass defines its table of parameters, its framework, and its model class.
 
     A saved estimator contains a pickle of model, loss and optimizer: only load what you trust. Its backend and its
@@ -136,27 +161,6 @@ class SparkEstimator(SavedParams, Estimator[M]):
         drafted = replace(plan, spec=replace(plan.spec, train=train_data, validation=val_data))
         spec = self._tried(drafted, batch, train_data.columns)
         return self._trained(plan, spec, plan.backend.num_processes())
-
-    def fitMultiple(  # noqa: N802 - Spark's name
-        self,
-        dataset: DataFrame,
-        paramMaps: Sequence[Mapping[Any, Any]],  # noqa: N803 - likewise
-    ) -> Iterator[tuple[int, M]]:
-        """Fit once for each map of parameters, as CrossValidator and TrainValidationSplit do.
-
-        Returns:
-            An iterator of (place of the map, model); several threads may use it.
-
-        Raises:
-            ValueError: There is a ``run_id``, so that each fit would resume the one before.
-        """
-        for each in paramMaps:
-            if (run_id := self.copy(dict(each)).value_of("run_id")) is not None:
-                raise ValueError(
-                    f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
-                    "run resume each other, and all would return one model. Omit run_id"
-                )
-        return super().fitMultiple(dataset, paramMaps)
 
     def _fit(self, dataset: DataFrame) -> M:
         with job_group(session_to_fit(dataset), self.uid):
