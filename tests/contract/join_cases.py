@@ -101,8 +101,8 @@ def ways_to_count(rank: int, size: int) -> None:
 
 def losses_of_closures(rank: int, size: int) -> None:
     """LBFGS compares losses with gradients, so Average divides both by the same number."""
-    search: dict[str, Any] = {"lr": 1, "max_iter": 6, "line_search_fn": "strong_wolfe"}
-    shares = [4, *[2] * (size - 1)]
+    search: dict[str, Any] = {"lr": 1, "max_iter": 10, "line_search_fn": "strong_wolfe"}
+    shares = [4, *[1] * (size - 1)]
     for counts in (False, True):
         model, oracle = net().double(), net().double()
         optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **search))
