@@ -139,7 +139,7 @@ class GradientReducer:
         return self._pipeline.underway(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
-        """Add more parameters; collective; call it between steps. Those of a group that was removed are here still."""
+        """Add the parameters that are new; collective; call it between steps. A removed group leaves its own behind."""
         if self.started:
             raise ValueError("add_param_group between backward() and step(): call it after step() instead")
         known = set(map(id, self._params))
