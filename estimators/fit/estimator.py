@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -27,7 +27,7 @@ from spark_hvd.estimators.data.reuse import in_use
 from spark_hvd.estimators.fit.backend import SparkBackend, tracker_of
 from spark_hvd.estimators.fit.logged import log_checkpoints
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
-from spark_hvd.estimators.fit.ranks import train_on_ranks
+from spark_hvd.estimators.fit.ranks import only_fit_of, train_on_ranks
 from spark_hvd.estimators.fit.rows import passes_rows_directly, rows_for_ranks
 from spark_hvd.estimators.fit.trial import (
     ROWS,
@@ -58,7 +58,32 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Model)
 
 
-class SparkEstimator(SavedParams, Estimator[M]):
+class RunEstimator(SavedParams, Estimator[M]):
+    """Base of estimators each of whose fits is a run, which may be resumed by its ``run_id``."""
+
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Any, Any]],  # noqa: N803 - likewise
+    ) -> Iterator[tuple[int, M]]:
+        """Fit once for each map of parameters, as CrossValidator and TrainValidationSplit do.
+
+        Returns:
+            An iterator of (place of the map, model); several threads may use it.
+
+        Raises:
+            ValueError: There is a ``run_id``, so that each fit would resume the one before.
+        """
+        for each in paramMaps:
+            if (run_id := self.copy(each).value_of("run_id")) is not None:
+                raise ValueError(
+                    f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
+                    "run resume each other, and all would return one model. Omit run_id"
+                )
+        return super().fitMultiple(dataset, paramMaps)
+
+
+class SparkEstimator(RunEstimator[M]):
     """Base of the estimators. A subclass defines its table of parameters, its framework, and its model class.
 
     A saved estimator contains a pickle of model, loss and optimizer: only load what you trust. Its backend and its
@@ -203,7 +228,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
         # Only for a tracker, which a backend may have: for it, an optimizer is created for a copy of the model.
         is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
         facts = self._optimizer_facts(plan) if is_tracked else {}
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
+        with only_fit_of(plan.store, spec.run_id):
+            state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
         if spec.keeps_epochs and dataset is not None:
             tracker = tracker_of(plan.backend)
             log_checkpoints(tracker, spec, dataset, history, lambda kept: self._model(plan, spec, kept, history))

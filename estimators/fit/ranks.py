@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,37 @@ from spark_hvd.estimators.training.validating import validate
 from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError, StateLostError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.watch.tracking import Tracker
+from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
+
+
+_running: set[tuple[str, str]] = set()
+"""Store and run_id of each fit of this process."""
+_lock = threading.Lock()
+
+
+@contextmanager
+def only_fit_of(store: Store, run_id: str) -> Iterator[None]:
+    """Refuse a second fit of the same run while the block runs: both would write, and then take, one checkpoint.
+
+    Raises:
+        ValueError: Another fit of this process is in such a block.
+    """
+    key = store.url, run_id
+    with _lock:
+        if key in _running:
+            raise ValueError(
+                f"run_id={run_id!r} is being trained by another fit of this program: both would write the same "
+                "checkpoints. Wait until it has ended, or pass another run_id"
+            )
+        _running.add(key)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running.discard(key)
 
 
 def train_on_ranks(
@@ -62,7 +91,11 @@ def train_on_ranks(
         if rows is None:  # otherwise ranks check, once they know the rows
             check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)
         history = History(state["history"])
-    if len(history) < spec.epochs:
+    if len(history) >= spec.epochs:
+        _log.warning(
+            "run_id=%r has its %d epochs: its model is returned, nothing is trained", spec.run_id, len(history)
+        )
+    else:
         try:
             packed = pack(plan.objects, "the parameters")
 

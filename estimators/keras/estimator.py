@@ -131,10 +131,17 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
     }
 
     def _check(self, settings: Settings) -> None:
+        from keras.callbacks import BackupAndRestore
+
         from spark_hvd.keras.backend import require_backend
 
         require_backend()
         _check_late(settings)
+        if any(isinstance(each, BackupAndRestore) for each in settings["callbacks"]):
+            raise ValueError(
+                "callbacks: BackupAndRestore loads weights of an earlier fit on the hosts that have its files, and all "
+                "epochs would be trained again. Omit it: the estimator resumes with run_id= or max_restarts="
+            )
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
                 "scale_lr=True: the optimizer has a learning rate schedule, which cannot be scaled. Create it for "

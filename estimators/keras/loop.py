@@ -77,7 +77,6 @@ class _KerasFit(KerasMeasure):
                 assign(each, resumed["optimizer"][name])
         if self.factor != 1.0:
             optimizer.learning_rate = self._rate() * self.factor
-        self.keras_hvd.broadcast_variables([*model.weights, *optimizer.variables], 0)
 
     def _rest(self) -> dict[str, Any]:
         from spark_hvd.keras.backend import name_of, tensor_of
@@ -99,7 +98,8 @@ class _KerasFit(KerasMeasure):
             list(job.objects.callbacks), model=model, verbose=0, epochs=spec.epochs, steps=job.steps
         )
         model.stop_training = False
-        callbacks.on_train_begin()
+        callbacks.on_train_begin()  # where one may load weights, on some hosts only
+        self.keras_hvd.broadcast_variables([*model.weights, *self.optimizer.variables], 0)
         model.stop_training = model.stop_training or job.stopped
         logs: Logs = {}
         while len(job.history) < spec.epochs and not model.stop_training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -106,6 +106,54 @@ def log_again(trainer: Any, before: list[Logged]) -> None:
             extreme = each.meta.is_max_reduction or each.meta.is_min_reduction
             each.value = each.meta.reduce_fx(torch.stack([was, each.value])) if extreme else was + each.value
             each._computed = None  # drop a cached value
+
+
+def share(trainer: Any, shared: dict[str, torch.Tensor]) -> None:
+    """Make the epoch's means, extremes and sums those of all ranks, as one process would have logged them; collective.
+
+    Callbacks, schedulers and loggers then decide alike on every rank. What was logged with ``sync_dist``, and the
+    objects of torchmetrics, are so already. ``shared`` keeps the results, so that each is computed once.
+    """
+    found = {
+        key: each
+        for key, each in trainer._results.items()
+        if each.is_tensor and each.meta.on_epoch and not each.has_reset and not each.meta.sync.should
+        if each._computed is None or each._computed is not shared.get(key)
+    }
+    parts = {key: (float(each.value), float(getattr(each, "cumulated_batch_size", 1))) for key, each in found.items()}
+    ranks = hvd.allgather_object(parts, name="spark_hvd.lightning.logged")
+    for key, each in found.items():
+        values, rows = each.value.new_tensor([rank[key] for rank in ranks if key in rank]).unbind(1)
+        if each.meta.is_max_reduction or each.meta.is_min_reduction:
+            each._computed = values.amax() if each.meta.is_max_reduction else values.amin()
+        else:
+            each._computed = values.sum() / (rows.sum() if each.meta.is_mean_reduction else 1)
+        shared[key] = each._computed
+    _ = trainer.callback_metrics, trainer.logged_metrics  # which keep what they show
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return an epoch's metrics; what was logged both on step and on epoch appears once, as the epoch's mean."""
+    twice = {
+        f"{name}_{when}"
+        for name in metrics
+        for when in ("step", "epoch")
+        if f"{name}_step" in metrics and f"{name}_epoch" in metrics
+    }
+    return {name: float(value) for name, value in metrics.items() if name not in twice}
+
+
+def means(ranks: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[str, float]:
+    """Average over the ranks that have a metric, weighted by their rows; only what is logged on step alone differs."""
+    found = {}
+    for name in dict.fromkeys(name for metrics in ranks for name in metrics):
+        values = [(metrics[name], count) for metrics, count in zip(ranks, rows, strict=True) if name in metrics]
+        total = sum(count for _, count in values)
+        if len({value for value, _ in values}) == 1 or not total:
+            found[name] = values[0][0]
+        else:
+            found[name] = sum(value * count for value, count in values) / total
+    return found
 
 
 def mine(ranks: Sequence[Any]) -> Sequence[Any]:

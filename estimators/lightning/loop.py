@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class _Fit:
         self.began, self.validating, self.rate, self.due = 0.0, 0.0, 0.0, 0
         self.logged: list[epoch.Logged] = []
         self.before: dict[str, Any] = {}
+        self.shared: dict[str, torch.Tensor] = {}
         job.awaits_validation = job.validation is not None
 
     def run(self) -> History:
@@ -150,6 +151,7 @@ class _Fit:
             warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
             # Lightning raises this itself with newer versions of torch.
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+            warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(")  # ours are of all ranks
             # On by default with manual optimization, as one batch is not enough to tell.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
@@ -279,14 +281,13 @@ class _Fit:
         seconds = time.monotonic() - self.began - self.validating
         # Lightning keeps values logged in earlier epochs, such as a validation's, even if this epoch had none.
         logged = {name: each for name, each in trainer.callback_metrics.items() if self.before.get(name) is not each}
-        mine = ((self.rows, self.validated), self.sums.values.tolist(), _numbers(logged))
+        mine = (self.rows, self.sums.values.tolist(), epoch.numbers(logged))
         # The only exchange of an epoch. Ranks may log values that others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
-        trained = sum(count for count, _ in rows)
         job.awaits_validation &= not self.validated
-        job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
+        job.add(means | epoch.means(metrics, rows), **{"lr": self.rate, **speed(seconds, sum(rows))})
         job.feed.skip(max(0, self.due - job.feed.given))  # the epoch ended early (limit_train_batches)
         job.report()
         if last:
@@ -329,34 +330,6 @@ class _Fit:
         job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root}, partial, stop)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return an epoch's metrics; what was logged both on step and on epoch appears once, as the epoch's mean."""
-    twice = {
-        f"{name}_{when}"
-        for name in metrics
-        for when in ("step", "epoch")
-        if f"{name}_step" in metrics and f"{name}_epoch" in metrics
-    }
-    return {name: float(value) for name, value in metrics.items() if name not in twice}
-
-
-def _means(ranks: Sequence[Mapping[str, float]], rows: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Average over the ranks that have a metric; what was logged with sync_dist is equal on all and does not change.
-
-    Metrics named ``val...`` are weighted by a rank's validation rows, others by its training rows.
-    """
-    means = {}
-    for name in dict.fromkeys(name for metrics in ranks for name in metrics):
-        held = name.startswith("val")
-        values = [(metrics[name], each[held]) for metrics, each in zip(ranks, rows, strict=True) if name in metrics]
-        total = sum(count for _, count in values)
-        if len({value for value, _ in values}) == 1 or not total:
-            means[name] = values[0][0]
-        else:
-            means[name] = sum(value * count for value, count in values) / total
-    return means
-
-
 def _first(fit: _Fit) -> Any:
     """Return the callback that runs before the user's."""
 
@@ -381,8 +354,15 @@ def _first(fit: _Fit) -> Any:
         ) -> None:
             fit.validated += len(next(iter(batch.values())))
 
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            epoch.share(trainer, fit.shared)
+
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            epoch.share(trainer, fit.shared)  # what the module has logged at the end
             fit.validating += time.monotonic()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            epoch.share(trainer, fit.shared)
 
     return First()
 
@@ -391,6 +371,9 @@ def _last(fit: _Fit) -> Any:
     """Return the callback that runs after the user's, so that their last changes (such as averaging) are saved too."""
 
     class Last(fit.pl.callbacks.Checkpoint):  # type: ignore[misc, name-defined] # Any. Lightning puts these last.
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            epoch.share(trainer, fit.shared)
+
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch > len(fit.job.history):
                 fit.finish_epoch(last=True)

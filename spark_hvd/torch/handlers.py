@@ -136,6 +136,11 @@ class OptimizerStateHandler(StateDictHandler):
         super().__init__(value)
 
     def load(self, state: Any) -> None:
+        groups, known = self.value.param_groups, len(state.get("param_groups", self.value.param_groups))
+        for group in groups[known:]:  # added since the state was saved
+            for param in group["params"]:
+                self.value.state.pop(param, None)
+        del groups[known:]
         load_optimizer_state(self.value, state)
 
     def misfit(self, skeleton: Any) -> str | None:

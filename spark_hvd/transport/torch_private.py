@@ -104,9 +104,9 @@ def changes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def is_hooked(param: torch.Tensor) -> bool:
-    """Return whether anything runs after each gradient of a parameter."""
-    return bool(param._post_accumulate_grad_hooks)
+def hooks_of(param: torch.Tensor) -> dict[int, object]:
+    """Return the functions that run after each gradient of a parameter, by their handles' ids, in order."""
+    return param._post_accumulate_grad_hooks or {}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

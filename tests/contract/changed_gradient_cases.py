@@ -102,6 +102,17 @@ def _moved(model: nn.Module) -> None:
         param.data = param.data.clone()
 
 
+def _hooked(model: nn.Module) -> None:
+    """Hooks of the program, which run after those of an optimizer that was made before."""
+
+    def double(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(double)
+
+
 CHANGES: list[Change] = [
     lambda model: (model.double(), model.float()),
     lambda model: (model.bfloat16(), model.float()),
@@ -114,6 +125,7 @@ CHANGES: list[Change] = [
     _deleted,
     _swapped,
     _moved,
+    _hooked,
 ]
 
 
@@ -130,6 +142,26 @@ def changed_between_two_steps(rank: int, size: int) -> None:
 def changed_in_many_small_buckets(rank: int, size: int) -> None:
     for change, to_none in itertools.product(CHANGES, (True, False)):
         _trained_alike(rank, size, change, 2, to_none=to_none, cap_mb=1e-5)
+
+
+def stepped_within_backward(rank: int, size: int) -> None:
+    """An optimizer for each parameter, which a hook of the program steps as soon as there is a gradient."""
+    model, oracle = _net(), _net()
+    optimizers = {param: DistributedOptimizer(torch.optim.SGD([param], lr=0.1)) for param in model.parameters()}
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(STEPS):
+        plain.zero_grad()
+        _loss(model, rank, number).backward()
+        (torch.stack([_loss(oracle, r, number) for r in range(size)]).sum() / size).backward()
+        plain.step()
+    assert _distance(model, oracle) < 1e-6
 
 
 def gradients_that_somebody_else_holds(rank: int, size: int) -> None:

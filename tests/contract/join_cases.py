@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,32 @@ def ways_to_count(rank: int, size: int) -> None:
     ]
     for options, how in cases:
         Training(**options).uneven(list(range(1, size + 1)), rank, **how)
+
+
+def losses_of_closures(rank: int, size: int) -> None:
+    """LBFGS compares losses with gradients, so Average divides both by the same number."""
+    search: dict[str, Any] = {"lr": 1, "max_iter": 10, "line_search_fn": "strong_wolfe"}
+    shares = [4, *[1] * (size - 1)]
+    for counts in (False, True):
+        model, oracle = net().double(), net().double()
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **search))
+        plain = torch.optim.LBFGS(oracle.parameters(), **search)
+
+        def closure(
+            of: nn.Module, its: torch.optim.Optimizer, step: int, ranks: list[int], divisor: int
+        ) -> torch.Tensor:
+            its.zero_grad()
+            loss = torch.stack([loss_of(of, batch(each, step).double()) for each in ranks]).sum() / divisor
+            loss.backward()
+            return loss.detach()
+
+        for step in range(shares[rank]):
+            optimizer.step(partial(closure, model, optimizer, step, [rank], 1))
+        for step in range(max(shares)):
+            here = [other for other, share in enumerate(shares) if share > step]
+            plain.step(partial(closure, oracle, plain, step, here, size if counts else len(here)))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join(count_in_average=counts))
+        assert_matches(model, oracle)
 
 
 def two_optimizers(rank: int, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -201,6 +202,27 @@ def test_large_state_is_streamed(two: Ranks, monkeypatch: pytest.MonkeyPatch) ->
         return max(sizes), int(state.tables[2].sum()), state.tables[1].data_ptr() == place
 
     assert all(size < 2000 and total == 0 and there for size, total, there in two.run(fn))
+
+
+def unfreeze_and_restore() -> list[Any]:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(4, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([net.weight], lr=0.1, momentum=0.9))
+    state = hvd.elastic.TorchState(net, optimizer)
+    state.sync()
+    train(net, optimizer, 1)
+    state.commit()
+    ends = []
+    for _ in range(2):
+        optimizer.add_param_group({"params": [net.bias], "lr": 0.01})
+        train(net, optimizer, 2)
+        ends.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
+        state.restore()
+    return [same(*ends), len(optimizer.param_groups), net.bias in optimizer.state]
+
+
+def test_a_group_that_came_after_the_commit_goes_with_a_restore(two: Ranks) -> None:
+    assert two.run(unfreeze_and_restore) == [[True, 1, False]] * 2
 
 
 def bad_names() -> None:

@@ -194,6 +194,13 @@ def test_at_fit(df: DataFrame, case: str) -> None:
         estimator(**given).fit(df)
 
 
+@pytest.mark.parametrize("given", [{"run_id": "one"}, {}])
+def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, Any]) -> None:
+    made = estimator(**given)
+    with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+        made.fit(df, [{made.batch_size: 8, **({} if given else {made.run_id: "one"})}])
+
+
 def test_fits_of_one_estimator_are_told_apart() -> None:
     made, other = estimator(), estimator()
     assert label_of(made.uid, {"batch_size": 8, "epochs": 2, "model": made}) == ""

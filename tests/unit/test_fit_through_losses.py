@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.estimators.fit.ranks import _through_losses
+from spark_hvd.estimators.fit.ranks import _through_losses, only_fit_of
 from spark_hvd.estimators.training.checkpoint import LAST, Checkpoints
 from spark_hvd.runner import StateLostError
 from spark_hvd.store import Store
@@ -42,3 +42,12 @@ def test_it_ends_without_a_newer_one(
 ) -> None:
     with pytest.raises(StateLostError, match="all ranks that had the state are gone"):
         fit(tmp_path, monkeypatch, saves)
+
+
+def test_one_fit_of_a_run_at_a_time(tmp_path: Path) -> None:
+    store, another = Store.create(tmp_path / "here"), Store.create(tmp_path / "there")
+    for _ in range(2):
+        with only_fit_of(store, "run"), only_fit_of(store, "walk"), only_fit_of(another, "run"):
+            again = only_fit_of(store, "run")
+            with pytest.raises(ValueError, match="run_id='run' is being trained by another fit"), again:
+                pytest.fail("it began")

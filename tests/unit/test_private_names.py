@@ -44,9 +44,9 @@ def test_autograd_and_tensors() -> None:
     users = torch_private.users_of(target.untyped_storage())
     view = target[1:]
     assert torch_private.users_of(target.untyped_storage()) == users + 1, view
-    assert not torch_private.is_hooked(weight)
-    weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_private.is_hooked(weight)
+    assert not torch_private.hooks_of(weight)
+    handle = weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert list(torch_private.hooks_of(weight)) == [handle.id]
 
 
 def test_the_profiler() -> None:

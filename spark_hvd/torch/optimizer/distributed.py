@@ -55,7 +55,7 @@ class ReducedOptimizer(TakenOver):
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
         """Names of the parameters, under the attribute that programs for Horovod use."""
         params = (param for group in self.param_groups for param in group["params"])
-        return dict(zip(params, self._recipe.names, strict=True))
+        return dict(zip(params, self._recipe.names, strict=False))
 
     def synchronize(self) -> None:
         """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
@@ -121,6 +121,7 @@ class ReducedOptimizer(TakenOver):
         """
         if self._reducer is not None:
             require_everyone("add_param_group", self._recipe.process_set)
+        del self._recipe.names[sum(len(group["params"]) for group in self.param_groups) :]  # of groups that have gone
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number]["params"]

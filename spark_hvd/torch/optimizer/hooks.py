@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from spark_hvd.torch.optimizer.flat import FlatBucket
-from spark_hvd.transport.torch_private import is_hooked
+from spark_hvd.transport.torch_private import hooks_of
 
 
 class Backward(Protocol):
@@ -118,6 +118,8 @@ class Watch:
         self.watched: dict[int, None] = {}
         """Indices of the parameters, in the order in which they were hooked."""
         self._params, self._progress, self._reducer_ref = params, progress, reducer_ref
+        self._beside: list[dict[int, object]] = []
+        """All functions that torch calls after each gradient, by id in their order: a dict for each of the handles."""
         self._lock: threading.RLock | None = None
         """Used if the parameters are on several devices."""
 
@@ -135,17 +137,29 @@ class Watch:
         hook = make_hook(index, self._progress, self._reducer_ref)
         if self._lock is not None:
             hook = serialized(hook, self._lock)
-        self.handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param = self._params[index]
+        self.handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._beside.append(hooks_of(param))
 
     def clear(self) -> None:
         """Remove all hooks."""
         remove_all(self.handles)
+        self._beside.clear()
         self.watched.clear()
+
+    @property
+    def are_followed(self) -> bool:
+        """Whether the program's own hooks run after one of these, for the same gradient."""
+        if sum(map(len, self._beside)) <= len(self._beside):  # the usual case; every step asks
+            return False
+        return any(
+            next(reversed(each), None) != handle.id for each, handle in zip(self._beside, self.handles, strict=True)
+        )
 
     @property
     def is_lost(self) -> bool:
         """Whether parameters have become other tensors without hooks; either all have or none."""
-        return any(not is_hooked(self._params[index]) for index in islice(self.watched, 1))
+        return any(not hooks_of(self._params[index]) for index in islice(self.watched, 1))
 
     def renew(self) -> None:
         """Hook parameters again."""

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.compression import Compression, GradientCompressor
-from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
+from spark_hvd.collectives.start import Reducing, start_allreduce
 from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.context.standing import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
@@ -96,8 +97,11 @@ class Recipe:
         """
         if self.loss_name is None:
             return loss
-        losses = allgather_object(float(loss), name=self.loss_name, process_set=self.process_set)
-        total = sum(losses) / (len(losses) if self.op is ReduceOp.AVERAGE else 1)
+        device = queue_of(self.process_set).communicator.fact_device
+        mine = torch.tensor([float(loss)], dtype=torch.float64, device=device)
+        reducing = Reducing(self.op)  # which treats ranks that have joined as the reducer does
+        handle = start_allreduce([mine], self.loss_name, reducing, self.process_set, single_result, in_place=True)
+        total = handle.wait().item()
         return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
     def _local_scale(self, averaged: bool) -> float:

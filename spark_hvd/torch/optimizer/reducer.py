@@ -95,8 +95,8 @@ class GradientReducer:
         self._buckets = self._plan.buckets
         self._pipeline = BucketPipeline(self._buckets, reduction, group, device, self._trace, self.reset)
         self._backwards = 0
-        self._finished = False
-        self._warned = False
+        self._finished = self._warned = False
+        self._holds_back = False  # until this backward ends, as the program's hooks may change gradients
         self._pack_again, self._marks = False, Marks()
         self._joined: Presence | None = None
         self._newcomers: list[int] | None = None  # of this step, once they are known
@@ -139,9 +139,12 @@ class GradientReducer:
         return self._pipeline.underway(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
-        """Add more parameters; collective; call it between steps."""
+        """Add the parameters that are new; collective; call it between steps. A removed group leaves its own behind."""
         if self.started:
             raise ValueError("add_param_group between backward() and step(): call it after step() instead")
+        known = set(map(id, self._params))
+        specs = [spec for param, spec in zip(params, specs, strict=True) if id(param) not in known]
+        params = [param for param in params if id(param) not in known]
         require_same(specs, self._settings, self._pipeline.exchange)
         first = len(self._params)
         self._params.extend(params)
@@ -239,13 +242,14 @@ class GradientReducer:
         elif self._backwards >= self._passes and not self.in_flight and self._marks.are_cleared(self._params, index):
             self.reset()  # likewise, before they were reduced
         self._progress.idle = False
+        self._holds_back = self._watch.are_followed
         self._trace.backward_began()
         at_end_of_backward(self._end_backward)
 
     def advance(self) -> None:
         """Launch complete buckets, in plan order."""
         pipeline, buckets = self._pipeline, self._buckets
-        while pipeline.launched < len(buckets) and buckets[pipeline.launched].pending == 0:
+        while not self._holds_back and pipeline.launched < len(buckets) and buckets[pipeline.launched].pending == 0:
             pipeline.launch_next(self._presence())
 
     def overrun(self, index: int) -> NoReturn:

@@ -95,16 +95,23 @@ def test_callbacks_and_the_best_model(df: DataFrame) -> None:
     import spark_hvd.keras.callbacks as call
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        """Stops when it is shown a loss for the second time."""
+        """Loads other weights on one rank, and stops when it is shown a loss for the second time."""
 
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[float] = []
 
+        def on_train_begin(self, logs: Any = None) -> None:
+            import spark_hvd.torch as hvd
+
+            if hvd.rank() == 1:
+                self.model.set_weights([each + 1.0 for each in self.model.get_weights()])
+
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seen.append(logs["loss"])
             import spark_hvd.torch as hvd
 
+            assert len(set(hvd.allgather_object(repr(self.model.get_weights())))) == 1
             if hvd.rank() == 1 and len(self.seen) == 2:
                 self.model.stop_training = True
 

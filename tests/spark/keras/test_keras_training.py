@@ -214,6 +214,8 @@ def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
     best = keras.callbacks.ModelCheckpoint("best.keras", monitor="loss")
     with pytest.raises(ValueError, match="monitor='mae' and a checkpoint_callback with monitor='loss'"):
         estimator(net(), checkpoint_callback=best, monitor="mae").fit(df)
+    with pytest.raises(ValueError, match="BackupAndRestore loads weights of an earlier fit"):
+        estimator(net(), callbacks=[keras.callbacks.BackupAndRestore("folder")]).fit(df)
     excluding = keras.optimizers.AdamW()
     excluding.exclude_from_weight_decay(var_list=net().trainable_variables[:1])
     with pytest.raises(ValueError, match="var_list"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 import spark_hvd.torch as hvd
@@ -81,7 +82,59 @@ def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstim
     assert row["mine"] == 7.0
     assert row["total"] == 3.0 * 10  # the sum over ranks and batches
     assert row["one"] == 1.0
-    assert row["rows"] == pytest.approx((21 * 201 + 20 * 200) / 401)  # the last batch of the first rank has the odd row
+    assert row["rows"] == 21.0  # the last batch of the first rank has the odd row
+
+
+class Apart(Net):
+    """Logs, without sync_dist, what falls on the first rank and rises faster on the other, and has schedules by it."""
+
+    def __init__(self, monitor: str = "apart") -> None:
+        super().__init__()
+        self.monitor = monitor
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("value", batch["y"].mean(), **options)  # no value of a validation
+        self.log("least", batch["y"].min(), reduce_fx="min", **options)
+        self.log("sum", batch["y"].sum(), reduce_fx="sum", **options)
+        above = batch["y"][batch["y"] > 0]
+        self.log("above", above.sum() / max(1, len(above)), batch_size=len(above), **options)
+        self.log("train_apart", self.apart(), **options)
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.log("apart", self.apart())
+        self.log("held_out", batch["y"].mean())
+
+    def apart(self) -> float:
+        return float((5.0 if self.global_rank else -1.0) * self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
+
+
+@pytest.mark.parametrize("monitor", ["apart", pytest.param("train_apart", marks=pytest.mark.night)])
+def test_what_ranks_log_for_themselves_is_of_all_rows(
+    df: DataFrame, estimator: Callable[..., LightningEstimator], monitor: str
+) -> None:
+    rows = df.withColumn("held", F.col("y") > 2)
+    callbacks = [EarlyStopping(monitor, patience=2)]
+    model = estimator(model=Apart(monitor), epochs=9, batch_size=20, callbacks=callbacks, validation="held").fit(rows)
+    history = model.getHistory()
+    assert [row["lr"] for row in history] == [0.05, 0.05, 0.025]  # and it has stopped
+    y = [row["y"] for row in rows.filter("not held").collect()]
+    for row in history:
+        assert row["apart"] == pytest.approx(2 * row["epoch"] - 2, abs=0.2)  # the first has a row more
+        assert row["value"] == pytest.approx(sum(y) / len(y), abs=1e-5)
+        assert row["least"] == pytest.approx(min(y))
+        assert row["sum"] == pytest.approx(sum(y), abs=1e-3)
+        assert row["above"] == pytest.approx(
+            sum(each for each in y if each > 0) / sum(each > 0 for each in y), abs=1e-5
+        )
+    held = [row["y"] for row in rows.filter("held").collect()]
+    assert history[0]["held_out"] == pytest.approx(sum(held) / len(held), abs=1e-5)
 
 
 class Counting(Net):
@@ -124,7 +177,7 @@ def test_trainer_args(df: DataFrame, estimator: Callable[..., LightningEstimator
     }
     torch.manual_seed(0)
     rows = estimator(model=Counting(), trainer_args=arguments, epochs=2).fit(df).getHistory()
-    assert [row["batches"] for row in rows] == [5.0, 5.0]
+    assert [row["batches"] for row in rows] == [10.0, 10.0]  # of both ranks
     assert [row["steps"] for row in rows] == [3.0, 6.0]  # 2 + 2 + the odd one
     assert [row["half"] for row in rows] == [1.0, 1.0]
     assert rows[0]["before"] > 0.125
