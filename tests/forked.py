@@ -60,12 +60,16 @@ def _context() -> ForkServerContext:
 def fork(target: Callable[..., object], *args: Any) -> ForkServerProcess:
     """Run a function in a fork of the one server, which starts if no process above has started it.
 
-    The fork has the environment that this process had when it called this for the first time.
+    The fork has the environment that this process had when it called this for the first time, and its output goes to
+    where that of this process goes.
     """
     if not _environ:
         _environ.update(os.environ)
-    forked = _context().Process(target=_run, args=(_environ, sys.path, target, args), daemon=True)
+    output = [Connection(os.dup(number)) for number in (1, 2)]
+    forked = _context().Process(target=_run, args=(_environ, sys.path, output, target, args), daemon=True)
     forked.start()
+    for stream in output:
+        stream.close()
     return forked
 
 
@@ -77,7 +81,12 @@ def share_server() -> None:
     os.environ[_SERVER] = server._forkserver_address
 
 
-def _run(environ: dict[str, str], path: list[str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
+def _run(
+    environ: dict[str, str], path: list[str], output: list[Connection], target: Callable[..., object], args: Any
+) -> None:
+    for number, stream in enumerate(output, 1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
     _adopt(environ, path)
     target(*args)
 
@@ -174,7 +183,7 @@ def _stand_in(target: Callable[..., object], *args: Any) -> NoReturn:
     tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
     tracker._fd = os.open(os.devnull, os.O_WRONLY)  # or one would be started
     sys.modules["__main__"] = ModuleType("__main__")  # or the fork would run this one
-    numbers = [0, 1, 2, *(int(os.environ[name]) for name in _DESCRIPTORS if name in os.environ)]
+    numbers = [0, *(int(os.environ[name]) for name in _DESCRIPTORS if name in os.environ)]
     files = [Connection(os.dup(number)) for number in numbers]
     forked = fork(_stood_in_for, files, os.getcwd(), sys.orig_argv, target, *args)
     forked.join()
@@ -192,10 +201,8 @@ def _stood_in_for(files: list[Connection], folder: str, command: list[str], *cal
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGTERM)  # when the program ends
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | fcntl.FASYNC)
     os.chdir(folder)
-    for number, file in enumerate(files[:3]):
-        os.dup2(file.fileno(), number)
-        file.close()
-    for name, file in zip((name for name in _DESCRIPTORS if name in os.environ), files[3:], strict=True):
+    os.dup2(files[0].fileno(), 0)
+    for name, file in zip((name for name in _DESCRIPTORS if name in os.environ), files[1:], strict=True):
         os.environ[name] = str(os.dup(file.fileno()))
         os.set_inheritable(int(os.environ[name]), True)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
