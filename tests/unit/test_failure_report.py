@@ -13,11 +13,13 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.endings import GROUPS, is_echo
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError, StartTimeoutError
 from spark_hvd.runner.outcome.next_step import next_step
 from spark_hvd.runner.outcome.report import WIDTH, Where, failure_report, timeout_report
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
+from spark_hvd.world.errors import CollectiveError, StalledError
 
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -225,3 +227,21 @@ def test_our_frames_are_not_shown_in_a_notebook() -> None:
     assert "results([Packed.failed(failed(0))], 1, [0], None)" in "\n".join(shown)
     assert "raise error from" not in "\n".join(shown)
     assert "raise error from" in "".join(traceback.format_exception(caught.value)), "Python's own stays whole"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def test_what_only_reports_the_loss_of_a_peer() -> None:
+    lost, own = CollectiveError("allreduce 'x' failed"), ValueError("no such column")
+    closed = "[gloo] Connection closed by peer [127.0.0.1]:1"
+    for error in (lost, StalledError("late"), RuntimeError(closed), ValueError(f"Gloo: {closed}"), caused(own, lost)):
+        assert is_echo(error), error
+    alone = ValueError("no such column")
+    for error in (alone, ValueError("connection closed by peer"), RuntimeError("out of memory"), caused(alone, alone)):
+        assert not is_echo(error), error
+    if GROUPS:
+        assert is_echo(GROUPS("both", [lost, RuntimeError(closed)]))
+        assert not is_echo(GROUPS("one", [lost, alone]))
