@@ -307,7 +307,8 @@ def _servers_and_ranks() -> tuple[list[psutil.Process], list[psutil.Process]]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
             if b"\0spark_hvd.runner.supervise.forkserver\0" in (command := file.read()):
                 found[pid] = int(command.split(b"\0")[-3])
-    servers, ranks = [], []
+    servers: list[psutil.Process] = []
+    ranks: list[psutil.Process] = []
     for pid, anchor in found.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

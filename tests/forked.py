@@ -49,7 +49,7 @@ _environ: dict[str, str] = {}
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_address is None and _SERVER in os.environ:
         server._forkserver_address = os.environ[_SERVER]
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -76,7 +76,7 @@ def fork(target: Callable[..., object], *args: Any) -> ForkServerProcess:
 def share_server() -> None:
     """Start the server if there is none, and let the processes below use it."""
     _context()
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server.ensure_running()
     os.environ[_SERVER] = server._forkserver_address
 
@@ -134,7 +134,8 @@ def fork_run_servers() -> None:
         arguments = [folder, str(anchor), str(linger)]
         fork(_as_program, _serve_runs, environ, path, given, *arguments)
 
-    processes._start = start
+    replaced: Any = processes
+    replaced._start = start
 
 
 def _serve_runs(environ: dict[str, str], path: list[str], given: Any, folder: str, anchor: str, linger: str) -> None:
@@ -156,9 +157,9 @@ def _as_program(target: Callable[..., object], *args: Any) -> None:
     of_process: Any = process
     of_process._current_process = _PROGRAM
     of_process._parent_process = None
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
     tracker._fd = None
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address = server._forkserver_alive_fd = server._inherited_fds = None
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -180,7 +181,7 @@ def python(*arguments: str) -> list[str]:
 
 def _stand_in(target: Callable[..., object], *args: Any) -> NoReturn:
     """Have a fork do what this program was started for, with its open files, and end as it does."""
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
     tracker._fd = os.open(os.devnull, os.O_WRONLY)  # or one would be started
     sys.modules["__main__"] = ModuleType("__main__")  # or the fork would run this one
     numbers = [0, *(int(os.environ[name]) for name in _DESCRIPTORS if name in os.environ)]
@@ -210,11 +211,10 @@ def _stood_in_for(files: list[Connection], folder: str, command: list[str], *cal
 
 
 def _serve_spark(jvm: int) -> None:
-    from spark_hvd.runner.elastic import task as elastic_task
-    from spark_hvd.runner.supervise import task
     from tests.warm_daemon import main
 
-    task.executor_pid = elastic_task.executor_pid = lambda: jvm  # which is not above this process
+    for name in ("spark_hvd.runner.supervise.task", "spark_hvd.runner.elastic.task"):
+        vars(importlib.import_module(name))["executor_pid"] = lambda: jvm  # which is not above this process
     main()
 
 
@@ -239,13 +239,15 @@ def _execute(arguments: list[str]) -> None:
 
 def stand_in() -> None:
     """Be Spark's daemon, or what the arguments say."""
-    if sys.argv[1:2] in ([], ["pyspark.worker"]):
-        if _SERVER in os.environ:
-            _stand_in(_serve_spark, os.getppid())
+    is_daemon = sys.argv[1:2] in ([], ["pyspark.worker"])
+    if is_daemon and _SERVER not in os.environ:
         from tests.warm_daemon import main
 
         main()
-    _stand_in(_execute, sys.argv[1:])
+    elif is_daemon:
+        _stand_in(_serve_spark, os.getppid())
+    else:
+        _stand_in(_execute, sys.argv[1:])
 
 
 if __name__ == "__main__":
