@@ -251,6 +251,6 @@ def stand_in() -> None:
 
 
 if __name__ == "__main__":
-    if __spec__ is None:
+    if not __package__:
         sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     importlib.import_module("tests.forked").stand_in()
