@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.forked import fork_run_servers, python, share_server
+from tests.forked import fork_run_servers, share_server
 from tests.jvm import SHORT_LIVED
 from tests.ranks import wait_until as wait_until
 
@@ -69,7 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
     elif config.getoption("numprocesses", None) and not config.pluginmanager.has_plugin("tests.cost"):
         share_server()  # not with tests.cost, which asks each of pytest's processes what those below it have used
-        config.option.tx = [f"popen//python={shlex.join(python())}" for _ in config.option.tx]
     fork_run_servers()
 
 
@@ -221,8 +219,7 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.executor.extraJavaOptions": SHORT_LIVED,
     }
     if master == LOCAL:  # executors of a cluster do not have this folder on their path
-        share_server()
-        defaults["spark.python.daemon.module"] = "tests.forked"
+        defaults["spark.python.daemon.module"] = "tests.warm_daemon"
     for key, value in {**defaults, **settings}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
@@ -304,7 +301,7 @@ def _servers_and_ranks() -> tuple[list[psutil.Process], list[psutil.Process]]:
     found = {}
     for pid in psutil.pids():
         # psutil and pathlib take several times as long, and hundreds of tests look.
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/cmdline", "rb") as file:
             if b"\0spark_hvd.runner.supervise.forkserver\0" in (command := file.read()):
                 found[pid] = int(command.split(b"\0")[-3])
     servers: list[psutil.Process] = []

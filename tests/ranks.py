@@ -23,7 +23,7 @@ from typing import Any
 
 import cloudpickle
 
-from tests.forked import fork, python
+from tests.forked import fork
 
 SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -158,7 +158,7 @@ class MpiRanks(Ranks):
         self.size = size
         self._timeout = timeout
         with tempfile.TemporaryDirectory(prefix="spark_hvd-mpi") as folder, Listener(f"{folder}/socket") as listener:
-            program = python("-m", "tests.mpi_rank", str(listener.address), str(timeout), str(int(join)))
+            program = [sys.executable, "-m", "tests.mpi_rank", str(listener.address), str(timeout), str(int(join))]
             self.mpiexec = mpiexec(size, *program, options=options, **env)
             connections = {}
             for _ in range(size):

@@ -22,9 +22,7 @@ import spark_hvd.runner.elastic.task
 import spark_hvd.runner.supervise.incoming
 import spark_hvd.runner.supervise.task
 
-
-def main() -> None:
-    """Serve Spark."""
+if __name__ == "__main__":
     for name in os.environ.get("SPARK_HVD_TESTS_LOADED", "").split():  # workers_with of tests/conftest.py sets it
         importlib.import_module(name)
     gc.freeze()  # a worker collects garbage after each task: 0.2 s if it goes through all of torch's objects

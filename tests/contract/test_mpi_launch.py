@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import python
 from tests.ranks import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +22,7 @@ def run(program: str, size: int, folder: Path, *arguments: str, **env: str) -> t
     start = time.monotonic()
     process = mpiexec(
         size,
-        *python(str(path), *arguments),
+        *(sys.executable, str(path), *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         FOLDER=str(folder),

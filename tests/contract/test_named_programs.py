@@ -293,9 +293,7 @@ def play(program: Program, fusion_threshold: int) -> None:
 quick = settings(derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize(
-    "size", [1, pytest.param(2, marks=pytest.mark.night), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(quick, max_examples=20)
 @given(data=st.data())
 def test_any_order(worlds: dict[int, World], size: int, data: st.DataObject) -> None:

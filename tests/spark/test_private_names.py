@@ -30,7 +30,7 @@ from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.names import call_site, job_named
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.slots import wait_for_slots
-from tests.conftest import daemon_of, wait_until
+from tests.conftest import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -81,8 +81,7 @@ def test_python_workers(spark: SparkSession, tmp_path: Path) -> None:
         yield pyarrow.RecordBatch.from_pydict({"said": [json.dumps(said)]})
 
     frame = spark.range(0, 1, 1, 1).mapInArrow(look, "said string")
-    with daemon_of(spark, "pyspark.daemon"):  # a process below the JVM
-        said = json.loads(frame.collect()[0][0])
+    said = json.loads(frame.collect()[0][0])
     jvm, environ, path = spark_private.local_workers(spark)
     environ.pop("LD_LIBRARY_PATH", None)  # cv2 changes it in each process that imports it
     assert (jvm, spark.sparkContext.pythonExec) == (said["jvm"], said["python"])

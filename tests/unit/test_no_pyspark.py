@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from spark_hvd.runner.spark.needed import check_pyspark
-from tests.forked import python
 
 WITHOUT = """
 import sys
@@ -40,7 +39,7 @@ print(spark_hvd.run_local(int, num_proc=1), spark_hvd.estimators.Store.__name__)
 
 
 def test_no_pyspark_at_all() -> None:
-    done = subprocess.run(python("-c", WITHOUT), capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=110)
     assert done.stdout.splitlines()[-1:] == ["[0] Store"], done.stderr
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,15 @@ import pytest
 import torch
 
 from spark_hvd.transport.host.shared_memory import SharedArena
-from tests.forked import python
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 RANK = """
-import ctypes, json, os, socket, subprocess, sys
+import json, os, sys
 import torch
 from spark_hvd.transport.host.shared_memory import SharedArena, sum_share
 
-rank, meeting = int(sys.argv[1]), socket.create_connection(("127.0.0.1", int(sys.argv[2])))
-assert ctypes.CDLL(None).unshare(0x20020000) == 0  # CLONE_NEWPID | CLONE_NEWNS
-if child := os.fork():
-    sys.exit(os.waitpid(child, 0)[1])
-subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
-connection = meeting.makefile("rwb", buffering=0)
+rank, connection = int(sys.argv[1]), os.fdopen(int(sys.argv[2]), "r+b", buffering=0)
 
 def exchange(fact):
     connection.write(json.dumps(fact).encode() + b"\\n")
@@ -47,31 +40,30 @@ print(os.getpid(), mapped is not None, arena.buffers[0].tolist())
 """
 
 
-def two_ranks() -> list[str]:
-    """What two processes print of their arenas, each in a namespace of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        ranks = [
-            subprocess.Popen(python("-c", RANK, str(rank), port), stdout=subprocess.PIPE, text=True, cwd=ROOT)
-            for rank in range(2)
-        ]
-        ends = [listener.accept()[0] for _ in ranks]
-    for end, other in (ends, ends[::-1]):
-        threading.Thread(target=hand_over, args=(end, other), daemon=True).start()
-    return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
-
-
-def hand_over(end: socket.socket, other: socket.socket) -> None:
-    with end:
-        while data := end.recv(1 << 16):
-            other.sendall(data)
+def two_ranks(*prefix: str) -> list[str]:
+    """What two processes with an arena each print of it."""
+    ends = socket.socketpair()
+    processes = [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-c", RANK, str(rank), str(end.fileno())],
+            pass_fds=[end.fileno()],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for rank, end in enumerate(ends)
+    ]
+    for end in ends:
+        end.close()
+    return [process.communicate(timeout=60)[0].strip() for process in processes]
 
 
 def test_ranks_in_two_pid_namespaces_do_not_take_each_other_s_memory_for_their_own() -> None:
     """Both are process 1 with the same descriptor: what the numbers name in one namespace is another's memory."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a pid namespace (unshare --pid)")
-    assert two_ranks() == [f"1 False {[rank + 1.0] * 8}" for rank in range(2)]
+    assert two_ranks(*NAMESPACE) == [f"1 False {[rank + 1.0] * 8}" for rank in range(2)]
 
 
 def test_an_exchange_that_fails_leaves_no_descriptor_open() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.stored import stored
-from tests.forked import python
 
 PROGRAM = """
 import os, signal, sys
@@ -30,7 +30,8 @@ def test_rows_of_a_killed_program_go_with_the_next_run(tmp_path: Path) -> None:
     owner = {"where": ["another machine", "pid:[1]"], "pid": 1, "born": 0.0}
     (elsewhere / "owner.json").write_text(json.dumps(owner))
     sets = given({"train": pa.table({"x": [1, 2]})})
-    with subprocess.Popen(python("-c", PROGRAM, str(tmp_path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with stored(sets, str(tmp_path)):  # the other is alive

@@ -14,7 +14,7 @@ SETTINGS = {
     "spark.driver.extraJavaOptions": SHORT_LIVED,
     # One daemon for SQL and RDDs, with torch, as of the sessions of the other tests.
     "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
-    "spark.python.daemon.module": "tests.forked",
+    "spark.python.daemon.module": "tests.warm_daemon",
     "spark.log.level": "OFF",
     # Each query would be compiled, by Janino and by the JVM, for a few rows.
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
