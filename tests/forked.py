@@ -54,7 +54,9 @@ def fork(target: Callable[..., object], *args: Any) -> ForkServerProcess:
     The fork has the environment that this process had before any test, and writes where this process writes.
     """
     output = [Connection(os.dup(number)) for number in (1, 2)]
-    forked = _context().Process(target=_run, args=(_environ or {**os.environ}, sys.path, output, target, args), daemon=True)
+    forked = _context().Process(
+        target=_run, args=(_environ or {**os.environ}, sys.path, output, target, args), daemon=True
+    )
     forked.start()
     for stream in output:
         stream.close()

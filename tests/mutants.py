@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
                 file = tree / mutant.path
                 original = file.replace(file.with_suffix(".original"))
                 file.write_bytes(mutant.of(source))
-                os.utime(file, (0, 0))  # so that Python does not use the bytecode of the original
+                os.utime(file, (number, number))  # so that Python does not use bytecode of another version
                 failed = failed_test(tree, tests, seconds)
                 original.replace(file)
                 survivors += failed is None

@@ -78,7 +78,7 @@ class RunEstimator(SavedParams, Estimator[M]):
             if (run_id := self.copy(each).value_of("run_id")) is not None:
                 raise ValueError(
                     f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
-                    "run resume each other, and all would return one model. Omit run_id"
+                    "run resume each other, and all would return one model. Omit run_id, or fit each map by itself"
                 )
         return super().fitMultiple(dataset, paramMaps)
 

@@ -131,11 +131,11 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
     }
 
     def _check(self, settings: Settings) -> None:
-        from keras.callbacks import BackupAndRestore
-
         from spark_hvd.keras.backend import require_backend
 
         require_backend()
+        from keras.callbacks import BackupAndRestore
+
         _check_late(settings)
         if any(isinstance(each, BackupAndRestore) for each in settings["callbacks"]):
             raise ValueError(

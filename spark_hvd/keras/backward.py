@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.torch.optimizer.hooks import overrun, remove_all
+from spark_hvd.torch.optimizer.hooks import HookOrder, overrun, remove_all
 from spark_hvd.torch.optimizer.recipe import HandedGradients
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.torch_private import at_end_of_backward, backward_under_way
@@ -37,21 +37,21 @@ class FollowedBackward:
         self._hooks: list[Callable[[torch.Tensor], None]] = []
         self._taken: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         """Variables and placeholders that share a gradient that is not in a bucket yet."""
-        handles = [
-            variable.value.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self), place))
-            for place, variable in enumerate(variables)
-            if variable.value.requires_grad
-        ]
+        self._order, handles = HookOrder(), []
+        for place, variable in enumerate(variables):
+            if (value := variable.value).requires_grad:
+                handles.append(value.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self), place)))
+                self._order.add(value, handles[-1])
         weakref.finalize(self, remove_all, handles)
 
     def begin(self, loss: torch.Tensor) -> None:
-        """Follow the backward pass of a loss, unless there is no reducer yet.
+        """Follow the backward pass of a loss, unless there is no reducer yet or the program changes gradients after us.
 
         Raises:
             RuntimeError: The previous step was interrupted when some of its gradients had been sent.
         """
         reducer = self._handed.opened()
-        if reducer is None or self._nested or not loss.requires_grad:
+        if reducer is None or self._nested or not loss.requires_grad or self._order.is_followed():
             return
         if self._reducer is None or self._reducer() is not reducer:
             self._reducer, self._hooks = weakref.ref(reducer), reducer.hooks()

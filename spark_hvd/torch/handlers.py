@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Mapping
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,8 @@ from spark_hvd.elastic.skeleton import TensorRef, tensor_key, tensors_in
 from spark_hvd.torch.sampler import ElasticSampler
 from spark_hvd.torch.sync import load_optimizer_state
 from spark_hvd.transport.torch_private import with_versions
+
+_log = logging.getLogger("spark_hvd")
 
 
 class StateHandler:
@@ -137,9 +140,16 @@ class OptimizerStateHandler(StateDictHandler):
 
     def load(self, state: Any) -> None:
         groups, known = self.value.param_groups, len(state.get("param_groups", self.value.param_groups))
-        for group in groups[known:]:  # added since the state was saved
+        if added := groups[known:]:
+            _log.warning(
+                "restore: removed %d parameter groups that %s got after the commit; add them again to train them",
+                len(added),
+                type(self.value).__name__,
+            )
+        for group in added:
             for param in group["params"]:
                 self.value.state.pop(param, None)
+                param.grad = None
         del groups[known:]
         load_optimizer_state(self.value, state)
 

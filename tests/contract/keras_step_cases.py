@@ -109,6 +109,28 @@ def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
         np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+def hooks_of_the_program_change_gradients(rank: int, size: int) -> None:
+    """Hooks that are registered when gradients already leave during backward run after the optimizer's own."""
+    keras, hvd = _keras()
+    x, y = _data()
+    alone, together = _model(keras, 3), _model(keras, 3)
+    alone.compile(keras.optimizers.SGD(0.05), "mse")
+    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+
+    def double(value: torch.Tensor) -> None:
+        assert value.grad is not None
+        value.grad.mul_(2)
+
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            for variable in [*alone.trainable_variables, *together.trainable_variables]:
+                variable.value.register_post_accumulate_grad_hook(double)
+        alone.train_on_batch(x, y)
+        together.train_on_batch(x[rank::size], y[rank::size])
+    for reference, ours in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
 def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
     """A reentrant checkpoint brings a part of a gradient in a backward of its own; a backward that fails is no step."""
     keras, hvd = _keras()

@@ -218,11 +218,11 @@ def unfreeze_and_restore() -> list[Any]:
         train(net, optimizer, 2)
         ends.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
         state.restore()
-    return [same(*ends), len(optimizer.param_groups), net.bias in optimizer.state]
+    return [same(*ends), len(optimizer.param_groups), net.bias in optimizer.state, net.bias.grad]
 
 
 def test_a_group_that_came_after_the_commit_goes_with_a_restore(two: Ranks) -> None:
-    assert two.run(unfreeze_and_restore) == [[True, 1, False]] * 2
+    assert two.run(unfreeze_and_restore) == [[True, 1, False, None]] * 2
 
 
 def bad_names() -> None:

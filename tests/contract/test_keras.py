@@ -37,6 +37,7 @@ STEPS_BY_HAND = [
     keras_step_cases.two_optimizers,
     keras_step_cases.two_backwards_and_one_step,
     keras_step_cases.gradients_leave_during_backward,
+    keras_step_cases.hooks_of_the_program_change_gradients,
     keras_step_cases.what_apply_is_given_is_reduced,
     keras_step_cases.gradients_in_parts_and_steps_broken_off,
     keras_step_cases.a_step_that_one_rank_breaks_off,

@@ -108,6 +108,30 @@ def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
         handles.pop().remove()
 
 
+class HookOrder:
+    """Detects hooks of the program that run after ours, for the same gradient, and may change it."""
+
+    def __init__(self) -> None:
+        self._ours: list[tuple[dict[int, object], int]] = []
+        """For each parameter, all its hooks by id in their order, and the id of ours."""
+        self._checked = -1
+        """The id that the next hook of this process had when ours were last found to be the last ones."""
+
+    def add(self, param: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Add a parameter and the handle of our hook."""
+        self._ours.append((hooks_of(param), handle.id))
+
+    def is_followed(self) -> bool:
+        """Return whether a hook runs after one of ours."""
+        newest = torch.utils.hooks.RemovableHandle.next_id
+        if newest == self._checked:  # the usual case; every step asks
+            return False
+        followed = any(next(reversed(hooks), None) != ours for hooks, ours in self._ours)
+        if not followed:
+            self._checked = newest
+        return followed
+
+
 class Watch:
     """The hooks of a reducer's parameters. The list of parameters may grow."""
 
@@ -118,8 +142,7 @@ class Watch:
         self.watched: dict[int, None] = {}
         """Indices of the parameters, in the order in which they were hooked."""
         self._params, self._progress, self._reducer_ref = params, progress, reducer_ref
-        self._beside: list[dict[int, object]] = []
-        """All functions that torch calls after each gradient, by id in their order: a dict for each of the handles."""
+        self._order = HookOrder()
         self._lock: threading.RLock | None = None
         """Used if the parameters are on several devices."""
 
@@ -138,23 +161,20 @@ class Watch:
         if self._lock is not None:
             hook = serialized(hook, self._lock)
         param = self._params[index]
-        self.handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._beside.append(hooks_of(param))
+        handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.handles.append(handle)
+        self._order.add(param, handle)
 
     def clear(self) -> None:
         """Remove all hooks."""
         remove_all(self.handles)
-        self._beside.clear()
+        self._order = HookOrder()
         self.watched.clear()
 
     @property
     def are_followed(self) -> bool:
         """Whether the program's own hooks run after one of these, for the same gradient."""
-        if sum(map(len, self._beside)) <= len(self._beside):  # the usual case; every step asks
-            return False
-        return any(
-            next(reversed(each), None) != handle.id for each, handle in zip(self._beside, self.handles, strict=True)
-        )
+        return self._order.is_followed()
 
     @property
     def is_lost(self) -> bool:
