@@ -224,7 +224,6 @@ def two_branches(pause: float) -> None:
     """
     first, second = torch.nn.Linear(WIDTH, 4).to(first_device()), torch.nn.Linear(WIDTH, 4).to(other_device())
     params = [*first.parameters(), *second.parameters()]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), op=hvd.Sum)
     first_is_there, again = threading.Event(), threading.Event()
     ready: list[int] = []
     started: list[int] = []
@@ -236,6 +235,7 @@ def two_branches(pause: float) -> None:
 
     for param in first.parameters():
         param.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), op=hvd.Sum)  # its hooks run after that one
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> mock.Mock:
         started.append(tensor.get_device())
