@@ -17,6 +17,8 @@ from spark_hvd.estimators.training.train import Job
 _log = logging.getLogger(__name__)
 Logged = dict[str, list[float]]
 """Values logged in an epoch so far, by Lightning's names: each value, and the number of rows of a mean."""
+_OTHERS = "spark_hvd.others."
+"""Begins the name of the hook under which a value is shown on a rank that has not logged it."""
 
 
 class TrainLoader:
@@ -111,25 +113,55 @@ def log_again(trainer: Any, before: list[Logged]) -> None:
 def share(trainer: Any, shared: dict[str, torch.Tensor]) -> None:
     """Make the epoch's means, extremes and sums those of all ranks, as one process would have logged them; collective.
 
-    Callbacks, schedulers and loggers then decide alike on every rank. What was logged with ``sync_dist``, and the
-    objects of torchmetrics, are so already. ``shared`` keeps the results, so that each is computed once.
+    Callbacks, schedulers and loggers then decide alike on every rank, also on one that has not logged a value itself.
+    What was logged with ``sync_dist``, and the objects of torchmetrics, are so already. ``shared`` keeps the results,
+    so that each is computed once.
     """
+    results = trainer._results
     found = {
         key: each
-        for key, each in trainer._results.items()
+        for key, each in results.items()
         if each.is_tensor and each.meta.on_epoch and not each.has_reset and not each.meta.sync.should
-        if each._computed is None or each._computed is not shared.get(key)
+        if not each.meta.fx.startswith(_OTHERS) and (each._computed is None or each._computed is not shared.get(key))
     }
-    parts = {key: (float(each.value), float(getattr(each, "cumulated_batch_size", 1))) for key, each in found.items()}
-    ranks = hvd.allgather_object(parts, name="spark_hvd.lightning.logged")
-    for key, each in found.items():
-        values, rows = each.value.new_tensor([rank[key] for rank in ranks if key in rank]).unbind(1)
-        if each.meta.is_max_reduction or each.meta.is_min_reduction:
-            each._computed = values.amax() if each.meta.is_max_reduction else values.amin()
-        else:
-            each._computed = values.sum() / (rows.sum() if each.meta.is_mean_reduction else 1)
-        shared[key] = each._computed
+    ranks = hvd.allgather_object({key: _part(each) for key, each in found.items()}, name="spark_hvd.lightning.logged")
+    for key in dict.fromkeys(key for rank in ranks for key in rank):
+        of_ranks = [rank[key] for rank in ranks if key in rank]
+        value, about = _together(of_ranks), of_ranks[0]
+        if key in found:
+            found[key]._computed = shared[key] = value.to(found[key].value.device)
+        elif not about["rank_zero_only"] and (key not in results or results[key].has_reset):
+            for name in {about["name"], about["forked_name"]}:
+                show = {each: about[each] and name == about["forked_name"] for each in ("logger", "prog_bar")}
+                results.log(_OTHERS + key, name, value.to(trainer.strategy.root_device), batch_size=1, **show)
     _ = trainer.callback_metrics, trainer.logged_metrics  # which keep what they show
+
+
+def _part(each: Any) -> dict[str, Any]:
+    """Return this rank's part of a logged value, and how Lightning shows it."""
+    meta = each.meta
+    return {
+        "value": float(each.value),
+        "rows": float(getattr(each, "cumulated_batch_size", 1)),
+        "dtype": each.value.dtype,
+        "kind": meta.reduce_fx.__name__,
+        "name": meta.name,
+        "forked_name": meta.forked_name(on_step=False),
+        "logger": meta.logger,
+        "prog_bar": meta.prog_bar,
+        "rank_zero_only": meta.sync.rank_zero_only,
+    }
+
+
+def _together(of_ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """Return the mean, extreme or sum of the ranks' parts."""
+    values, rows = torch.tensor([(part["value"], part["rows"]) for part in of_ranks], dtype=torch.float64).unbind(1)
+    kind = of_ranks[0]["kind"]
+    if kind in ("max", "min"):
+        value = values.amax() if kind == "max" else values.amin()
+    else:
+        value = values.sum() / (rows.sum() if kind == "mean" else 1)
+    return value.to(of_ranks[0]["dtype"])
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -171,3 +203,26 @@ def warn_unknown_monitor(job: Job) -> None:
             monitor,
             sorted({key for row in job.history for key in row}),
         )
+
+
+def step_monitors(trainer: Any) -> set[str]:
+    """Return what schedulers with interval "step" monitor."""
+    return {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau and each.interval == "step"}
+
+
+def warn_monitor_of_one_rank(trainer: Any, monitors: set[str]) -> set[str]:
+    """Warn about those ``monitors`` that each rank has logged for itself in this step, and return the others."""
+    own = {
+        name
+        for each in trainer._results.values()
+        if each.meta.on_step and not (each.meta.sync.should if each.is_tensor else each.value.dist_sync_on_step)
+        for name in (each.meta.name, each.meta.forked_name(on_step=True))
+    }
+    for name in sorted(monitors & own):
+        _log.warning(
+            "a ReduceLROnPlateau with interval 'step' monitors %r, which is each rank's own value after a step, so "
+            "that learning rates, and then weights, may differ between ranks. Log it with sync_dist=True (a metric of "
+            "torchmetrics: dist_sync_on_step=True), or monitor a value of the epoch",
+            name,
+        )
+    return monitors - own

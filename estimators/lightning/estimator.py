@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from spark_hvd.data.readers.batches import STACK
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
@@ -201,6 +202,11 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                     f"is not a {pl.__name__}.Callback, which a module of {pl.__name__} needs"
                 )
         check_trainer_args(pl, settings["trainer_args"])
+        if settings["stack_features"] and STACK in {*settings["label_cols"], settings["sample_weight_col"]}:
+            raise ValueError(
+                f"stack_features=True: a batch has the stacked features as {STACK!r}, which is also the name of a "
+                "label or of sample_weight_col. Rename that column, or omit stack_features"
+            )
         if settings["validation"] and type(module).validation_step is pl.LightningModule.validation_step:
             raise ValueError(
                 f"validation={settings['validation']!r}: {type(module).__name__} has no validation_step(batch, "

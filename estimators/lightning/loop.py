@@ -141,6 +141,7 @@ class _Fit:
         self.logged: list[epoch.Logged] = []
         self.before: dict[str, Any] = {}
         self.shared: dict[str, torch.Tensor] = {}
+        self.step_monitors: set[str] = set()
         job.awaits_validation = job.validation is not None
 
     def run(self) -> History:
@@ -229,6 +230,8 @@ class _Fit:
         self.trainer.fit_loop._restarting = self.trainer.fit_loop.epoch_loop.restarting = False
         if len(self.loader) != self.job.steps:  # the number of ranks has changed
             self.trainer.reload_dataloaders_every_n_epochs = 1  # otherwise the first epoch's length would apply to all
+        if hvd.size() > 1 and hvd.rank() == 0:
+            self.step_monitors = epoch.step_monitors(self.trainer)
         # Lightning's handler waits for the other ranks, but a rank that is told to end must end at once.
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
@@ -263,6 +266,8 @@ class _Fit:
         self.job.progress.step(rows)
         if any(self.logged):
             epoch.log_again(self.trainer, self.logged)
+        if self.step_monitors:
+            self.step_monitors = epoch.warn_monitor_of_one_rank(self.trainer, self.step_monitors)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor):
             return
@@ -282,7 +287,7 @@ class _Fit:
         # Lightning keeps values logged in earlier epochs, such as a validation's, even if this epoch had none.
         logged = {name: each for name, each in trainer.callback_metrics.items() if self.before.get(name) is not each}
         mine = (self.rows, self.sums.values.tolist(), epoch.numbers(logged))
-        # The only exchange of an epoch. Ranks may log values that others do not (rank_zero_only=True).
+        # In one exchange for all of them. Ranks may log values that others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}

@@ -112,8 +112,9 @@ class TrainSpec:
     def not_finite(self, tensors: Mapping[str, Any]) -> str:
         """Describe the first column of a batch with NaN or infinite values, and what to do; "" if there is none."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
-        if self.stack and self.stack[0] not in tensors:
-            tensors = {**dict(zip(self.stack, tensors[STACK].unbind(1), strict=True)), **tensors}
+        stack = tensors.get(STACK)  # hooks of a LightningModule may have changed or renamed it
+        if self.stack and isinstance(stack, torch.Tensor) and stack.shape[1:] == (len(self.stack),):
+            tensors = {**dict(zip(self.stack, stack.unbind(1), strict=True)), **tensors}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):  # text
                 continue

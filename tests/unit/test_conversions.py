@@ -136,6 +136,11 @@ def test_a_column_that_is_not_finite_is_named_wherever_it_lies() -> None:
     found = spec.not_finite(columns)
     assert found.startswith("column 'b' has 2 values NaN or infinite, the first, nan, in row 1 of the batch. ")
     assert spec.not_finite(whole) == found
+    renamed = {"y": columns["y"], "x": whole["features"]}  # as a hook of a LightningModule may do
+    assert spec.not_finite(renamed).startswith("column 'x' has 2 values NaN or infinite")
+    assert spec.not_finite({"y": columns["y"]}) == ""
+    for changed in (whole["features"].unsqueeze(2), whole["features"][:, 1]):
+        assert spec.not_finite({"features": changed}).startswith("column 'features' has 2 values NaN or infinite")
 
 
 def test_integers_beside_floats_in_features() -> None:

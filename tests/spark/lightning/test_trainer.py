@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -105,6 +106,11 @@ class Apart(Net):
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.log("apart", self.apart())
         self.log("held_out", batch["y"].mean())
+        if self.global_rank == (self.current_epoch == 0):
+            self.log("of_one", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("ended", self.apart(), reduce_fx="sum")
 
     def apart(self) -> float:
         return float((5.0 if self.global_rank else -1.0) * self.current_epoch)
@@ -115,17 +121,29 @@ class Apart(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
 
 
+class OfOne(L.Callback):
+    """Compares what a single rank has logged, on all ranks: for callbacks and schedulers, and for loggers."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for metrics in (trainer.callback_metrics, trainer.logged_metrics):
+            seen = hvd.allgather_object(float(metrics.get("of_one", -1.0)), name="of_one")
+            if seen != [float(trainer.current_epoch)] * 2:
+                raise ValueError(f"ranks see {seen} in epoch {trainer.current_epoch}")
+
+
 @pytest.mark.parametrize("monitor", ["apart", pytest.param("train_apart", marks=pytest.mark.night)])
 def test_what_ranks_log_for_themselves_is_of_all_rows(
     df: DataFrame, estimator: Callable[..., LightningEstimator], monitor: str
 ) -> None:
     rows = df.withColumn("held", F.col("y") > 2)
-    callbacks = [EarlyStopping(monitor, patience=2)]
+    callbacks = [EarlyStopping(monitor, patience=2), OfOne()]
     model = estimator(model=Apart(monitor), epochs=9, batch_size=20, callbacks=callbacks, validation="held").fit(rows)
     history = model.getHistory()
     assert [row["lr"] for row in history] == [0.05, 0.05, 0.025]  # and it has stopped
     y = [row["y"] for row in rows.filter("not held").collect()]
     for row in history:
+        assert row["of_one"] == row["epoch"] - 1
+        assert row["ended"] == 4 * (row["epoch"] - 1)
         assert row["apart"] == pytest.approx(2 * row["epoch"] - 2, abs=0.2)  # the first has a row more
         assert row["value"] == pytest.approx(sum(y) / len(y), abs=1e-5)
         assert row["least"] == pytest.approx(min(y))
@@ -135,6 +153,45 @@ def test_what_ranks_log_for_themselves_is_of_all_rows(
         )
     held = [row["y"] for row in rows.filter("held").collect()]
     assert history[0]["held_out"] == pytest.approx(sum(held) / len(held), abs=1e-5)
+
+
+class ByStep(Apart):
+    """Has a schedule after each step, by a value of each rank."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["lr_scheduler"]["interval"] = "step"
+        return made
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("own", self.apart())
+        self.log("everybody's", self.apart(), sync_dist=True)
+        return self.loss(batch)
+
+
+class Told(L.Callback):
+    """Writes what the fit logs to a file, on rank 0."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            self.handler = logging.FileHandler(self.file)
+            logging.getLogger("spark_hvd").addHandler(self.handler)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            logging.getLogger("spark_hvd").removeHandler(self.handler)
+            self.handler.close()
+
+
+@pytest.mark.parametrize(("monitor", "warnings"), [("own", 1), ("everybody's", 0)])
+def test_a_schedule_by_the_steps_of_one_rank_is_told(
+    df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path, monitor: str, warnings: int
+) -> None:
+    estimator(model=ByStep(monitor), epochs=2, callbacks=[Told(tmp_path / "told")]).fit(df)
+    assert (tmp_path / "told").read_text().count(f"interval 'step' monitors {monitor!r}") == warnings
 
 
 class Counting(Net):
@@ -249,6 +306,8 @@ class Unvalidated(L.LightningModule):
         ({"trainer_args": {"gradient_clip": 2}}, TypeError, "Did you mean 'gradient_clip_val'"),
         ({"trainer_args": {"gradient_clip_algorithm": "mean"}}, ValueError, "the Trainer does not accept them"),
         ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
+        ({"stack_features": True, "label_cols": ["features"]}, ValueError, "which is also the name of a label"),
+        ({"stack_features": True, "sample_weight_col": "features"}, ValueError, "or of sample_weight_col. Rename"),
         ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
         ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
         ({"model": Unused()}, ModelError, "2 trainable parameters.* 'forgotten.weight', .*find_unused_parameters=True"),
