@@ -97,12 +97,15 @@ class TrainSpec:
     def stack(self) -> tuple[str, ...]:
         """Names of the inputs' columns if batches may have them as one tensor; empty if each is needed by itself."""
         names = tuple(each.column.name for each in self.inputs)
-        dtype = self.inputs[0].dtype if self.inputs else None
+        dtypes = {each.dtype for each in self.inputs}
+        if len(dtypes) != 1 or not all(
+            each.stacked and each.shape is None and each.column.shape == () for each in self.inputs
+        ):
+            return ()
+        dtype = dtypes.pop()
         exact = dtype is None or getattr(torch, dtype).is_floating_point  # other dtypes refuse values, by column
-        kinds = {(each.stacked, each.column.shape, each.shape, each.dtype) for each in self.inputs}
-        alike = kinds == {(True, (), None, dtype)}
         others = {self.sample_weight_col, *(each.column.name for each in self.labels)}
-        return names if alike and exact and len(set(names)) == len(names) and others.isdisjoint(names) else ()
+        return names if exact and len(set(names)) == len(names) and others.isdisjoint(names) else ()
 
     @property
     def uses(self) -> Uses:

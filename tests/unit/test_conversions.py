@@ -124,7 +124,7 @@ def test_which_inputs_batches_may_have_side_by_side() -> None:
     refused = [replace(each, dtype="int64") for each in (a, b)]  # the error names the column
     wide = replace(a, column=Column("a", "float64", (2,)))
     apart = [replace(each, stacked=False) for each in (a, b)]
-    for inputs in ((), apart, (a, a), (a, whole[1]), refused, (a, replace(b, shape=(-1, 1))), (wide, b)):
+    for inputs in ((), apart, (a, a), (a, whole[1]), refused, (a, replace(b, shape=[-1, 1])), (wide, b)):
         assert training(*inputs).stack == ()
     assert training(a, b, label="b").stack == training(a, b, sample_weight_col="a").stack == ()
 
