@@ -230,7 +230,7 @@ def test_wrong_arguments(world: Ranks) -> None:
 def test_what_would_save_a_part_as_the_whole(world: Ranks, tmp_path: Path) -> None:
     def fn() -> None:
         model = nn.Sequential(hvd.ShardedEmbedding(ROWS, DIM))
-        with pytest.raises(ValueError, match=r"'0.weight' for the whole"):
+        with pytest.raises(ValueError, match=r"'0.weight' for a whole ShardedEmbedding"):
             hvd.elastic.TorchState(model=model)
         with pytest.raises(ValueError, match="save_sharded would take"):
             hvd.checkpoint.save_sharded(str(tmp_path), model, step=1)

@@ -175,7 +175,7 @@ def test_a_rank_waits_for_its_rows(tmp_path: Path) -> None:
 
 def test_a_rank_hears_why_its_rows_do_not_come(tmp_path: Path) -> None:
     source = SpoolSource(str(tmp_path / "rows"), 0, 2)
-    with pytest.raises(DataError, match="are gone"):
+    with pytest.raises(DataError, match="kept here were deleted"):
         source.open()
     SpoolWriter(str(tmp_path / "rows"), SCHEMA).fail(ValueError("of the task's"))
     with pytest.raises(DataError, match="ValueError: of the task's"):
