@@ -32,7 +32,7 @@ def test_rows_have_the_shape_and_dtype_of_the_decoder() -> None:
     ("values", "decoder", "text"),
     [
         ([b"ab", None], floats, r"column 'image' in transform has 1 null\(s\) in 2 rows: fill or drop them"),
-        ([b"ab", b"a"], floats, r"column 'image' in transform has shape \(1,\) in row 1, and \(2,\) in row 0"),
+        ([b"ab", b"a"], floats, r"column 'image' in transform has shape \(1,\) in row 1, but \(2,\) in row 0"),
         (
             [b"ab", b""],
             lambda value: value[0],
