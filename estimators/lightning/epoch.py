@@ -155,7 +155,9 @@ def _part(each: Any) -> dict[str, Any]:
 
 def _together(of_ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """Return the mean, extreme or sum of the ranks' parts."""
-    values, rows = torch.tensor([(part["value"], part["rows"]) for part in of_ranks], dtype=torch.float64).unbind(1)
+    values, rows = torch.tensor(
+        [(part["value"], part["rows"]) for part in of_ranks], dtype=torch.float64, device="cpu"
+    ).unbind(1)
     kind = of_ranks[0]["kind"]
     if kind in ("max", "min"):
         value = values.amax() if kind == "max" else values.amin()
