@@ -84,9 +84,10 @@ setup: $(READY)
 $(DEMO): EXTRA := examples
 $(READY): EXTRA := dev
 # constraints.txt is what [dev] needs, no more and no less: four pips with a part each download and unpack at the same time.
-# The one after them sees what is missing; on some systems that is a part which has a package of another system.
+# They are quieter: each warns of packages that another one is installing. The pip after them sees what is missing; on some
+# systems that is a part which has a package of another system.
 $(READY): BESIDE = awk '!/^\#/ {print > ("$(VENV)/part" NR % 4)}' constraints.txt && \
-	ls $(VENV)/part? | xargs -P 4 -n 1 $(BIN)/python -m pip install $(PIP) --no-deps -r
+	ls $(VENV)/part? | xargs -P 4 -n 1 $(BIN)/python -m pip install $(PIP) --quiet --no-deps -r
 PIP := --quiet --disable-pip-version-check --no-compile
 
 $(DEMO) $(READY): pyproject.toml constraints.txt

@@ -109,6 +109,11 @@ def hooks_of(param: torch.Tensor) -> dict[int, object]:
     return param._post_accumulate_grad_hooks or {}
 
 
+def next_hook_id() -> int:
+    """Return the id that the next hook of this process gets, whatever it is registered for."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key that tensors share exactly if they share memory, while they live; it also works without memory."""
     return int(tensor.untyped_storage()._cdata)

@@ -93,13 +93,20 @@ def gradients_leave_during_backward(rank: int, size: int) -> None:
         np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+def _compiled(*rates: float) -> tuple[Any, Any]:
+    """Two equal models, with SGD of these rates. The second one's optimizer reduces gradients."""
+    keras, hvd = _keras()
+    alone, together = models = _model(keras, 3), _model(keras, 3)
+    plain, reduced = map(keras.optimizers.SGD, rates)
+    alone.compile(plain, "mse")
+    together.compile(hvd.DistributedOptimizer(reduced), "mse")
+    return models
+
+
 def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
     """Where somebody has put a function around it that changes gradients, too."""
-    keras, hvd = _keras()
+    alone, together = _compiled(0.1, 0.05)
     x, y = _data()
-    alone, together = _model(keras, 3), _model(keras, 3)
-    alone.compile(keras.optimizers.SGD(0.1), "mse")
-    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     apply, factor = together.optimizer.apply, 4.0 * rank  # 0 and 4: the mean is 2 times the gradient
     together.optimizer.apply = lambda grads, variables: apply([factor * each for each in grads], variables)
     for _ in range(STEPS):
@@ -111,11 +118,8 @@ def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
 
 def hooks_of_the_program_change_gradients(rank: int, size: int) -> None:
     """Hooks that are registered when gradients already leave during backward run after the optimizer's own."""
-    keras, hvd = _keras()
+    alone, together = _compiled(0.05, 0.05)
     x, y = _data()
-    alone, together = _model(keras, 3), _model(keras, 3)
-    alone.compile(keras.optimizers.SGD(0.05), "mse")
-    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
 
     def double(value: torch.Tensor) -> None:
         assert value.grad is not None
@@ -165,11 +169,8 @@ def _fail(_: torch.Tensor) -> None:
 
 def a_step_that_one_rank_breaks_off(rank: int, size: int) -> None:
     """No gradient has left: what came is dropped, and the other ranks wait for this one's next step."""
-    keras, hvd = _keras()
+    alone, together = _compiled(0.05, 0.05)
     x, y = _data()
-    alone, together = _model(keras, 3), _model(keras, 3)
-    alone.compile(keras.optimizers.SGD(0.05), "mse")
-    together.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     mine = slice(rank, None, size)
     for step in range(STEPS + 2):
         alone.train_on_batch(x, y)

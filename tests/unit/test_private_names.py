@@ -45,8 +45,10 @@ def test_autograd_and_tensors() -> None:
     view = target[1:]
     assert torch_private.users_of(target.untyped_storage()) == users + 1, view
     assert not torch_private.hooks_of(weight)
+    upcoming = torch_private.next_hook_id()
     handle = weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert list(torch_private.hooks_of(weight)) == [handle.id]
+    assert list(torch_private.hooks_of(weight)) == [handle.id] == [upcoming]
+    assert torch_private.next_hook_id() > upcoming
 
 
 def test_the_profiler() -> None:

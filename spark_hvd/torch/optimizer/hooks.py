@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from spark_hvd.torch.optimizer.flat import FlatBucket
-from spark_hvd.transport.torch_private import hooks_of
+from spark_hvd.transport.torch_private import hooks_of, next_hook_id
 
 
 class Backward(Protocol):
@@ -123,12 +123,12 @@ class HookOrder:
 
     def is_followed(self) -> bool:
         """Return whether a hook runs after one of ours."""
-        newest = torch.utils.hooks.RemovableHandle.next_id
-        if newest == self._checked:  # the usual case; every step asks
+        upcoming = next_hook_id()
+        if upcoming == self._checked:  # the usual case; every step asks
             return False
         followed = any(next(reversed(hooks), None) != ours for hooks, ours in self._ours)
         if not followed:
-            self._checked = newest
+            self._checked = upcoming
         return followed
 
 
