@@ -67,10 +67,10 @@ def _why(package: Package, install: str) -> str:
     return f"pip install {install}" if package.missing or package.error is None else package.error
 
 
-def _line(title: str, found: str | None, otherwise: str) -> str:
-    if found is None:
-        return f"    [ ] {title}: {otherwise}"
-    return f"    [X] {title} {found}".rstrip()
+def _line(title: str, version: str | None, remedy: str) -> str:
+    if version is None:
+        return f"    [ ] {title}: {remedy}"
+    return f"    [X] {title} {version}".rstrip()
 
 
 def java_version() -> str | None:
@@ -80,15 +80,15 @@ def java_version() -> str | None:
     if java is None:
         return None
     try:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+        result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
+    match = re.search(r'version "([^"]+)"', result.stderr + result.stdout)
     return match[1] if match else None
 
 
 def petastorm() -> str | None:
-    """Return the version of Petastorm, without importing it: alone, it does not work with a current pyarrow."""
+    """Return Petastorm's version without importing it: by itself it fails with a current pyarrow."""
     try:
         return importlib.metadata.version("petastorm")
     except importlib.metadata.PackageNotFoundError:
@@ -97,8 +97,8 @@ def petastorm() -> str | None:
 
 def process_managers() -> dict[str, str]:
     """Return the paths of the MPI process managers on this host, by name."""
-    found = {}
+    paths = {}
     for name, program in (("MPICH", "mpiexec.hydra"), ("Open MPI", "orted")):
         with contextlib.suppress(MpiMissingError):
-            found[name] = find(program, "")
-    return found
+            paths[name] = find(program, "")
+    return paths

@@ -61,8 +61,8 @@ def doctor(
     """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
 
     It checks settings, slots and GPUs; Python, packages, memory and disks on the driver and every executor host; the
-    connections between hosts; the store; and finally an all-reduce in a run. If a check itself breaks, that is a
-    finding, too. Each check has a deadline: a healthy application takes about ten seconds, a broken one at most a few
+    connections between hosts; the store; and finally an all-reduce in a run. A check that crashes is reported as a
+    finding. Each check has a deadline: a healthy application takes about ten seconds, a broken one at most a few
     minutes. Pass the options that the run will have.
 
     Returns:
@@ -97,9 +97,9 @@ class _Examination:
             facts = self._step("settings", lambda: spark_facts(self._spark, config.num_tasks, resources))
         if resources is not None and facts is not None:
             self._examine(facts, resources)
-        asked = "every slot" if config.num_proc is None else f"num_proc={config.num_proc}"
+        requested = "every slot" if config.num_proc is None else f"num_proc={config.num_proc}"
         master = "an application that does not answer" if facts is None else f"{facts.master}, Spark {facts.version}"
-        return Report(f"{asked} on {master}", tuple(self._findings), time.monotonic() - start)
+        return Report(f"{requested} on {master}", tuple(self._findings), time.monotonic() - start)
 
     def _examine(self, facts: SparkFacts, resources: TaskResources) -> None:
         self._add("settings", lambda: check_spark(facts))
@@ -134,22 +134,22 @@ class _Examination:
     def _step(self, check: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except Exception as broken:
-            _log.debug("the doctor's check of %s broke", check, exc_info=True)
-            last = traceback.extract_tb(broken.__traceback__)[-1]
-            text = str(broken).strip().splitlines() or [""]
-            found = f"this check broke: {type(broken).__name__}: {text[0][:400]}"
+        except Exception as problem:
+            _log.debug("the doctor's check of %s crashed", check, exc_info=True)
+            last = traceback.extract_tb(problem.__traceback__)[-1]
+            text = str(problem).strip().splitlines() or [""]
+            found = f"this check crashed: {type(problem).__name__}: {text[0][:400]}"
             where = f"({last.filename}:{last.lineno})"
-            self._findings.append(error(check, found, f"A bug of the doctor, or of what it called {where}: report it"))
+            self._findings.append(error(check, found, f"A bug in the doctor, or in what it called {where}: report it"))
             return None
 
     def _add(self, check: str, findings: Callable[[], Iterable[Finding]]) -> None:
         self._step(check, lambda: self._findings.extend(findings()))
 
     def _look(self, facts: SparkFacts, tasks: int) -> None:
-        dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
+        local_dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
         trial = None if self._store is None else self._step("store", self._store.begin)
-        self._driver, self._hosts = gather(self._spark, tasks, dirs, trial, self._findings)
+        self._driver, self._hosts = gather(self._spark, tasks, local_dirs, trial, self._findings)
 
     def _judge_hosts(self) -> None:
         driver, hosts = self._driver, self._hosts
@@ -174,17 +174,17 @@ class _Examination:
         return True
 
     def _judge_network(self, facts: SparkFacts, tasks: int, network: NetworkTrial) -> None:
-        hosts, config, found = self._hosts, self._config, network.tasks
+        hosts, config, tasks_reached = self._hosts, self._config, network.tasks
         size = config.num_proc or tasks * config.procs_per_task
-        on_host = Counter(task.key for task in found)
+        on_host = Counter(task.key for task in tasks_reached)
         for host in hosts:
             ranks = on_host[host.key] * config.procs_per_task
             self._add("resources", partial(check_resources, host, ranks, size))
-        self._add("GPUs", lambda: check_gpus(facts, hosts, found, config.backend, config.gpus_per_proc))
-        if found:
-            self._add("executor to driver", partial(check_driver, network.driver, found, connect=facts.connect))
-            self._add("rank to rank", lambda: check_ranks(found, self._ports))
-            self._add("clock", lambda: check_clocks(clocks_ahead(found, network.during)))
+        self._add("GPUs", lambda: check_gpus(facts, hosts, tasks_reached, config.backend, config.gpus_per_proc))
+        if tasks_reached:
+            self._add("executor to driver", partial(check_driver, network.driver, tasks_reached, connect=facts.connect))
+            self._add("rank to rank", lambda: check_ranks(tasks_reached, self._ports))
+            self._add("clock", lambda: check_clocks(clocks_ahead(tasks_reached, network.during)))
 
     def _run(self, ranks: int) -> None:
         """All-reduce in an ordinary run, and on GPUs in a second one, so that each can fail with its own error."""
@@ -216,12 +216,12 @@ class _Examination:
                 verbose=0,
                 network=network,
             )
-            took = time.monotonic() - start
-            self._findings.append(ok("all-reduce", f"{what}: the sum is right, the run took {took:.1f} s"))
-        except Exception as failed:
-            first = (str(failed).strip().splitlines() or [""])[0][:600]
-            remedy = f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the complete error"
-            self._findings.append(error("all-reduce", f"{what}: {type(failed).__name__}: {first}", remedy))
+            seconds = time.monotonic() - start
+            self._findings.append(ok("all-reduce", f"{what}: the sum is correct; the run took {seconds:.1f} s"))
+        except Exception as problem:
+            first = (str(problem).strip().splitlines() or [""])[0][:600]
+            remedy = f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the full error"
+            self._findings.append(error("all-reduce", f"{what}: {type(problem).__name__}: {first}", remedy))
 
 
 def all_reduced(device: str) -> None:
@@ -240,7 +240,7 @@ def all_reduced(device: str) -> None:
 
 
 class _StoreTrials:
-    """Tries the store, first on the driver, which leaves a file that every host then looks for."""
+    """Tries the store, first on the driver; it leaves a file that every host then looks for."""
 
     def __init__(self, store: str | Store) -> None:
         self.url = store if isinstance(store, str) else store.url

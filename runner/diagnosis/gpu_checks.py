@@ -25,13 +25,13 @@ def check_gpus(
     backend: str | None,
     gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
-    """Check that every rank has its own GPU, if there are GPUs."""
+    """Check that every rank has its own GPU, if there are any."""
     if not hosts:
         return
     devices = {host.key: _devices(host) for host in hosts}
     configured = _EXECUTOR in spark.settings or _TASK in spark.settings
-    asked = configured or gpus_per_proc or backend == "nccl"
-    if not asked and not any(devices.values()):
+    needs_gpus = configured or gpus_per_proc or backend == "nccl"
+    if not needs_gpus and not any(devices.values()):
         yield ok("GPUs", "none asked for and none found: ranks compute on the CPU and communicate over Gloo")
         return
     yield from _check_settings(spark, gpus_per_proc)
@@ -60,8 +60,8 @@ def _check_settings(spark: SparkFacts, gpus_per_proc: int | None) -> Iterator[Fi
 
 
 def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], backend: str | None) -> Iterator[Finding]:
-    blind = [host for host in hosts if not devices[host.key]]
-    for host in blind:
+    without_gpus = [host for host in hosts if not devices[host.key]]
+    for host in without_gpus:
         detail = host.packages["torch"].detail if "torch" in host.packages else {}
         if not detail:
             continue  # check_packages reports a missing torch
@@ -74,9 +74,9 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
             Level.ERROR if backend == "nccl" else Level.WARNING,
             f"torch on {host.name} sees no GPU (built {built}{visible}): ranks there compute on the CPU"
             f"{why and f'. torch says: {why[:200]}'}",
-            "A newer driver there, or a torch that is built for an older CUDA" if "too old" in why else remedy,
+            "Install a newer driver there, or a torch built for an older CUDA" if "too old" in why else remedy,
         )
-    if not blind:
+    if not without_gpus:
         yield ok("CUDA", "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
 
 
@@ -86,20 +86,20 @@ def _check_peers(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> I
     for host in hosts:
         if devices[host.key]:
             machines.setdefault(machine_of(host.key), []).append(host)
-        without = host.packages["torch"].detail.get("no_peers") if devices[host.key] else None
-        if without:
-            one, other = without[0]
+        no_access = host.packages["torch"].detail.get("no_peers") if devices[host.key] else None
+        if no_access:
+            one, other = no_access[0]
             yield warning(
                 "GPU peers",
-                f"{len(without)} pairs of GPUs on {host.name} have no peer access, {one} and {other} for one: NCCL "
+                f"{len(no_access)} pairs of GPUs on {host.name} have no peer access, {one} and {other} for one: NCCL "
                 "copies between them through the host's memory",
                 "nvidia-smi topo -p2p r   # shows all pairs; in virtual machines, ACS must be off",
             )
-    for together in (hosts for hosts in machines.values() if len(hosts) > 1):
-        counts = ", ".join(f"{len(devices[host.key])} in {host.name}" for host in together)
+    for containers in (hosts for hosts in machines.values() if len(hosts) > 1):
+        counts = ", ".join(f"{len(devices[host.key])} in {host.name}" for host in containers)
         yield warning(
             "GPU peers",
-            f"{len(together)} containers of one machine have GPUs of their own ({counts}): NCCL uses neither NVLink "
+            f"{len(containers)} containers of one machine have GPUs of their own ({counts}): NCCL uses neither NVLink "
             "nor shared memory between containers",
             "One executor with all GPUs of the machine: spark.executor.resource.gpu.amount, spark.executor.cores",
         )
@@ -120,30 +120,30 @@ def _check_assignment(
     on_host: Counter[str] = Counter()
     for task in tasks:
         devices = _devices(places[task.key])
-        wrong = [gpu for gpu in task.gpus or () if gpu.isdigit() and int(gpu) >= max(len(devices), 1)]
-        if wrong and devices:
+        unknown = [gpu for gpu in task.gpus or () if gpu.isdigit() and int(gpu) >= max(len(devices), 1)]
+        if unknown and devices:
             yield error(
                 "GPU assignment",
-                f"task {task.partition} on {task.name} was given GPU {', '.join(wrong)}, but torch sees only "
+                f"task {task.partition} on {task.name} was assigned GPU {', '.join(unknown)}, but torch sees only "
                 f"{len(devices)} there",
                 f"Compare {_SCRIPT} with: nvidia-smi --query-gpu=index --format=csv,noheader",
             )
         try:
             for index in range(procs):
-                mine = devices_of(task.gpus, procs, index, places[task.key].visible_gpus, gpus_per_proc)
-                share = GpuShare(mine, gpus_per_proc)
+                assigned = devices_of(task.gpus, procs, index, places[task.key].visible_gpus, gpus_per_proc)
+                share = GpuShare(assigned, gpus_per_proc)
                 number = own_device(on_host[task.key], size[task.key], len(devices), share)
-                physical = None if number is None else mine[0] if mine else str(number)
-                ranks.append(RankGpus(task.name if names.count(task.name) == 1 else task.key, mine, physical))
+                physical = None if number is None else assigned[0] if assigned else str(number)
+                ranks.append(RankGpus(task.name if names.count(task.name) == 1 else task.key, assigned, physical))
                 on_host[task.key] += 1
-        except GpuError as lacking:
-            yield error("GPU assignment", f"{task.name}: {lacking}")
+        except GpuError as problem:
+            yield error("GPU assignment", f"{task.name}: {problem}")
             return
     try:
         may_share = gpus_per_proc is None and 0 < _number(spark.get(_TASK)) < procs
         choice = choose_backend(ranks, backend, may_share)
-    except GpuError as wrongly:
-        yield error("GPU assignment", str(wrongly))
+    except GpuError as problem:
+        yield error("GPU assignment", str(problem))
         return
     if choice.warning is not None:
         yield warning(
@@ -153,7 +153,7 @@ def _check_assignment(
         listed = "; ".join(
             f"rank {number} on {rank.host}: {', '.join(rank.assigned or ())}" for number, rank in enumerate(ranks)
         )
-        yield ok("GPU assignment", f"no GPU twice ({listed[:300]})")
+        yield ok("GPU assignment", f"each GPU once ({listed[:300]})")
     elif any(rank.physical for rank in ranks):
         yield ok("GPU assignment", "Spark assigns none; each rank takes the GPU of its local rank")
 

@@ -13,11 +13,11 @@ from spark_hvd.world.words import count
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-_SHM_LEAST = 512 * _MIB
-_DISK_LEAST = _GIB
-_MEMORY_LEAST = 512 * _MIB
+_MIN_SHM = 512 * _MIB
+_MIN_DISK = _GIB
+_MIN_MEMORY = 512 * _MIB
 """Free memory per rank, in bytes; with less, a rank may be killed. Enough for torch and a small model."""
-_CLOCK_MOST = 2.0
+_MAX_CLOCK_OFFSET = 2.0
 
 # Each of these must be installed. A different version is an error for spark_hvd, and a warning for the others.
 _NEEDED = ("spark_hvd", "torch", "pyarrow", "numpy", "cloudpickle", "zmq", "psutil", "fsspec")
@@ -25,38 +25,38 @@ _INSTALL = {"zmq": "pyzmq"}
 
 
 def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """Check that all hosts run one minor version of Python: others cannot load what cloudpickle made of a function."""
-    wrong = [host for host in hosts if _minor(host.python) != _minor(driver.python)]
-    for host in wrong:
+    """Check that all hosts run one minor version of Python: others cannot load functions that cloudpickle pickled."""
+    mismatched = [host for host in hosts if _minor(host.python) != _minor(driver.python)]
+    for host in mismatched:
         yield error(
             "Python",
-            f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: one minor "
-            "version cannot load functions that another has pickled",
+            f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: functions "
+            "pickled by one minor version cannot be loaded by another",
             f"--conf spark.pyspark.python=/path/to/python{_minor(driver.python)}   # the same on every host",
         )
-    if not wrong:
+    if not mismatched:
         yield ok("Python", _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts}))
 
 
 def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
     """Check that every host has the packages that ranks import, in the driver's versions."""
-    bad = False
+    failed = False
     needed = [*_NEEDED, "mpi4py"] if backend == "mpi" else [*_NEEDED]
     for name in needed:
         for host in hosts:
             here, there = driver.packages.get(name, Package()), host.packages.get(name, Package())
             if (finding := _compare(name, driver, here, host, there)) is not None:
-                bad = True
+                failed = True
                 yield finding
         if driver.packages.get(name, Package()).version is None:
-            bad = True
+            failed = True
             yield Finding(
                 "packages",
                 Level.WARNING if name in ("torch", "mpi4py") else Level.ERROR,
                 f"{name} cannot be imported on the driver ({driver.executable}): {_why(driver.packages.get(name))}",
                 f"{driver.executable} -m pip install {_INSTALL.get(name, name)}",
             )
-    if not bad:
+    if not failed:
         versions = {name: driver.packages[name].version for name in needed}
         yield ok("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield from _check_mpi(driver, hosts, backend)
@@ -120,22 +120,22 @@ def _check_room(host: HostFacts, ranks: int, ranks_text: str, size: int) -> Iter
         yield warning(
             "cores",
             f"{ranks_text} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
-            "wait for each other",
+            "slow each other down",
             f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
             if ranks <= host.cores
             else f"Fewer ranks on {host.name}: --conf spark.executor.cores={int(host.cores)}",
         )
-    if ranks and host.memory_free / ranks < _MEMORY_LEAST:
+    if ranks and host.memory_free / ranks < _MIN_MEMORY:
         yield warning(
             "memory",
             f"{words.size(host.memory_free)} free on {host.name} for {ranks_text}; torch alone takes 300 MB each",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
-    if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
+    if ranks and host.shm.error is None and host.shm.free < _MIN_SHM:
         yield warning(
             "/dev/shm",
             f"{words.size(host.shm.free)} of {words.size(host.shm.total)} free on {host.name}: DataLoader workers and "
-            'NCCL pass tensors through it, and are killed by "Bus error" when it is full',
+            'NCCL pass tensors through it, and die of "Bus error" when it is full',
             "docker run --shm-size=4g ...\n"
             "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
         )
@@ -148,7 +148,7 @@ def _check_room(host: HostFacts, ranks: int, ranks_text: str, size: int) -> Iter
                 f"{disk.path} on {host.name} cannot be written: {disk.error}",
                 "TMPDIR=/a/writable/directory for executors (--conf spark.executorEnv.TMPDIR=...), or spark.local.dir",
             )
-        elif disk.free < _DISK_LEAST:
+        elif disk.free < _MIN_DISK:
             yield warning(
                 "disk",
                 f"{words.size(disk.free)} of {words.size(disk.total)} free at {disk.path} on {host.name}",
@@ -166,31 +166,31 @@ def _check_room(host: HostFacts, ranks: int, ranks_text: str, size: int) -> Iter
 def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
     """Check that the clocks agree; ``ahead`` says by how many seconds each host is ahead of the driver."""
     for name, offset in ahead.items():
-        if abs(offset) > _CLOCK_MOST:
+        if abs(offset) > _MAX_CLOCK_OFFSET:
             yield warning(
                 "clock",
                 f"{name} is {abs(offset):.1f} s or more {'ahead of' if offset > 0 else 'behind'} the driver: times in "
-                "logs and timelines do not match, and object stores refuse signed requests from 15 minutes on",
+                "logs and timelines do not match, and object stores reject signed requests beyond 15 minutes",
                 f"chronyc makestep   # on {name}",
             )
 
 
 def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -> Iterator[Finding]:
     """Check that the driver and all hosts (by name) can use the store, and that it is the same for all."""
-    bad = False
+    failed = False
     for place, trial in {"the driver": driver, **hosts}.items():
         if trial.failed_step is not None:
-            bad = True
+            failed = True
             yield error("store", f"{place} cannot {trial.failed_step} at {url}: {trial.error}", _store_remedy(url))
         elif trial.shared is False:
-            bad = True
+            failed = True
             yield error(
                 "store",
                 f"{place} does not see the file that the driver wrote to {url}: each has its own directory there",
                 "Use a store that all hosts share: s3://, gs://, abfs://, hdfs://, or a path on NFS",
             )
-    if not bad:
-        yield ok("store", f"{url}: created, written, read, renamed and deleted on driver and every host")
+    if not failed:
+        yield ok("store", f"{url}: created, wrote, read, renamed and deleted a file on the driver and every host")
 
 
 def _store_remedy(url: str) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FACTS_SECONDS = 60.0
 """Time limit for all imports on a host together, and another for its trial of the store."""
-_MOST_TASKS = 2000
+_MAX_TASKS = 2000
 _GATHER_SECONDS = 180.0
 _NETWORK_SECONDS = 60.0
 
@@ -45,11 +45,11 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
     """Collect what the driver knows about the application; wait some seconds for executors that still register."""
     import pyspark
 
-    lacking, counted = "", None
+    shortage, counted = "", None
     try:
         counted = wait_for_slots(spark, asked, 20.0, resources)
-    except NotEnoughSlotsError as few:
-        lacking = str(few)
+    except NotEnoughSlotsError as problem:
+        shortage = str(problem)
     except ClusterError:  # a Spark Connect server that does not say how many slots it has
         pass
     connect, slots = on_spark.is_connect(spark), task_slots(spark, resources)
@@ -65,7 +65,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         connect=connect,
         slots=slots,
         asked=asked,
-        lacking=lacking,
+        lacking=shortage,
         procs_per_task=resources.plan.ask.procs_per_task,
         task_cpus=resources.plan.cpus,
         busy=on_spark.busy_tasks(spark),
@@ -86,13 +86,13 @@ def gather(
     """Collect facts about this machine and every host in an ordinary job, which works even with too few slots.
 
     Returns:
-        The facts about this machine, None if it gave none, and those about the executors' hosts.
+        The facts about this machine, or None if there are none, and those about the executors' hosts.
     """
     name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
-    asked: dict[str, Any] = {"packages": PACKAGES, "dirs": local_dirs}
-    task = _facts_task(PROGRAM, {**asked, "claim": name} | ({} if store is None else {"store": store}))
-    job = TaskJob(spark, min(tasks, _MOST_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False)
-    here = probe.ask(PROGRAM, asked, FACTS_SECONDS)
+    arguments: dict[str, Any] = {"packages": PACKAGES, "dirs": local_dirs}
+    task = _facts_task(PROGRAM, {**arguments, "claim": name} | ({} if store is None else {"store": store}))
+    job = TaskJob(spark, min(tasks, _MAX_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False)
+    here = probe.ask(PROGRAM, arguments, FACTS_SECONDS)
     if "error" in here:
         problems.append(error("driver", here["error"]))
     if not _ended(job, _GATHER_SECONDS):
@@ -178,13 +178,13 @@ def try_network(
             closing.callback(hub.close)
             address = hub.address
             network.driver = address.host, address.port
-        except ClusterError as failed:
-            problems.append(warning("executor to driver", str(failed), ""))
+        except ClusterError as exception:
+            problems.append(warning("executor to driver", str(exception), ""))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         plan = pickle.dumps(NetworkPlan(address, ports, tuple(interfaces)))
         task = task_of("diagnosis.network", "run_network_task", plan, b"")
         description = f"spark_hvd.doctor: network of {tasks} tasks"
-        began = time.time()
+        start = time.time()
         job = TaskJob(spark, tasks, task, description, name, resources.profile)
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
@@ -195,7 +195,7 @@ def try_network(
             problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
             problems.append(_failed("rank to rank", job.error, tasks))
-        network.during = began, time.time()
+        network.during = start, time.time()
     network.tasks = [pickle.loads(each.data) for each in from_rows(job.rows)]
     return network
 

@@ -179,7 +179,7 @@ def check_driver(
         yield warning(
             "executor to driver",
             f"{', '.join(dict.fromkeys(failed))} cannot connect to {where} in {CONNECT_SECONDS:.0f} s. Runs work, but "
-            "start ten seconds later, and the ranks' output stays in the executors' logs",
+            "start ten seconds later, and ranks' output stays in the executors' logs",
             f'network=Network(ports="30000-30100")   # and open these ports of {driver[0]} to executors\n{setting}',
         )
     else:
@@ -190,24 +190,24 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
     """Check that each rank can listen on an address, and that ranks reach each other there."""
     allowed = "any port" if ports is None else f"ports {ports}"
     by_partition = {task.partition: task for task in tasks}
-    deaf = [task for task in tasks if task.bind_error is not None]
-    for task in deaf:
+    not_listening = [task for task in tasks if task.bind_error is not None]
+    for task in not_listening:
         if task.address is None:
             found, remedy = f"{task.name}: {task.bind_error}", 'run(..., network=Network(interfaces=["10.0.0.0/8"]))'
         else:
             found = f"{task.name} cannot listen on {task.address}, {allowed}: {task.bind_error}"
-            remedy = "ss -ltnp   # shows who holds the ports there; or give a wider range in ports="
+            remedy = "ss -ltnp   # shows who holds the ports there; or pass a wider range in ports="
         yield error("rank to rank", found, remedy)
     tried = [(task, by_partition[other], why) for task in tasks for other, why in task.peers.items()]
-    broken = [each for each in tried if each[2] is not None]
-    for task, other, why in broken:
+    failures = [each for each in tried if each[2] is not None]
+    for task, other, why in failures:
         yield error(
             "rank to rank",
             f"{task.name} ({task.address}) cannot connect to {other.name} ({other.address}:{other.port}): {why}",
             f"nc -vz {other.address} {other.port}   # from {task.name}, while something listens there\n"
-            'Open all ports between the hosts, or give network=Network(ports="30000-30100") and open those',
+            'Open all ports between the hosts, or pass network=Network(ports="30000-30100") and open those',
         )
-    if tried and not broken and not deaf:
+    if tried and not failures and not not_listening:
         hosts = len({task.key for task in tasks})
         yield ok("rank to rank", f"{count(len(tried), 'connection')} between {count(hosts, 'host')} on {allowed}")
 
@@ -217,5 +217,5 @@ def clocks_ahead(tasks: Sequence[TaskNetwork], during: tuple[float, float]) -> d
 
     ``during`` is the driver's time before and after the tasks ran. A clock between the two may be right, and gives 0.
     """
-    began, ended = during
-    return {task.name: max(task.clock - ended, 0.0) + min(task.clock - began, 0.0) for task in tasks}
+    start, end = during
+    return {task.name: max(task.clock - end, 0.0) + min(task.clock - start, 0.0) for task in tasks}

@@ -71,8 +71,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
             answer |= resources(arguments["dirs"])
         for name, act in (("store", _try_store), ("clean", _clean)):
             if name in arguments:
-                found, ending = isolated(lambda: act(**arguments[name]), seconds)  # noqa: B023 - called now
-                answer[name] = found or {"failed_step": "answer", "error": f"the attempt {ending}"}
+                result, ending = isolated(lambda: act(**arguments[name]), seconds)  # noqa: B023 - called now
+                answer[name] = result or {"failed_step": "answer", "error": f"the attempt {ending}"}
         return answer
 
 
@@ -113,15 +113,15 @@ def isolated(act: Callable[[], Any], seconds: float) -> tuple[Any, str]:
 
 def packages(names: list[str], seconds: float) -> dict[str, dict[str, Any]]:
     """Import packages in this order and report on each; ``seconds`` limits all imports together."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     deadline = time.monotonic() + seconds
     for name in names:
         if (left := deadline - time.monotonic()) <= 0:
-            found[name] = {"error": f"not tried: the imports before it took {seconds:.0f} s"}
+            results[name] = {"error": f"not tried: the imports before it took {seconds:.0f} s"}
             continue
         package, ending = isolated(lambda: _package(name), left)  # noqa: B023 - called now
-        found[name] = package or {"error": f"importing it {ending}"}
-    return found
+        results[name] = package or {"error": f"importing it {ending}"}
+    return results
 
 
 def _package(name: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def machine_of(key: str) -> str:
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Return size and free space of a directory's file system, or why no file can be written there."""
+    """Return the size and free space of a directory's file system, or why no file can be written there."""
     try:
         usage = shutil.disk_usage(path)
         with tempfile.TemporaryFile(dir=path):
@@ -247,14 +247,14 @@ def _try_store(
 
     ``expect`` names a file that the driver has left there. With ``leave``, the file stays for others to find.
     """
-    step, found = "open", {}
+    step, result = "open", {}
     try:
         import fsspec
 
         fs, root = fsspec.core.url_to_fs(url, **options)
         below = f"{root.rstrip('/')}/{folder}"
         path, other, content = f"{below}/{name}", f"{below}/{name}.renamed", os.urandom(32)
-        found["existed"] = bool(fs.exists(root))
+        result["existed"] = bool(fs.exists(root))
         step = "create a directory"
         fs.makedirs(below, exist_ok=True)
         step = "write"
@@ -271,10 +271,10 @@ def _try_store(
             fs.rm_file(other)
         if expect:
             fs.invalidate_cache()
-            found["shared"] = bool(fs.exists(f"{below}/{expect}"))
-        return found
+            result["shared"] = bool(fs.exists(f"{below}/{expect}"))
+        return result
     except BaseException as error:
-        return {**found, "failed_step": step, "error": f"{type(error).__name__}: {error}"}
+        return {**result, "failed_step": step, "error": f"{type(error).__name__}: {error}"}
 
 
 def _clean(url: str, options: dict[str, Any], folder: str, remove_root: bool) -> dict[str, Any]:

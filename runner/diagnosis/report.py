@@ -33,7 +33,7 @@ class Finding:
         check: What was examined, in a word or two.
         level: OK, warning or error.
         found: What was found, with hosts, values and settings by name.
-        remedy: What to do, as a setting or a command to copy; empty if all is well.
+        remedy: What to do, as a setting or a command to copy; empty if there is nothing to do.
     """
 
     __module__ = "spark_hvd.runner"
@@ -45,7 +45,7 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding that all is well."""
+    """Return a finding without problems."""
     return Finding(check, Level.OK, found)
 
 
@@ -61,7 +61,7 @@ def error(check: str, found: str, remedy: str = "") -> Finding:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All findings of one examination, which print as a table, also in a notebook.
+    """All findings of one examination. It prints as a table, also in a notebook.
 
     Attributes:
         subject: What was examined: the number of ranks and the Spark master.
@@ -118,7 +118,7 @@ class Report:
         counts = Counter(finding.level for finding in self.findings)
         parts = [f"{counts[Level.OK]} OK", count(counts[Level.WARNING], "warning"), count(counts[Level.ERROR], "error")]
         names = ", ".join(dict.fromkeys(finding.check for finding in self.errors))
-        verdict = f"A run will not work as it is: see {names}." if names else "A run will work."
+        verdict = f"A run will not work yet: see {names}." if names else "A run will work."
         return f"{', '.join(parts)} in {self.seconds:.1f} s. {verdict}"
 
 

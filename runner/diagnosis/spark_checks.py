@@ -43,7 +43,7 @@ class SparkFacts:
         connect: Whether the session is a Spark Connect client.
         slots: Tasks that can run at once, busy slots included; None if Spark does not say.
         asked: Tasks wanted, of ``procs_per_task`` ranks each; None means every slot.
-        lacking: The message of a run about too few slots; "" if there are enough, or Spark does not say.
+        lacking: The message with which a run would report too few slots; "" if there are enough, or Spark does not say.
         procs_per_task: Ranks per task.
         task_cpus: Cores per task.
         busy: Tasks of other jobs that run now.
@@ -108,19 +108,19 @@ def check_pyspark(facts: SparkFacts) -> Iterator[Finding]:
 
 def check_slots(facts: SparkFacts) -> Iterator[Finding]:
     """Check that there are enough slots for the tasks, and enough free slots for them now."""
-    slots, asked = facts.slots, facts.asked
+    slots, requested = facts.slots, facts.asked
     kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
     if facts.lacking:
         found, _, remedy = facts.lacking.partition(AT_ONCE)
         yield error("slots", f"{found}{AT_ONCE}", remedy.strip())
     elif slots is None:
         found = f"Spark Connect cannot say how many tasks can run at once ({kind})"
-        remedy = "run(..., num_proc=4)   # name the number of ranks; doctor(num_proc=4) tries that many"
-        yield ok("slots", found) if asked else warning("slots", f"{found}; one was tried", remedy)
+        remedy = "run(..., num_proc=4)   # set the number of ranks; doctor(num_proc=4) tries that many"
+        yield ok("slots", found) if requested else warning("slots", f"{found}; one was tried", remedy)
     else:
-        yield ok("slots", f"{slots} there{'' if asked is None else f', {asked} wanted'} ({kind})")
+        yield ok("slots", f"{slots} available{'' if requested is None else f', {requested} requested'} ({kind})")
     if slots and facts.busy:
-        enough = slots - facts.busy >= (asked or slots)
+        enough = slots - facts.busy >= (requested or slots)
         yield Finding(
             "busy slots",
             Level.OK if enough else Level.WARNING,
@@ -140,11 +140,11 @@ def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
             f"{max(1, facts.asked or facts.slots or 1)}",
         )
     else:
-        yield ok("dynamic allocation", "off, as barrier stages need it")
+        yield ok("dynamic allocation", "off, as barrier stages require")
 
 
 def check_memory(facts: SparkFacts) -> Iterator[Finding]:
-    """Check that ranks, whose memory is outside of the executor's Java heap, have enough of it."""
+    """Check that ranks have enough memory outside the executor's Java heap."""
     limit = size_of(facts.get("spark.executor.pyspark.memory"), _MIB)
     if limit and limit < 4 << 30:
         yield warning(

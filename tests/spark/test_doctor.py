@@ -31,10 +31,10 @@ def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> Non
     assert [f for f in report.findings if f.level is not Level.OK and f.check not in scarce] == []
     assert report.ok
     found = report.findings
-    assert "2 there, 2 wanted" in of("slots", found).found
+    assert "2 available, 2 requested" in of("slots", found).found
     assert "all tasks reach 127.0.0.1:42" in of("executor to driver", found).found
     assert "1 connection between 1 host on ports 42000-42999" in of("rank to rank", found).found
-    assert of("all-reduce", found).found.startswith("2 ranks, tensors on cpu: the sum is right")
+    assert of("all-reduce", found).found.startswith("2 ranks, tensors on cpu: the sum is correct")
     assert "on the CPU" in of("GPUs", found).found
     assert "renamed and deleted" in of("store", found).found
     assert not (tmp_path / "store").exists()
@@ -122,7 +122,7 @@ def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> Non
         session.stop()
     report = doctor(session, 2)  # nothing can be asked of it any more
     assert [(finding.check, finding.level) for finding in report.findings] == [("settings", Level.ERROR)]
-    assert "this check broke" in report.findings[0].found
+    assert "this check crashed" in report.findings[0].found
 
 
 @pytest.mark.night

@@ -39,7 +39,7 @@ def test_none_anywhere() -> None:
 def test_each_task_has_its_own() -> None:
     findings = found(2, [["0"], ["1"]], BOTH)
     assert levels(findings) == {Level.OK}
-    assert "no GPU twice" in of("GPU assignment", findings).found
+    assert "each GPU once" in of("GPU assignment", findings).found
 
 
 def test_two_tasks_with_one_gpu() -> None:
@@ -76,7 +76,7 @@ def test_a_driver_that_is_too_old_for_torch() -> None:
     finding = of("CUDA", check_gpus(application(settings=BOTH), [place], [task(0, gpus=["0"])], None, None))
     assert finding.level is Level.WARNING
     assert said in finding.found
-    assert finding.remedy == "A newer driver there, or a torch that is built for an older CUDA"
+    assert finding.remedy == "Install a newer driver there, or a torch built for an older CUDA"
 
 
 def of_torch(**cuda: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_more_ranks_than_gpus_where_spark_assigns_none() -> None:
 
 def test_an_address_that_does_not_exist() -> None:
     wrong = [f for f in found(1, [["3"]], BOTH) if f.level is Level.ERROR]
-    assert "task 0 on a was given GPU 3, but torch sees only 1 there" in wrong[0].found
+    assert "task 0 on a was assigned GPU 3, but torch sees only 1 there" in wrong[0].found
     assert "nvidia-smi" in wrong[0].remedy
 
 

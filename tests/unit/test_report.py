@@ -18,7 +18,7 @@ def test_the_table_is_aligned_and_keeps_to_its_width() -> None:
     assert max(map(len, lines)) <= 80
     assert {line.index("->") for line in lines if "->" in line} == {19}
     assert "                   -> --conf a=b" in lines
-    assert lines[-1] == "1 OK, 1 warning, 1 error in 1.3 s. A run will not work as it is: see disk <1>."
+    assert lines[-1] == "1 OK, 1 warning, 1 error in 1.3 s. A run will not work yet: see disk <1>."
 
 
 def test_no_setting_is_broken_in_two() -> None:
