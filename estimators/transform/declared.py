@@ -27,10 +27,10 @@ def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> 
     Raises:
         TypeError, ValueError: No output is named, or a type is not supported.
     """
-    asked = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
-    if not asked:
+    declared = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
+    if not declared:
         raise ValueError("outputs={}: expected a type, or types by names, such as {'embedding': 'array<float>'}")
-    return tuple(_declared(name, index, kind) for index, (name, kind) in enumerate(asked.items()))
+    return tuple(_declared(name, index, kind) for index, (name, kind) in enumerate(declared.items()))
 
 
 def _declared(name: str, index: int, kind: str | DataType) -> Output:
@@ -64,18 +64,18 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
     Raises:
         ModelError: An output is missing, has another number of rows, or a shape that does not match its type.
     """
-    found = [_values(each) for each in _each(result, plan, rows)]
-    for values, output in zip(found, plan, strict=True):
+    results = [_values(each) for each in _each(result, plan, rows)]
+    for values, output in zip(results, plan, strict=True):
         found_rows = len(values) if isinstance(values, list) or values.ndim else None
         if found_rows != rows:
-            has = f"{found_rows} values" if isinstance(values, list) else f"the shape {tuple(values.shape)}"
+            got = f"{found_rows} values" if isinstance(values, list) else f"the shape {tuple(values.shape)}"
             raise ModelError(
-                f"output {output.name!r} of the model has {has} for {count(rows, 'row')}: expected one for each row, "
+                f"output {output.name!r} of the model has {got} for {count(rows, 'row')}: expected one for each row, "
                 f"in their order{squeezed(rows)}"
             )
         if isinstance(values, torch.Tensor):
             _check_shape(values, output)
-    return found
+    return results
 
 
 def squeezed(rows: int) -> str:
@@ -86,15 +86,15 @@ def squeezed(rows: int) -> str:
 def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
     names = [output.name for output in plan]
     if isinstance(result, list) and len(result) == rows and rows and all(isinstance(row, Mapping) for row in result):
-        lacking = next((row for row in result if not all(name in row for name in names)), None)
-        if lacking is None:
+        incomplete = next((row for row in result if not all(name in row for name in names)), None)
+        if incomplete is None:
             return [[row[name] for row in result] for name in names]
         if rows > 1:
             raise ModelError(
-                f"the model returns {listed(lacking)} for a row, but outputs declares {listed(names)}: name outputs as "
-                "the model does"
+                f"the model returns {listed(incomplete)} for a row, but outputs declares {listed(names)}: name outputs "
+                "as the model does"
             )
-        result = lacking
+        result = incomplete
     if isinstance(result, Mapping):
         if all(name in result for name in names):
             return [result[name] for name in names]
@@ -136,10 +136,10 @@ def _check_shape(tensor: torch.Tensor, output: Output) -> None:
     if not text and (len(shape) == output.depth if output.depth else math.prod(shape) == 1):
         return
     expected = "(rows" + "".join(f", n{i}" for i in range(1, output.depth + 1)) + ")"
-    would_do = "array<" * len(shape) + "float" + ">" * len(shape)
+    matching = "array<" * len(shape) + "float" + ">" * len(shape)
     raise ModelError(
         f"output {output.name!r} of the model is {str(tensor.dtype).removeprefix('torch.')} of shape "
         f"{tuple(tensor.shape)}, but was declared as {output.spark_type}: expected "
         + (f"a list of {output.element}" if text else f"the shape {expected}")
-        + f". Pool or reshape it in the model, or declare it as {would_do!r}"
+        + f". Pool or reshape it in the model, or declare it as {matching!r}"
     )

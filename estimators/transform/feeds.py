@@ -40,7 +40,7 @@ def _described(value: Any) -> str:
 
 
 class ModelFeed(Protocol):
-    """Turns Arrow batches, structs with a field for each of ``columns``, into calls of the model."""
+    """Turns Arrow batches (structs with a field for each of ``columns``) into calls of the model."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class TensorFeed:
         """See base class.
 
         Raises:
-            DataError: nulls, or lists of different lengths; for decoded values, the iterator raises it.
+            DataError: A column has nulls, or lists of different lengths; for decoded values, the iterator raises it.
         """
         columns = [
             array if self._grows(spec.column) else feature(array, spec, self.decoders, self.what)
@@ -88,7 +88,7 @@ class TensorFeed:
         return self._calls(columns, len(window), size, device), None
 
     def _grows(self, column: Column) -> bool:
-        """Return whether values take much more memory than in Arrow, so that only one call's are made at once."""
+        """Return whether values take much more memory than in Arrow, so that only one call's are created at a time."""
         return column.name in self.decoders or column.encoding == "sparse"
 
     def _calls(self, window: list[Any], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
@@ -105,7 +105,7 @@ class TensorFeed:
                 if column.shape[1:] != shape:
                     raise DataError(
                         f"column {spec.column.name!r} in {self.what} has shape {tuple(column.shape[1:])} in row {at}, "
-                        f"but {shape} in row 0: give all rows the same shape"
+                        f"but {shape} in row 0: all rows need the same shape"
                     )
             tensors = [spec.of(column) for spec, column in zip(self.inputs, columns, strict=True)]
             tensors = stacked(self.inputs, tensors, device)
@@ -140,8 +140,8 @@ class CollatedFeed:
         columns: Names of the columns, in the order of the struct's fields.
         collate: Returns a tuple of arguments, a mapping of them by name, or a single argument.
         names: Names of collate's arguments; none if it takes the lists by position.
-        window: Number of rows among which rows of similar length form batches; None for the rows that Spark sends at
-            once.
+        window: Number of rows among which rows of similar length form batches; None for the rows that Spark sends
+            together.
     """
 
     columns: tuple[str, ...]
@@ -154,21 +154,21 @@ class CollatedFeed:
         if self.window is None:
             yield from batches
             return
-        held: list[pa.Array] = []
+        pending: list[pa.Array] = []
         for batch in batches:
-            held.append(batch)
-            while sum(map(len, held)) >= self.window:
-                together = pa.concat_arrays(held)
-                yield together[: self.window]
-                held = [together[self.window :]]
-        if any(len(each) for each in held):
-            yield pa.concat_arrays(held)
+            pending.append(batch)
+            while sum(map(len, pending)) >= self.window:
+                joined = pa.concat_arrays(pending)
+                yield joined[: self.window]
+                pending = [joined[self.window :]]
+        if any(len(each) for each in pending):
+            yield pa.concat_arrays(pending)
 
     def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], Any]:
         """See base class.
 
         Raises:
-            DataError: nulls.
+            DataError: A column has nulls.
         """
         columns = window.flatten()
         for name, column in zip(self.columns, columns, strict=True):
@@ -184,19 +184,19 @@ class CollatedFeed:
             count = min(size, rows - at)
             try:
                 if self.names:
-                    made = self.collate(**dict(zip(self.names, values, strict=True)))
+                    arguments = self.collate(**dict(zip(self.names, values, strict=True)))
                 else:
-                    made = self.collate(*values)
+                    arguments = self.collate(*values)
             except Exception as error:
                 raise ModelError(
                     f"collate failed on {count} values of {listed(self.columns)}: {type(error).__name__}: {error}\n"
                     "It is called with a list of values for each column, and must return the model's arguments"
                 ) from error
-            made = _moved(made, device)
-            if isinstance(made, Mapping):
-                yield Arguments(count, named=dict(made.items()))
+            arguments = _moved(arguments, device)
+            if isinstance(arguments, Mapping):
+                yield Arguments(count, named=dict(arguments.items()))
             else:
-                yield Arguments(count, made if isinstance(made, tuple) else (made,))
+                yield Arguments(count, arguments if isinstance(arguments, tuple) else (arguments,))
 
 
 def _longest_first(columns: Sequence[pa.Array]) -> Any:

@@ -38,14 +38,14 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
         DataError: One of them already exists, or is named twice.
     """
     fold = str if tells_case_apart(dataset.sparkSession) else str.casefold
-    taken = {fold(column) for column in dataset.columns}
+    existing = {fold(column) for column in dataset.columns}
     for name in names:
-        if fold(name) in taken:
+        if fold(name) in existing:
             raise DataError(
                 f"the DataFrame already has a column {name!r}, which {what} would append: drop it, or choose other "
                 f"names with {parameters}"
             )
-        taken.add(fold(name))
+        existing.add(fold(name))
 
 
 def _row_by_row(dataset: DataFrame) -> DataFrame:
@@ -53,7 +53,7 @@ def _row_by_row(dataset: DataFrame) -> DataFrame:
 
     Since Spark 4.3, a UDF directly on a columnar scan (Parquet, cached data) gets all columns in columnar form, and
     fails on vectors, UNSUPPORTED_DATATYPE, even if it does not use them. An explode into one row each passes on rows.
-    Unlike other ways, it lets filters through and keeps partitions as they are.
+    Unlike other ways, it lets Spark push filters down and keeps the partitions.
     """
     if any(isinstance(field.dataType, UserDefinedType) for field in dataset.schema.fields):
         return dataset.select("*", F.explode(F.array(F.lit(0))).alias(_ROW))

@@ -49,12 +49,12 @@ class ModelMeta:
     epoch: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return dicts and lists that JSON can carry."""
+        """Return JSON-serializable dicts and lists."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelMeta:
-        """Do the inverse of :meth:`to_json`."""
+        """Invert :meth:`to_json`."""
         return cls(
             tuple(
                 TensorSpec(
@@ -84,7 +84,7 @@ def inputs_of(
     """Return a model's inputs from a DataFrame's columns; without a dtype, float32, as in Horovod, or ``text``.
 
     Raises:
-        ValueError: There is not one shape or dtype for each column.
+        ValueError: The number of shapes or dtypes is not that of the columns.
         DataError: A column is missing, or cannot become a tensor.
     """
     check_columns(schema, names, "feature_columns")
@@ -104,9 +104,9 @@ def inputs_of(
 def _check_numbers(
     names: Sequence[str], shapes: Sequence[tuple[int, ...] | None] | None, dtypes: Sequence[str | None] | None
 ) -> None:
-    for name, given in (("input_shapes", shapes), ("input_dtypes", dtypes)):
-        if given is not None and len(given) != len(names):
-            raise ValueError(f"{name}={list(given)!r}: expected {len(names)}, one for each of {listed(names)}")
+    for name, values in (("input_shapes", shapes), ("input_dtypes", dtypes)):
+        if values is not None and len(values) != len(names):
+            raise ValueError(f"{name}={list(values)!r}: expected {len(names)}, one for each of {listed(names)}")
 
 
 def inputs_as_trained(
@@ -123,12 +123,12 @@ def inputs_as_trained(
     and dtypes are those of training unless others are given.
 
     Raises:
-        ValueError: There is another number of columns than in training, or not one shape or dtype for each.
+        ValueError: The number of columns differs from training, or from that of the shapes or dtypes.
         DataError: A column is missing, or of another type than in training.
     """
     if len(names) != len(trained):
-        was = listed(spec.column.name for spec in trained)
-        raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected equally many")
+        expected = listed(spec.column.name for spec in trained)
+        raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {expected}, expected as many")
     check_columns(schema, names, "feature_columns")
     _check_numbers(names, shapes, dtypes)
     text = [name for name, spec in zip(names, trained, strict=True) if _is_text(spec.column, decoders)]
@@ -170,7 +170,7 @@ def probed_shapes(
     """Return the outputs' shapes for one row, from two rows of zeros through a copy of the model; None without rows.
 
     ``labels`` are the targets of the outputs, in order. In these rows, text is empty. Spark is asked for a row only if
-    neither ``specs`` nor the metadata of a column has the shape.
+    neither ``specs`` nor a column's metadata has the shape.
 
     Raises:
         ModelError: The model fails on them, or returns outputs by name in another order than ``labels``.
@@ -188,12 +188,12 @@ def probed_shapes(
     try:
         result, outputs = called(unpack(packed).eval(), stacked(specs, zeros))
     except Exception as error:
-        took = ", ".join(
+        called_with = ", ".join(
             f"{spec.column.name!r}: {zero.dtype} {tuple(zero.shape)}" for spec, zero in zip(specs, zeros, strict=True)
         )
         raise ModelError(
-            f"the model does not run on two rows of zeros ({took}): {error}\nIt is called with one tensor for each of "
-            "feature_columns. If the model needs another shape or dtype, pass input_shapes or input_dtypes."
+            f"the model does not run on two rows of zeros ({called_with}): {error}\nIt is called with one tensor "
+            "for each of feature_columns. If the model needs another shape or dtype, pass input_shapes or input_dtypes."
         ) from error
     check_order(result, labels)
     return tuple(tuple(output.shape[1:]) for output in outputs)
@@ -222,9 +222,9 @@ def _measured(dataset: DataFrame, column: Column, decoders: Decoders) -> tuple[i
         return (int(declared),)
     if dataset.isStreaming:
         return None
-    some = dataset.select(quoted(column.name)).where(f"{quoted(column.name)} is not null")
-    with job_named(some, f"spark_hvd: transform looks at a row, for the shape of {column.name!r}"):
-        row = some.head()
+    rows = dataset.select(quoted(column.name)).where(f"{quoted(column.name)} is not null")
+    with job_named(rows, f"spark_hvd: transform looks at a row, for the shape of {column.name!r}"):
+        row = rows.head()
     if row is None:
         return None
     value = decoders[column.name](bytes(row[0])) if column.name in decoders else row[0]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Sent = bytes | Broadcast[bytes]
 
 MODELS_KEPT = 4
-"""How many models a worker keeps loaded, and an executor keeps files of; the least recently used goes first."""
+"""Number of models that a worker keeps loaded and an executor keeps on disk; the least recently used goes first."""
 CHUNK = 64 << 20
 """Bytes of weights per broadcast; a worker that writes them to the file holds one broadcast at a time."""
 _STRUCTURE, _WEIGHTS, _LOADING, _ALONE = "structure", "weights.safetensors", "loading", "alone"
@@ -90,10 +90,10 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
 
 @contextmanager
 def memory_named(what: str, remedy: str = "") -> Iterator[None]:
-    """Return a context that turns out-of-memory errors, which each library words differently, into a ModelError.
+    """Return a context that converts out-of-memory errors, which each library words differently, to a ModelError.
 
     Raises:
-        ModelError: ``what`` does not fit; the text gives the available memory, and what to change.
+        ModelError: ``what`` does not fit; the text names the available memory, and what to change.
     """
     try:
         yield
@@ -102,16 +102,16 @@ def memory_named(what: str, remedy: str = "") -> Iterator[None]:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
         if not known and not any(words in text for words in ("allocate memory", "out of memory", "not enough memory")):
             raise
-        said = f"{type(error).__name__}: {error}\n{remedy}"
+        message = f"{type(error).__name__}: {error}\n{remedy}"
         host = socket.gethostname()
         if isinstance(error, torch.OutOfMemoryError) or "cuda out of memory" in text:
             raise ModelError(
-                f"{what} does not fit into the memory of the GPU on {host}: {said}Give each task a GPU of its own "
+                f"{what} does not fit into the memory of the GPU on {host}: {message}Give each task a GPU of its own "
                 "(spark.task.resource.gpu.amount=1), run fewer tasks at a time on one, or use a smaller model (half "
                 "precision, quantised). nvidia-smi shows what uses it"
             ) from error
         raise ModelError(
-            f"{what} does not fit into the memory of this Python worker on {host} ({_memory()}): {said}Give workers "
+            f"{what} does not fit into the memory of this Python worker on {host} ({_memory()}): {message}Give workers "
             "more memory (spark.executor.memoryOverhead, or spark.executor.pyspark.memory where that is set), run "
             "fewer at a time (a higher spark.task.cpus), or use a smaller model (half precision, quantised)"
         ) from error
@@ -208,10 +208,10 @@ def _unpacked(structure: bytes, weights: Path) -> Any:
 
 def _folder() -> Path | None:
     """Return the folder that this executor's workers share, in Spark's own folder; None elsewhere."""
-    given = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
-    if not given or not os.path.isdir(given):
+    folders = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    if not folders or not os.path.isdir(folders):
         return None
-    folder = Path(given, f"spark_hvd-models-{os.getuid()}")
+    folder = Path(folders, f"spark_hvd-models-{os.getuid()}")
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid == os.getuid() and not folder.is_symlink():
@@ -242,7 +242,7 @@ def _attempt() -> list[int]:
 
 
 def _check_predecessor(place: Path) -> None:
-    """Tell the retry of a task why the previous attempt failed; Spark only knows that its worker is gone.
+    """Explain to a task's retry why the previous attempt failed; Spark only knows that its worker is gone.
 
     Workers are also killed for other reasons, such as a cancelled query, so only a retry reports this.
     """

@@ -65,8 +65,8 @@ class Output:
     @property
     def digits(self) -> tuple[int, int] | None:
         """Precision and scale if numbers become decimals."""
-        found = re.search(r"decimal(?:\((\d+)(?:,(\d+))?\))?", self.spark_type)
-        return (int(found[1] or 10), int(found[2] or 0)) if found else None
+        match = re.search(r"decimal(?:\((\d+)(?:,(\d+))?\))?", self.spark_type)
+        return (int(match[1] or 10), int(match[2] or 0)) if match else None
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -110,11 +110,11 @@ def head_outputs(head: Head, shape: Shape, raw: str, probability: str, predictio
     single = head.kind in ("binary", "regression") and math.prod(shape) == 1
     if not (classes or single):
         return ()
-    found = [Output(prediction, 0, "prediction", "double")] if prediction else []
+    columns = [Output(prediction, 0, "prediction", "double")] if prediction else []
     if head.kind != "regression":
         vectors = (("raw", raw), ("probability", probability))
-        found = [Output(name, 0, role, "vector", depth=1) for role, name in vectors if name] + found
-    return tuple(found)
+        columns = [Output(name, 0, role, "vector", depth=1) for role, name in vectors if name] + columns
+    return tuple(columns)
 
 
 def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:

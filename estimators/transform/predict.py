@@ -32,12 +32,12 @@ from spark_hvd.world.words import count
 
 T = TypeVar("T")
 _AHEAD = 2
-"""Number of calls that are prepared, decoded and moved to the device while the model computes the previous one."""
+"""Number of calls to prepare, decode and move to the device while the model computes the previous one."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Everything that a Python worker needs to know.
+    """Everything that a Python worker needs.
 
     ``outputs`` is the number of tensors, by position; None if ``plan`` declares names and types.
     """
@@ -74,15 +74,15 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
     """Yield the outputs for the rows of each batch, a struct of the feed's columns.
 
     Raises:
-        DataError: nulls, or lists of different lengths, in a column.
+        DataError: A column has nulls, or lists of different lengths.
         ModelError: The model cannot be loaded, fails, or returns something unexpected.
     """
     cores, device = _resources(job.use_gpu)
     share_cores(cores)
     torch.set_num_threads(cores)  # with torch's default, each of several tasks would start a thread per core
     model = model_of(job.model, device)
-    here = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    pool = ThreadPoolExecutor(1, "spark_hvd-predict", here)  # one, because not every tokenizer is thread-safe
+    set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    pool = ThreadPoolExecutor(1, "spark_hvd-predict", set_device)  # one, because not every tokenizer is thread-safe
     try:
         parts: list[list[Values]] = []
         for window, arguments in _ahead(_begun(job, batches, device, pool)):
@@ -131,47 +131,48 @@ def _begun(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items, of which some are started before they are requested.
+    """Yield the same items, but read some of them ahead.
 
-    It reads on before it yields one: only then does the thread work while the model does, if a window has few calls.
+    It reads ahead before it yields an item; otherwise the thread would not work during the model's call if a window
+    has few calls.
     """
-    held: deque[T] = deque()
+    pending: deque[T] = deque()
     for item in items:
-        held.append(item)
-        if len(held) > _AHEAD:
-            yield held.popleft()
-    yield from held
+        pending.append(item)
+        if len(pending) > _AHEAD:
+            yield pending.popleft()
+    yield from pending
 
 
-def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
+def _outputs(model: Any, arguments: Arguments, job: Prediction) -> list[Values]:
     """Return the model's outputs for some rows, on the CPU."""
     with (
-        memory_named(f"a batch of {given.rows} rows", "Use a smaller batch_size, or cut the longest rows. "),
+        memory_named(f"a batch of {arguments.rows} rows", "Use a smaller batch_size, or truncate the longest rows. "),
         torch.inference_mode(),
     ):
         try:
-            result = model(*given.positional, **given.named)
+            result = model(*arguments.positional, **arguments.named)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ModelError(
-                f"the model failed on a batch of {given.rows} rows, called with ({given}): "
+                f"the model failed on a batch of {arguments.rows} rows, called with ({arguments}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         if job.outputs is None:
-            return taken(result, job.plan, given.rows)
-        outputs = _tensors(result, given.rows)
+            return taken(result, job.plan, arguments.rows)
+        outputs = _tensors(result, arguments.rows)
     if len(outputs) != job.outputs:
         raise ModelError(f"the model returns {len(outputs)} outputs, expected {job.outputs}")
     return list(outputs)
 
 
 def run(model: Any, inputs: list[torch.Tensor], labels: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return the outputs, for some rows, of a model that takes tensors; on the CPU.
+    """Return the outputs of a model that takes tensors for some rows, on the CPU.
 
     Raises:
-        ModelError: An output has another number of rows than the inputs; or outputs have the names of ``labels``, with
-            which they are compared by position, but in another order.
+        ModelError: An output has another number of rows than the inputs; or outputs have the names of ``labels``, but
+            in another order, although they are compared by position.
     """
     result, outputs = called(model, inputs)
     check_order(result, labels)

@@ -1,6 +1,6 @@
 """Converts values to a model's inputs, and its outputs to predictions; also serves a model as MLflow's pyfunc.
 
-This file is copied into models logged to MLflow, for places without spark_hvd: it must not import anything of it.
+This file is copied into models logged to MLflow, for environments without spark_hvd, so it must not import spark_hvd.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _require_real(tensor: torch.Tensor, what: str) -> None:
 
 
 def within_digits(flat: torch.Tensor, precision: int, scale: int) -> torch.Tensor:
-    """Replace numbers beyond a decimal's range with the nearest number that it has; NaN stays."""
+    """Clamp numbers to a decimal's range; NaN stays."""
     limit = Fraction(10**precision - 1, 10**scale)
     high = float(limit)
     high = high if high <= limit else math.nextafter(high, 0)
@@ -91,7 +91,7 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
     """Convert an output's numbers to the type of its column.
 
     Integers are converted exactly. Floating point numbers are rounded to the nearest integer of the type, or to
-    narrower floating point; booleans follow from a threshold. NaN is no integer, and neither true nor false.
+    narrower floating point; booleans follow from a threshold. NaN is not an integer, and neither true nor false.
 
     Args:
         flat: The numbers, (n,).
@@ -117,22 +117,22 @@ def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) ->
         high = limits.max if dtype != torch.int64 else limits.max - 1023
         rounded = flat.double().round()
         missing = rounded.isnan()
-        whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
-        return whole.numpy(), missing.numpy()
-    found = flat.to(dtype)
+        integers = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
+        return integers.numpy(), missing.numpy()
+    converted = flat.to(dtype)
     if flat.dtype.is_floating_point:
-        odd = found.isinf() & ~flat.isinf()
+        wrong = converted.isinf() & ~flat.isinf()
     elif flat.dtype == torch.bool:
-        return found.numpy(), None
+        return converted.numpy(), None
     else:
-        odd = torch.from_numpy(_changed(flat.numpy(), found.numpy()))
-    if odd.any():
+        wrong = torch.from_numpy(_changed(flat.numpy(), converted.numpy()))
+    if wrong.any():
         kind = str(flat.dtype).removeprefix("torch.")
         raise ValueError(
-            f"output {name!r} of the model has the {kind} {flat[odd][0].item()}, which its column of type {element} "
+            f"output {name!r} of the model has the {kind} {flat[wrong][0].item()}, which its column of type {element} "
             "cannot hold. Declare a wider type (bigint, double), or make the model return numbers that fit"
         )
-    return found.numpy(), None
+    return converted.numpy(), None
 
 
 def _changed(before: Any, after: Any) -> Any:
@@ -150,14 +150,14 @@ def _changed(before: Any, after: Any) -> Any:
 def _converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     """Convert values to another dtype: integers and booleans exactly, as in training; floating point is rounded."""
     kind = getattr(torch, dtype)
-    found = tensor.to(kind)
+    converted = tensor.to(kind)
     if not kind.is_floating_point and tensor.dtype not in (kind, torch.bool):
-        same = found.to(tensor.dtype) == tensor
+        same = converted.to(tensor.dtype) == tensor
         if tensor.is_floating_point():
             same &= tensor < 2.0**63
         if not same.all():
             raise ValueError(f"column {name!r} has {tensor[~same][0].item()}, which {dtype} cannot hold")
-    return found
+    return converted
 
 
 class ScoredModel:
@@ -184,10 +184,10 @@ class ScoredModel:
         wanted = [each["name"] for each in self.plan["inputs"]]
         if missing := [name for name in wanted if name not in model_input.columns]:
             raise ValueError(f"the rows have no column {missing[0]!r}, which the model needs: expected {wanted}")
-        size, found = self.plan["batch_size"], []
+        size, frames = self.plan["batch_size"], []
         for at in range(0, len(model_input), size):
-            found.append(self._predicted(model_input.iloc[at : at + size]))
-        return pd.concat(found) if found else pd.DataFrame(columns=[each["name"] for each in self.plan["outputs"]])
+            frames.append(self._predicted(model_input.iloc[at : at + size]))
+        return pd.concat(frames) if frames else pd.DataFrame(columns=[each["name"] for each in self.plan["outputs"]])
 
     def _predicted(self, rows: pd.DataFrame) -> pd.DataFrame:
         plan = self.plan
@@ -198,11 +198,11 @@ class ScoredModel:
                 if stack.dtype in (torch.float32, torch.float64) and not (
                     tensor.is_floating_point() or tensor.dtype == torch.bool
                 ):
-                    odd = _changed(tensor.numpy(), tensor.to(stack.dtype).numpy())
-                    if odd.any():
+                    wrong = _changed(tensor.numpy(), tensor.to(stack.dtype).numpy())
+                    if wrong.any():
                         kind = str(stack.dtype).removeprefix("torch.")
                         raise ValueError(
-                            f"column {each['name']!r} has {tensor.numpy()[odd][0]}, which {kind} cannot hold"
+                            f"column {each['name']!r} has {tensor.numpy()[wrong][0]}, which {kind} cannot hold"
                         )
             inputs = [stack]
         with torch.inference_mode():
@@ -222,8 +222,8 @@ class ScoredModel:
         )
         return frame
 
-    def _input(self, column: pd.Series[Any], given: Mapping[str, Any]) -> torch.Tensor:
-        decode, name = self.plan["decoders"].get(given["name"]), given["name"]
+    def _input(self, column: pd.Series[Any], spec: Mapping[str, Any]) -> torch.Tensor:
+        decode, name = self.plan["decoders"].get(spec["name"]), spec["name"]
         try:
             if decode is not None:
                 array = np.stack([np.asarray(decode(bytes(value))) for value in column])
@@ -232,16 +232,16 @@ class ScoredModel:
             else:
                 array = column.to_numpy()
             if decode is None and array.dtype.kind not in "biuf":  # decimals
-                array = array.astype(given["dtype"])
+                array = array.astype(spec["dtype"])
             tensor = torch.from_numpy(np.ascontiguousarray(array))
-            tensor = tensor if decode is not None else _converted(tensor, given["dtype"], name)
-            tensor = tensor if given["shape"] is None else tensor.reshape(given["shape"])
+            tensor = tensor if decode is not None else _converted(tensor, spec["dtype"], name)
+            tensor = tensor if spec["shape"] is None else tensor.reshape(spec["shape"])
         except (TypeError, ValueError, RuntimeError) as error:
-            expected = f"expected {given['dtype']}" if decode is None else "expected what its decoder takes"
+            expected = f"expected {spec['dtype']}" if decode is None else "expected what its decoder takes"
             raise ValueError(f"column {name!r}: {expected}, the same number in each row: {error}") from error
         if len(tensor) != len(column):
-            raise ValueError(f"column {name!r}: its values do not fit into the shape {given['shape']} of a batch")
-        return _converted(tensor, given["to"], name) if given["to"] else tensor
+            raise ValueError(f"column {name!r}: its values do not fit into the shape {spec['shape']} of a batch")
+        return _converted(tensor, spec["to"], name) if spec["to"] else tensor
 
     def _column(self, tensor: torch.Tensor, output: Mapping[str, Any]) -> Any:
         flat, digits = tensor.reshape(-1), output["digits"]
