@@ -59,7 +59,7 @@ def adasum(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Gener
 
     Raises:
         TypeError: A tensor is not floating-point, or is sparse.
-        ValueError: dtypes or devices differ.
+        ValueError: Dtypes or devices differ.
     """
     for tensor in tensors:
         _require_like(tensor, tensors[0])
@@ -117,17 +117,17 @@ class _Tree:
     def _hand_over(self) -> Steps[None]:
         """Send the extras' vectors to members, which combine them with their own."""
         buddy, adopts = self._buddy()
-        given = self._flat if self._extra else self._nothing
-        theirs = yield from self._exchange(given, buddy, self._flat.numel() if adopts else 0)
+        sent = self._flat if self._extra else self._nothing
+        received = yield from self._exchange(sent, buddy, self._flat.numel() if adopts else 0)
         if adopts:
-            a, b = self._held, _widened(theirs)
+            a, b = self._held, _widened(received)
             _combine(a, b, self._lengths, _dots(a, b, self._lengths), into=a)
 
     def _hand_back(self) -> Steps[None]:
         """Send the result to the extras."""
         buddy, adopts = self._buddy()
-        given = self._flat if adopts else self._nothing
-        result = yield from self._exchange(given, buddy, self._flat.numel() if self._extra else 0)
+        sent = self._flat if adopts else self._nothing
+        result = yield from self._exchange(sent, buddy, self._flat.numel() if self._extra else 0)
         if self._extra:
             self._flat.copy_(result)
 
@@ -154,22 +154,22 @@ class _Tree:
         partner = self._rank if self._extra else self._rank ^ distance
         middle = (start + stop) // 2
         halves = slice(start, middle), slice(middle, stop)
-        kept, given = halves[upper], halves[not upper]
-        mine = self._held[kept]
-        theirs = yield from self._exchange(self._held[given], partner, mine.numel())
+        kept, sent = halves[upper], halves[not upper]
+        own = self._held[kept]
+        received = yield from self._exchange(self._held[sent], partner, own.numel())
         # Both partners must agree on which of the two vectors is a.
-        a, b = (theirs, mine) if upper else (mine, theirs)
+        a, b = (received, own) if upper else (own, received)
         lengths = self._lengths_within(kept.start, kept.stop)
         dots = yield from self._summed(_dots(a, b, lengths), 2 * distance)
-        _combine(a, b, lengths, dots, into=mine)
+        _combine(a, b, lengths, dots, into=own)
         yield from self._halve(kept.start, kept.stop, 2 * distance)
-        self._flat[given] = yield from self._exchange(self._flat[kept], partner, given.stop - given.start)
+        self._flat[sent] = yield from self._exchange(self._flat[kept], partner, sent.stop - sent.start)
 
-    def _exchange(self, given: torch.Tensor, partner: int, expected: int) -> Steps[torch.Tensor]:
+    def _exchange(self, sent: torch.Tensor, partner: int, expected: int) -> Steps[torch.Tensor]:
         """Exchange 1-dim tensors with a rank; it sends `expected` elements. The rank is this one if both are empty."""
         splits, received = [0] * self._size, [0] * self._size
-        splits[partner], received[partner] = given.numel(), expected
-        handle = self._communicator.alltoall(given, splits, received)
+        splits[partner], received[partner] = sent.numel(), expected
+        handle = self._communicator.alltoall(sent, splits, received)
         yield handle
         return handle.wait()
 
@@ -181,8 +181,8 @@ class _Tree:
         first = self._rank // group * group
         total = torch.zeros_like(dots)
         # Not sum(0): its order depends on the processor, but partners must get the same bits.
-        for found in gathered[first : first + group]:
-            total += found
+        for part in gathered[first : first + group]:
+            total += part
         return total
 
     def _lengths_within(self, start: int, stop: int) -> list[int]:

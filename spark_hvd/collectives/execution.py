@@ -97,7 +97,7 @@ class Execution:
 
 
 def rounds(batch: Batch, members: Members) -> bool:
-    """Return whether a batch takes several rounds; no other batch may run in between."""
+    """Return whether a batch takes several rounds, between which no other batch may run."""
     return batch[0].request.op == ReduceOp.ADASUM.name or members.stages(batch)
 
 
@@ -168,9 +168,9 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
     dtype, numel = sources[0].dtype, sum(source.numel() for source in sources)
     in_one_go = numel <= staging.room(dtype)
     # What does not fit is reduced in pieces, from one flat tensor into the same or another one.
-    one = len(sources) == 1 and targets[0].is_contiguous()
-    ins = None if in_one_go else (sources[0].reshape(-1) if one else flatten(sources))
-    outs = targets[0].view(-1) if one else ins
+    is_single = len(sources) == 1 and targets[0].is_contiguous()
+    ins = None if in_one_go else (sources[0].reshape(-1) if is_single else flatten(sources))
+    outs = targets[0].view(-1) if is_single else ins
 
     finish = _finisher(op, after, communicator.size)
     for low in range(0, numel, staging.room(dtype)):
@@ -189,7 +189,7 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
         else:
             assert outs is not None
             outs[low:high] = buffer
-    if ins is not None and not one:
+    if ins is not None and not is_single:
         unflatten_into(ins, targets)
 
 
@@ -201,11 +201,11 @@ def _sliced_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
         scale_([piece], entry.request.prescale)
 
     finish = _finisher(op, after, communicator.size)
-    one = len(sources) == 1 and targets[0].is_contiguous()
-    ins = sources[0].reshape(-1) if one else flatten(sources)
-    outs = targets[0].view(-1) if one else ins
+    is_single = len(sources) == 1 and targets[0].is_contiguous()
+    ins = sources[0].reshape(-1) if is_single else flatten(sources)
+    outs = targets[0].view(-1) if is_single else ins
     yield from _results([staging.allreduce(ins, outs, prepare, finish)])
-    if not one:
+    if not is_single:
         unflatten_into(ins, targets)
 
 
@@ -285,11 +285,11 @@ def _reducescatter(request: Request, work: Work, communicator: Communicator) -> 
         op, after = (ReduceOp.SUM, after / communicator.size) if integers else (op, after)
     handles = []
     for tensor in work.tensors:
-        mine = tensor
+        scaled = tensor
         if request.prescale != 1.0:
-            mine = mine.clone()
-            scale_([mine], request.prescale)
-        handles.append(communicator.reducescatter(mine, op))
+            scaled = scaled.clone()
+            scale_([scaled], request.prescale)
+        handles.append(communicator.reducescatter(scaled, op))
     for share in (yield from _results(handles)):
         scale_([share], after)
         work.results.append(share)
@@ -305,12 +305,12 @@ def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torc
         targets += work.results
     if len(parts) > 1 and not sources[0].is_cuda:
         return [(sources, targets)]  # only collectives of one dtype are fused
-    found: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
-        ins, outs = found.setdefault((source.dtype, source.device), ([], []))
+        ins, outs = groups.setdefault((source.dtype, source.device), ([], []))
         ins.append(source)
         outs.append(target)
-    return list(found.values())
+    return list(groups.values())
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

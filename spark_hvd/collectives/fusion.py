@@ -23,18 +23,18 @@ def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[l
     Returns:
         The indices of the tensors of each batch.
     """
-    done: list[list[int]] = []
+    full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         key = tensor.dtype, tensor.device
         bytes_here = tensor.numel() * tensor.element_size()
         members, filled = filling.setdefault(key, ([], 0))
         if members and filled + bytes_here > limit:
-            done.append(members)
+            full.append(members)
             members, filled = [], 0
         members.append(index)
         filling[key] = members, filled + bytes_here
-    return done + [members for members, _ in filling.values()]
+    return full + [members for members, _ in filling.values()]
 
 
 @torch.no_grad()
@@ -85,12 +85,12 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
     ``entries`` are in the order in which the coordinator listed them. Entries are never divided, so groups stay whole.
     A ``threshold`` of 0 bytes turns fusion off.
     """
-    done: list[Batch] = []
+    full: list[Batch] = []
     filling: dict[tuple[object, ...], Batch] = {}
     for entry in entries:
         request = entry.request
         if request.kind not in ("allreduce", "broadcast") or len(set(request.dtypes)) != 1:
-            done.append(Batch([entry]))
+            full.append(Batch([entry]))
             continue
         key = (
             *(request.kind, request.dtypes[0], request.device, request.op, request.prescale, request.postscale),
@@ -99,10 +99,10 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
         nbytes = bytes_of(request)
         batch = filling.setdefault(key, Batch())
         if batch and (batch.nbytes + nbytes > threshold or not threshold):
-            done.append(batch)
+            full.append(batch)
             batch = filling[key] = Batch()
         batch.add(entry, nbytes)
-    return done + list(filling.values())
+    return full + list(filling.values())
 
 
 class Planner:
@@ -130,9 +130,9 @@ class Planner:
 
     def batches_of_known(self, ids: int) -> list[Batch]:
         """Divide the entries with these numbers, given as bits."""
-        found = self._known.get(ids)
-        if found is None:
+        batches = self._known.get(ids)
+        if batches is None:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            found = self._known[ids] = self.batches([self._entries[number] for number in bits(ids)])
-        return found
+            batches = self._known[ids] = self.batches([self._entries[number] for number in bits(ids)])
+        return batches

@@ -19,7 +19,7 @@ from spark_hvd.world.errors import CollectiveError
 T = TypeVar("T")
 
 _making = threading.RLock()
-"""Held to make a baton: most handles need none, and to make one takes as long as all else of a handle."""
+"""Held while a baton is created. Most handles need none, and creating one takes as long as the rest of a handle."""
 
 
 class Owner(Protocol):
@@ -77,7 +77,7 @@ class NamedHandle(Generic[T]):
             request: What this rank tells the coordinator about it.
             work: This rank's tensors.
             result: Makes the return value of :meth:`wait`.
-            ready: When the tensors on a GPU are written.
+            ready: The point in the stream at which the tensors on a GPU are written.
         """
         self.name = name
         self.request = request

@@ -142,7 +142,7 @@ class Gone(NamedTuple):
     left: bool
     """Whether the rank announced that it would leave."""
     done: int | None = None
-    """If it left: the number of batches in which it took part. Later ones would wait for it for ever."""
+    """If it left: the number of batches in which it took part. Later ones would wait for it forever."""
 
 
 class Tune(NamedTuple):
@@ -180,7 +180,7 @@ def encode(decisions: Sequence[Decision]) -> bytes:
 
 
 def decode(data: bytes) -> list[Decision]:
-    """Return the decisions that were given to :func:`encode`."""
+    """Return the decisions that were passed to :func:`encode`."""
     return [_decoded(name, fields) for name, *fields in json.loads(data)]
 
 

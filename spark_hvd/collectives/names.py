@@ -2,7 +2,7 @@
 
 Calls without a name match by their order: a rank's third allreduce meets the third of every other rank. Calls of
 several threads have no order that all ranks share, so ranks may combine tensors that do not belong together. If the
-shapes agree, nobody notices. A warning, given once, tells the user.
+shapes agree, nobody notices, so this logs a warning once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ How = tuple[object, ...]
 """Everything that a call specifies besides its name and its one tensor, as returned by :func:`how_of`."""
 
 RING = 60
-"""How many names a kind of unnamed call has before they repeat; repeated names are recognized. In a loop with 2, 3, 4,
-5, 6, 10 or 12 such calls, each call gets the same names in every turn."""
+"""Number of names of a kind of unnamed call before they repeat; repeated names are recognized. In a loop with 2, 3, 4,
+5, 6, 10 or 12 such calls, each call gets the same names in every iteration."""
 
 
 class KnownCall:
@@ -83,7 +83,7 @@ def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
 
 _STRIDED = torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types whose attributes say everything; other types are examined more closely."""
+"""Types that are fully described by their attributes; other types are examined more closely."""
 
 
 class KnownCalls:
@@ -138,7 +138,7 @@ class Unnamed:
         thread = threading.get_ident()
         before, last = self._last.get(kind, (thread, ""))
         self._last[kind] = thread, name
-        # Threads that take turns keep an order, as autograd's do.
+        # Threads that take turns, like autograd's, keep an order.
         if before != thread and not _warned and (other := under_way.get(last)) is not None and not other.done:
             _warn_once(kind)
         return name

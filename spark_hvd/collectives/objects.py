@@ -8,8 +8,7 @@ at another time, does not match it. Bytes that do not match are not unpickled.
 A small pickle is sent through the coordinator alone, in place of its seal.
 
 The numbers of large arrays follow the pickle as separate buffers (PEP 574). They become elements of tensors, which
-cannot
-run code, so they are not hashed: that would take as long as sending them.
+cannot run code, so they are not hashed: that would take as long as sending them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def broadcast_object(
 
     A pickle of up to 1 KiB goes through the coordinator. A larger one uses the process group's connections, and other
     ranks load it only if it is the one that the root sent. Only memory limits its size. The numbers of large numpy
-    arrays are sent apart from the pickle. Like tensors in :func:`spark_hvd.torch.broadcast`, they are not verified.
+    arrays are sent separately. Like tensors in :func:`spark_hvd.torch.broadcast`, they are not verified.
 
     Args:
         obj: Anything that cloudpickle can pickle; ignored on ranks other than `root_rank`.

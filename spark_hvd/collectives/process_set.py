@@ -65,10 +65,10 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable) or isinstance(ranks_or_comm, (str, bytes)):
-            raise ValueError(f"a process set is made of ranks, such as ProcessSet([0, 2]); got {ranks_or_comm!r}.")
+            raise ValueError(f"a process set consists of ranks, such as ProcessSet([0, 2]); got {ranks_or_comm!r}.")
         ranks = list(ranks_or_comm)
         if not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks) or len(set(ranks)) < len(ranks):
-            raise ValueError(f"a process set is made of different ranks, at least one; got {ranks}.")
+            raise ValueError(f"a process set consists of distinct ranks, at least one; got {ranks}.")
         self._ranks = sorted(ranks)
         self._id: int | None = None
 
@@ -104,7 +104,7 @@ class ProcessSet:
     def require_root(self, root_rank: int) -> None:
         """Raise a ValueError unless a member has this rank in the world."""
         if root_rank not in (self.ranks or []):
-            raise ValueError(f"root_rank={root_rank} is not a rank of {self}; give the root as its rank in the world.")
+            raise ValueError(f"root_rank={root_rank} is not a rank of {self}; pass the root's rank in the world.")
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessSet:
         return self  # it stands for part of the one world; models that hold it are copied
@@ -116,7 +116,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of the present world, whichever that is."""
+    """All ranks of the current world, whichever that is."""
 
     def __init__(self) -> None:
         self._id = 0

@@ -70,9 +70,9 @@ class Runs:
         """Run batches after all earlier ones. For entries without a handle, contribute neutral elements."""
         now = time.monotonic_ns()
         for batch in batches:
-            found = [handles.get(entry.name) for entry in batch]
+            given = [handles.get(entry.name) for entry in batch]
             # A call of a rank that has joined may still be in flight when the others call its name again.
-            mine = [None if handle in self._under_way else handle for handle in found]
+            mine = [None if handle in self._under_way else handle for handle in given]
             self._under_way.update(handle for handle in mine if handle is not None)
             self._queue.append((batch, mine, now))
         self._pump()
@@ -151,8 +151,8 @@ class Runs:
             started.execution.waiting_for.when_done(partial(self._round_is_over, started))
 
     def _only_round_is_over(self, started: _Started) -> None:
-        ran = started.execution.waiting_for
-        fault = ran.fault() if isinstance(ran, SlicedSum) else None  # no other handle runs this rank's code elsewhere
+        sum_ = started.execution.waiting_for
+        fault = sum_.fault() if isinstance(sum_, SlicedSum) else None  # no other handle runs this rank's code elsewhere
         if fault is None:
             self._ended(started)
         else:

@@ -146,7 +146,7 @@ def start_alltoall(
     size = len(queue.ranks)
     counts = _counts(splits)
     fault = split_fault(tensor, counts, size)
-    if fault is not None:  # sent all the same, so that every rank raises the error and none waits for this one
+    if fault is not None:  # sent anyway, so that every rank raises the error and none waits for this one
         counts = []
     elif counts is None:
         counts = even_rows(tensor.shape[0], size)

@@ -128,7 +128,7 @@ class Tracing:
                 self._send(min(self._answers)[1] if self._answers else 0, events)
             except Exception as error:  # the caller is in the middle of a collective or of the engine's turn
                 self._give_up(error)
-        else:  # the offset may still change, and nested spans must not come apart
+        else:  # the offset may still change, and nested spans must stay nested
             self._held += events
 
     def _give_up(self, error: Exception) -> None:

@@ -33,7 +33,7 @@ from spark_hvd.transport.host.pipes import open_pipe
 from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
 
 _MOST_RANKS = 16
-"""Each rank reads all ranks' copies, so more ranks would not pay."""
+"""Each rank reads all ranks' copies, so this does not pay off with more ranks."""
 _SLOTS = 2048
 _DATA = 8 << 20
 """Bytes of one turn of all slots of a rank. The kernel provides pages when they are first written."""
@@ -86,8 +86,8 @@ class Slot:
         """Whether the others need this rank's tensor."""
 
     def serve(self, use: SlotUse) -> None:
-        """Be for this kind of call from now on."""
-        # What is asked for each of many calls at once is kept here: to ask the use takes ten times as long.
+        """Serve this kind of call from now on."""
+        # Cached, because many calls need them at once and reading them from the use takes ten times as long.
         self.use = use
         self.size = use.nbytes
         self.sums = use.sums
@@ -187,10 +187,10 @@ class Slots:
 
         ``calls`` holds each slot once, with this rank's tensor for it. ``now`` is in seconds on the monotonic clock.
         """
-        given = [call for call in calls if call[0].contributes]
-        if given:
+        contributing = [call for call in calls if call[0].contributes]
+        if contributing:
             with torch.no_grad():
-                self._copy_in([slot for slot, _ in given], [tensor for _, tensor in given])
+                self._copy_in([slot for slot, _ in contributing], [tensor for _, tensor in contributing])
         words = self._mine
         self._published.publish()
         words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
@@ -208,7 +208,7 @@ class Slots:
                 copy_all([slot.copies[slot.round + 1 & 1][place] for slot in slots], tensors)
                 break
             end += slot.size
-        else:  # they lie side by side, as those do that were called in this order before: a third of the time
+        else:  # they are adjacent, because they were called in this order before: this takes a third of the time
             flat = self._data[place][turn * _DATA + first.start : turn * _DATA + end].view(dtype)
             torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
         for slot in slots:
