@@ -27,13 +27,13 @@ Address = tuple[str, int]
 
 def sockets() -> Sockets:
     """Return the sockets of this process, by file descriptor."""
-    found = {}
+    inodes = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+                inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def since(before: Sockets) -> Sockets:
@@ -75,10 +75,10 @@ class Connections(Abortable):
         if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
         fresh = since(before)
-        here = listeners or listening(fresh)
-        theirs = exchange(here, group, torch.device("cpu"))
-        known = {tuple(each) for rank, every in enumerate(theirs) if rank != dist.get_rank(group) for each in every}
-        return cls(fresh, lambda mine, other: mine in here or other in known)
+        own = listeners or listening(fresh)
+        peers = exchange(own, group, torch.device("cpu"))
+        known = {tuple(each) for rank, every in enumerate(peers) if rank != dist.get_rank(group) for each in every}
+        return cls(fresh, lambda mine, other: mine in own or other in known)
 
     def abort(self) -> None:
         """End them in both directions; Gloo still closes their file descriptors. From any thread."""
@@ -111,7 +111,7 @@ def cut_among(candidates: Sockets) -> None:
 
 
 def answer(candidates: Sockets, size: int) -> None:
-    """Connect to Gloo's listeners among some sockets, in place of peers that never will.
+    """Connect to Gloo's listeners among some sockets, in place of peers that will never connect.
 
     Gloo gives up on a connection that it expects only after the group's timeout. Here it gets the connections that it
     expects, and they end at once.
@@ -132,13 +132,13 @@ def answer(candidates: Sockets, size: int) -> None:
 
 def listening(candidates: Sockets) -> list[Address]:
     """Return the addresses at which some of these sockets listen."""
-    found = []
+    addresses = []
     for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and _listens(end):
                 host, port = end.getsockname()[:2]
-                found.append((host, port))
-    return found
+                addresses.append((host, port))
+    return addresses
 
 
 def _listens(end: socket.socket) -> bool:
@@ -156,10 +156,10 @@ def _opened(fd: int, inode: int) -> socket.socket:
 
 def _ends(candidates: Sockets) -> dict[tuple[Address, Address], tuple[int, int]]:
     """Return the TCP connections among some sockets by their addresses, this side's first."""
-    found = {}
+    connections = {}
     for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 here, there = end.getsockname(), end.getpeername()
-                found[(here[0], here[1]), (there[0], there[1])] = fd, inode
-    return found
+                connections[(here[0], here[1]), (there[0], there[1])] = fd, inode
+    return connections

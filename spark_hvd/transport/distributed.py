@@ -30,7 +30,7 @@ MPI_BACKEND = "mpi4py"
 """Our backend's name; torch has reserved "mpi" for one that its wheels do not have."""
 
 PADDED_LIMIT = 1 << 20
-"""Maximum bytes of a result for which uneven rows are padded: one collective, at the price of sending the padding."""
+"""Maximum bytes of a result for which uneven rows are padded: one collective, but the padding is sent too."""
 
 
 class TorchCommunicator(Communicator):

@@ -21,8 +21,8 @@ _ROOM = 248
 def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:
     """Return the facts of all ranks in rank order; collective over `group`.
 
-    A fact is anything that JSON can carry. ``device`` is one of the group's. ``about`` is the name under which whoever
-    watches the run sees this exchange.
+    A fact is anything that JSON can carry. ``device`` is one of the group's. ``about`` is the name of this exchange in
+    displays of the run.
     """
     with activity.waiting(about, tuple(dist.get_process_group_ranks(group))):
         return _exchange(fact, group, device)
@@ -32,8 +32,8 @@ def _exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list
     text, room = json.dumps(fact).encode(), _ROOM
     while True:
         row = torch.frombuffer(bytearray(struct.pack(f"<q{room}s", len(text), text)), dtype=torch.uint8).to(device)
-        found = _rows(row, group).cpu().numpy().tobytes()
-        rows = [found[start : start + len(row)] for start in range(0, len(found), len(row))]
+        data = _rows(row, group).cpu().numpy().tobytes()
+        rows = [data[start : start + len(row)] for start in range(0, len(data), len(row))]
         longest = max(_length(each) for each in rows)
         if longest <= room:
             return [json.loads(each[_HEAD : _HEAD + _length(each)]) for each in rows]

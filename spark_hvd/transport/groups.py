@@ -67,9 +67,9 @@ class Groups:
         ``ranks`` are numbers in the world, ascending.
         """
         full = f"{GROUP_PREFIX}{process_set_id}.{name}"
-        made = self._known(lambda: self._group(full, ranks))
-        self._slices.setdefault(process_set_id, []).append(made[0])
-        return made
+        group = self._known(lambda: self._group(full, ranks))
+        self._slices.setdefault(process_set_id, []).append(group[0])
+        return group
 
     def _known(self, make: Callable[[], _Made]) -> tuple[dist.ProcessGroup, Connections]:
         with contextlib.nullcontext() if self._registry is None else self._registry.establishing():

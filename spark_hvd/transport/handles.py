@@ -47,7 +47,7 @@ class PendingHandle(Handle[T]):
     ) -> None:
         """Create a handle for works in flight.
 
-        ``finish`` makes the result, once, when all works have ended. ``groups`` are those of works on the CPU, which
+        ``finish`` creates the result, once, when all works have ended. ``groups`` are those of works on the CPU, which
         may have to be abandoned with their world.
         """
         self._groups = groups
@@ -107,9 +107,9 @@ class JointHandle(Handle[list[Any]]):
         when_all_done([handle.when_done for handle in self._handles], callback)
 
 
-def when_all_done(whens: Sequence[Callable[[Callable[[], None]], None]], callback: Callable[[], None]) -> None:
+def when_all_done(parts: Sequence[Callable[[Callable[[], None]], None]], callback: Callable[[], None]) -> None:
     """Call back once, from the thread of the last part, when all have called back; at once if there are none."""
-    left, lock = len(whens), threading.Lock()
+    left, lock = len(parts), threading.Lock()
     if not left:
         callback()
 
@@ -121,19 +121,19 @@ def when_all_done(whens: Sequence[Callable[[Callable[[], None]], None]], callbac
         if last:
             callback()
 
-    for when_done in whens:
+    for when_done in parts:
         when_done(one_is)
 
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:
-    """Return a CollectiveError for an error of torch.distributed; a lack of memory stays what it is."""
+    """Return a CollectiveError for an error of torch.distributed, or the error itself if memory ran out."""
     if is_out_of_memory(error):
         return error
     return CollectiveError(f"{name} failed on rank {dist.get_rank() if dist.is_initialized() else '?'}: {error}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this rank lacks memory on its host or GPU, which is no peer's fault and which no retry helps."""
+    """Return whether this rank lacks memory on its host or GPU. No peer is at fault, and retrying does not help."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # torch's host allocator, and CUDA errors that NCCL passes on, have no exception class of their own.

@@ -174,7 +174,7 @@ def forget_names() -> None:
 
     torch numbers groups, and prefixes the keys at which ranks meet with the number. It also counts groups that could
     not be made, and restarts only when a default group is destroyed. So if one rank has failed to make a group and
-    another has not, they would wait for each other at different keys for ever.
+    another has not, they would wait for each other at different keys forever.
     """
     distributed_c10d._world.group_count = 0
 

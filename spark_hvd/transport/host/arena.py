@@ -1,4 +1,4 @@
-"""Nameless memory that other ranks of the host can map; it goes with its last user."""
+"""Anonymous shared memory that other ranks of the host can map; it is freed with its last user."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ _warned: list[str] = []
 
 
 def warn_disabled(why: str) -> None:
-    """Warn why a process set reduces without levels, once per process and reason."""
+    """Warn, once per process and reason, why a process set does not reduce in levels."""
     if _warned:
         return
     _warned.append(why)
@@ -170,11 +170,11 @@ class Hierarchy:
         homes = [[place for place, host in enumerate(hosts) if host == each] for each in counts]
         home = next(places for places in homes if me in places)
         place, slices = home.index(me), min(counts.values())
-        made, connections = None, Connections({})
+        group_of_slice, connections = None, Connections({})
         if place < slices:
             fellows = sorted(ranks[places[place]] for places in homes)
-            made, connections = groups.make_slice(process_set_id, fellows, f"{facts[0][1]}.{place}")
-        levels = Levels(home, place, slices, made, connections)
+            group_of_slice, connections = groups.make_slice(process_set_id, fellows, f"{facts[0][1]}.{place}")
+        levels = Levels(home, place, slices, group_of_slice, connections)
         reached: list[bool] = []
 
         def agree(fact: bool) -> bool:

@@ -61,7 +61,7 @@ class Fence:
         self._lock.acquire()
 
     def publish(self) -> None:
-        """Call before writing a flag: whoever sees the flag also sees everything written before. From any thread."""
+        """Call before writing a flag: a rank that sees the flag sees everything written before. From any thread."""
         if not ORDERED:
             with self._guard:
                 self()

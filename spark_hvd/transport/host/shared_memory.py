@@ -5,8 +5,8 @@ other's buffers instead. A reduction has three parts. Each rank announces that i
 so, it sums its share over all ranks, in rank order, and writes it into every rank's buffer (reduce-scatter and
 all-gather in one, as in Patarasuk and Yuan, 2009, without the ring). Then it announces that it has. For small buffers,
 waiting costs more than moving bytes, so each rank sums all of them for itself, and the third part is not needed. The
-announcements go through pipes, so a peer that dies is noticed at once. The memory has no name and goes with its last
-user.
+announcements go through pipes, so a peer that dies is noticed at once. The memory is anonymous, and is freed with its
+last user.
 """
 
 from __future__ import annotations

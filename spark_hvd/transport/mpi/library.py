@@ -27,7 +27,7 @@ def _start() -> tuple[Any, bool]:
         import mpi4py
 
         if not theirs:
-            # We start and end MPI ourselves: mpi4py's end would block for ever in a world that has failed.
+            # We start and end MPI ourselves: mpi4py's own finalization would block forever in a world that has failed.
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI as module  # noqa: N811
     except (ImportError, RuntimeError) as error:
@@ -67,7 +67,7 @@ before_end: list[Callable[[], bool]] = []
 def finalize() -> None:
     """Stop polling MPI, and end it if we started it, which blocks until every process does the same.
 
-    MPI is not ended if operations were given up: it would wait for them for ever.
+    MPI is not ended if operations were given up: it would wait for them forever.
     """
     if all([end() for end in before_end]) and _ours and not MPI.Is_finalized():
         MPI.Finalize()

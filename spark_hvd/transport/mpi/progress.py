@@ -129,7 +129,7 @@ class Operation:
             for callback in callbacks:
                 try:
                     callback()
-                except Exception:  # a defect in a callback must stop neither this thread nor the next callback
+                except Exception:  # a bug in a callback must stop neither this thread nor the next callback
                     _log.exception("a callback of %s has failed", self.name)
 
 
@@ -216,7 +216,7 @@ class ProgressThread:
         while not self._closed:
             try:
                 last = self._turn(last)
-            except Exception as error:  # a defect of ours must not leave anybody waiting for ever
+            except Exception as error:  # a bug of ours must not leave a thread waiting forever
                 _log.exception("the thread that keeps MPI moving has failed")
                 for operation in list(self._operations.values()):
                     operation.fail(f"the thread that keeps MPI moving has failed: {type(error).__name__}: {error}")

@@ -88,7 +88,7 @@ class MpiWork(dist.Work):
                     return
                 try:
                     self._complete()
-                except Exception as fault:  # only those who wait for the future would hear of it
+                except Exception as fault:  # nobody but those who wait for the future would see it
                     future.set_exception(fault)
                 else:
                     future.set_result(self._outputs)
