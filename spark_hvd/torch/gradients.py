@@ -183,8 +183,8 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = ctx.kind.backward(ctx.call, ctx.saved_tensors if ctx.counts is None else ctx.counts, grads)
-        return None, None, *(grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True))
+        gradients = ctx.kind.backward(ctx.call, ctx.saved_tensors if ctx.counts is None else ctx.counts, grads)
+        return None, None, *(grad.view(shape) for grad, shape in zip(gradients, ctx.shapes, strict=True))
 
 
 def gradients_by(op: ReduceOp | None) -> Reducing:

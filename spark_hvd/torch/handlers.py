@@ -108,7 +108,7 @@ class ModelStateHandler(StateDictHandler):
 
     @property
     def copies(self) -> bool:
-        # A module may keep what it is given of anything else: an extra state, or the sums of a metric.
+        # A module may keep the objects that it loads for anything else: an extra state, or the sums of a metric.
         places = chain(
             self.value.named_parameters(remove_duplicate=False), self.value.named_buffers(remove_duplicate=False)
         )
@@ -154,9 +154,9 @@ class OptimizerStateHandler(StateDictHandler):
         load_optimizer_state(self.value, state)
 
     def misfit(self, skeleton: Any) -> str | None:
-        ours = [len(group["params"]) for group in self.value.param_groups]
-        theirs = [len(group["params"]) for group in skeleton["param_groups"]]
-        return None if ours == theirs else f"its parameter groups have {ours} parameters here, {theirs} there"
+        own = [len(group["params"]) for group in self.value.param_groups]
+        other = [len(group["params"]) for group in skeleton["param_groups"]]
+        return None if own == other else f"its parameter groups have {own} parameters here, {other} there"
 
     def stable(self) -> Collection[Hashable]:
         params = [param for group in self.value.param_groups for param in group["params"]]

@@ -43,10 +43,10 @@ def poll(handle: NamedHandle[Any]) -> bool:
         TypeError: `handle` is not a handle.
         ValueError: In Horovod's dialect, the int is not a handle of this world, or has been waited for.
     """
-    found = _found(handle)
-    if found is None:
+    registered = _found(handle)
+    if registered is None:
         raise ValueError(f"handle {handle!r} does not belong to this world, or was already waited for")
-    return found.poll()
+    return registered.poll()
 
 
 def synchronize(handle: NamedHandle[T]) -> T:
@@ -61,13 +61,13 @@ def synchronize(handle: NamedHandle[T]) -> T:
 
 
 def _wait(handle: Any, timeout: float | None) -> Any:
-    found = _found(handle)
-    if found is None:
+    registered = _found(handle)
+    if registered is None:
         return None
     try:
-        return found.wait(timeout)
+        return registered.wait(timeout)
     finally:
-        if found is not handle and found.done and standing.context is not None:
+        if registered is not handle and registered.done and standing.context is not None:
             standing.context.handles.pop(handle, None)
 
 

@@ -1,4 +1,4 @@
-"""``prepare`` makes a program for one process train on all ranks, by four steps that are easy to forget."""
+"""``prepare`` turns a program for one process into one that trains on all ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) ->
         if not isinstance(each, torch.nn.Module | torch.optim.Optimizer | DataLoader):
             raise TypeError(
                 f"argument {number} of hvd.prepare is a {type(each).__name__}: expected models, optimizers and "
-                "DataLoaders. Leave others out: schedulers of a prepared optimizer need no change"
+                "DataLoaders. Omit others: schedulers of a prepared optimizer need no change"
             )
     loaders = {id(each): _sharded(each, seed) for each in objects if isinstance(each, DataLoader)}
     models = [each for each in objects if isinstance(each, torch.nn.Module)]
@@ -118,9 +118,7 @@ def _sharded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     ):
         why = f"a sampler of its own, {type(sampler).__name__}: it must divide the samples"
     if why is not None:
-        raise ValueError(
-            f"hvd.prepare cannot divide the samples of a DataLoader with {why}. Then do not pass the loader"
-        )
+        raise ValueError(f"hvd.prepare cannot divide the samples of a DataLoader with {why}. Then omit the loader")
     own = _EpochSampler(
         loader.dataset, num_replicas=size(), rank=rank(), shuffle=isinstance(sampler, RandomSampler), seed=seed
     )

@@ -25,13 +25,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     sampler must be part of the state. Until then, every iteration yields the same indices.
 
     All ranks get the same number of indices. If the last round is incomplete, up to n - 1 indices from the beginning of
-    the permutation complete it, or, with `drop_last`, it is left out.
+    the permutation complete it, or, with `drop_last`, it is dropped.
 
     Args:
         dataset: Anything with a length, the same on all ranks.
         shuffle: Whether the order is random or ascending.
         seed: Seed of the order; the same on all ranks.
-        drop_last: Leave out up to n - 1 last indices of an epoch instead of repeating others.
+        drop_last: Drop up to n - 1 indices at the end of an epoch instead of repeating others.
 
     Attributes:
         epoch: The current epoch.

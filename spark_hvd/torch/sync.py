@@ -39,9 +39,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """
     communicator = current().communicator
     require_root(root_rank, communicator.size)
-    given = _named(params)
-    local = shares_local([tensor for _, tensor in given])
-    named = [pair for pair, own in zip(given, local, strict=True) if not own]
+    tensors = _named(params)
+    local = shares_local([tensor for _, tensor in tensors])
+    named = [pair for pair, own in zip(tensors, local, strict=True) if not own]
     description = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in named]
     _require_same(communicator, description, root_rank)
     broadcast_all(communicator, [tensor for _, tensor in named], root_rank)

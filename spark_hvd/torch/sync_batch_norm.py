@@ -182,7 +182,7 @@ class _Normalize(torch.autograd.Function):
         deviations = None
         if _has_kernels(x):
             x = _dense(x)
-            here, invstd = torch.batch_norm_stats(x, 0.0)  # by their convention, 0 if there is no variance
+            here, invstd = torch.batch_norm_stats(x, 0.0)  # these kernels return 0 if there is no variance
             squares = torch.where(invstd == 0, invstd, values / invstd.square())
         else:
             here = x.mean(_dims(x), dtype=wide) if values else x.new_zeros(channels, dtype=wide)

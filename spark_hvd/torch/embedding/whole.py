@@ -90,7 +90,7 @@ def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[t
 def _gathered(states: Mapping[int, Mapping[str, Any]], cuts: Mapping[int, Cut]) -> dict[int, set[str]]:
     """Return the keys of the state to gather, by the numbers of the tables' weights; collective.
 
-    A tensor may have as many entries as this rank has rows by chance. It belongs to rows if it has on all ranks.
+    A tensor may by chance have as many entries as this rank has rows. It belongs to rows if that is so on all ranks.
 
     Raises:
         MismatchError: Ranks have state for different tables.

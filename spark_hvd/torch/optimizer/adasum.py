@@ -20,7 +20,7 @@ from spark_hvd.world import launcher as elastic_launcher
 
 
 class AdasumOptimizer(TakenOver):
-    """Methods that DistributedOptimizer(op=Adasum) adds to the optimizer it is given."""
+    """Methods that DistributedOptimizer(op=Adasum) adds to its optimizer."""
 
     _deltas: _Deltas
 
@@ -34,7 +34,7 @@ class AdasumOptimizer(TakenOver):
             AssertionError: Always.
         """
         raise AssertionError(
-            "skip_synchronize() has no meaning with op=Adasum, which reduces changes of the weights and not gradients. "
+            "skip_synchronize() has no meaning with op=Adasum, which reduces weight changes and not gradients. "
             "Clip gradients right before step()."
         )
 

@@ -39,7 +39,7 @@ from spark_hvd.world import launcher as elastic_launcher
 
 
 class ReducedOptimizer(TakenOver):
-    """Methods that DistributedOptimizer adds to the optimizer it is given."""
+    """Methods that DistributedOptimizer adds to its optimizer."""
 
     _reducer: GradientReducer | None
     _recipe: Recipe

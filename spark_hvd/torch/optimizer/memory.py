@@ -1,7 +1,7 @@
 """Finds out where gradients lie and whether they were changed: a gradient belongs to a bucket if its memory does.
 
-The tensor object in ``param.grad`` says nothing: casting a module gives the same object other memory, and users make
-new objects with the same memory.
+The tensor object in ``param.grad`` does not tell: casting a module gives the same object other memory, and users
+create new objects with the same memory.
 """
 
 from __future__ import annotations

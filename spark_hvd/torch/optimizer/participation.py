@@ -1,4 +1,4 @@
-"""Which ranks take part in a step of a gradient reducer: all ranks learn it from what they exchange in the step anyway.
+"""Which ranks take part in a step of a gradient reducer; they learn it from what they exchange in the step anyway.
 
 After the gradients of the first bucket come a few elements that are summed with them: how many ranks make the step,
 whether one of them trains parameters without a fitting place, whether a rank that has called join() stands in, and how

@@ -1,4 +1,4 @@
-"""Where the gradients of one optimizer have their place: in buckets, among the sparse gradients, or nowhere yet."""
+"""Where each gradient of one optimizer belongs: in a bucket, among the sparse gradients, or nowhere yet."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class GradientPlan:
         if not any(bucket.holds_gradients for bucket in self.buckets):
             return True
         held = [bucket.held_beside(index) for bucket in self.buckets]
-        # If it is alone, nothing tells. An average of equal numbers is the same number, so this does no harm.
+        # If it is alone, this cannot be known. An average of equal numbers is the same number, so it does no harm.
         return not any(map(any, held)) and (any(held) or self._reduction.average)
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:

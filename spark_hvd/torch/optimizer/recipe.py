@@ -98,10 +98,10 @@ class Recipe:
         if self.loss_name is None:
             return loss
         device = queue_of(self.process_set).communicator.fact_device
-        mine = torch.tensor([float(loss)], dtype=torch.float64, device=device)
+        local = torch.tensor([float(loss)], dtype=torch.float64, device=device)
         reducing = Reducing(self.op)  # which treats ranks that have joined as the reducer does
         handle = start_allreduce(
-            [mine], self.loss_name, reducing, self.process_set, single_result, in_place=True, urgent=True
+            [local], self.loss_name, reducing, self.process_set, single_result, in_place=True, urgent=True
         )
         total = handle.wait().item()
         return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total

@@ -47,7 +47,7 @@ class Phase(enum.Enum):
 
 
 class Stepped(Protocol):
-    """Gets told of a reducer's steps."""
+    """Is notified of a reducer's steps."""
 
     def stepped(self) -> None:
         """Handle a completed step of the plan."""

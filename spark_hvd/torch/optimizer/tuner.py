@@ -137,7 +137,7 @@ class Autotuner:
         return statistics.median(self._scores[point])
 
     def _search(self) -> Iterator[Point]:
-        """Yield what to try next, without end; a point's score is known before the next is asked for."""
+        """Yield what to try next, without end; a point's score is known before the next one is requested."""
         distance = max(map(len, self._candidates.values())) // 4 or 1
         while distance:
             began = best = self._best()

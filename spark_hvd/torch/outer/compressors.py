@@ -1,7 +1,7 @@
 """The mean of a flat tensor over the ranks, and compressors whose results cannot be summed in transit.
 
-With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps what its compression
-has lost and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+With such a compressor, each rank gathers what all ranks have sent, and decodes it. A rank keeps its compression error
+and adds it to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
 (Interspeech 2014).
 """
 
@@ -45,7 +45,7 @@ class RowCompressor(Protocol):
         """Return a number of values that divides the length of each piece, except of a tensor's last one."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of some values, which are replaced with what the bytes have lost of them.
+        """Encode some values, and replace them with their compression errors.
 
         Args:
             values: One-dimensional, float32 or float64, at least one.
@@ -227,7 +227,7 @@ class Averaging:
     """The mean of one flat tensor over the ranks.
 
     Attributes:
-        lost: What compression has lost of `values`; None if nobody needs to keep it.
+        lost: The compression error of `values`; None if nobody needs to keep it.
     """
 
     lost: torch.Tensor | None = None

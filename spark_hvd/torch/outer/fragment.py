@@ -55,7 +55,7 @@ class Fragment:
         params: The parameters.
         anchors: Their values after the last exchange, equal on all ranks; at least float32.
         flats: The memory of the anchors.
-        lost: What compression has lost so far; the next exchange includes it.
+        lost: The compression error so far; the next exchange includes it.
         wait: Number of local steps after which an exchange begins.
         first_wait: The value of `wait` in the first round and after the ranks have synchronized.
         steps: This rank's local steps since the last exchange that was applied.
@@ -82,11 +82,11 @@ class Fragment:
 
     @property
     def owes(self) -> bool:
-        """Whether this rank has something to send: steps, or what compression has lost of earlier ones."""
+        """Whether this rank has something to send: steps, or the compression error of earlier ones."""
         return self.steps > 0 or any(bool(lost.any()) for lost in self.lost)
 
     def begin(self, scale: float = 1.0, *, whole: bool = False) -> None:
-        """Send the change of the parameters and what was lost before, both times `scale`; `whole`: lose nothing now."""
+        """Send the change of the parameters plus the compression error, times `scale`; `whole`: do not compress."""
         process_set, compression = self._settings.process_set, self._settings.compression
         if whole and isinstance(compression, RowCompressor):
             compression = Compression.none
@@ -121,7 +121,7 @@ class Fragment:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         exchange.wait()
-        # What was lost before has been sent, so its memory is free.
+        # The earlier error has been sent, so its memory is free.
         means = [each.mean(lost) for each, lost in zip(exchange.deltas, self.lost, strict=True)]
         buffers = [each.mean(start) for each, start in zip(exchange.buffers, exchange.buffer_start, strict=True)]
         self.lost = [

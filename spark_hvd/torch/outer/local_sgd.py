@@ -31,7 +31,7 @@ _live: weakref.WeakSet[OuterLoop] = weakref.WeakSet()
 
 
 class OuterOptimizer(TakenOver):
-    """Methods that LocalSGD and DiLoCo add to the optimizer they are given."""
+    """Methods that LocalSGD and DiLoCo add to their optimizer."""
 
     __module__ = "spark_hvd.torch"
 
@@ -42,7 +42,7 @@ class OuterOptimizer(TakenOver):
     def local_steps(self) -> int:
         """This rank's steps since the last exchange of each parameter; 0 if all ranks have the same parameters.
 
-        With fragments it is that of the fragment whose last exchange is the longest ago.
+        With fragments, it is that of the least recently exchanged one.
         """
         return self._loop.steps
 
@@ -59,7 +59,7 @@ class OuterOptimizer(TakenOver):
     def synchronize(self) -> None:
         """Make the parameters equal on all ranks. Collective: call it before parameters are evaluated or saved.
 
-        It finishes an exchange in flight, then exchanges what ranks have trained since and what compression has lost;
+        It finishes an exchange in flight, then exchanges what ranks have trained since, and compression errors;
         int8, int4 and top-k are not used for that. It does nothing if all are equal and nothing is left to send. Ranks
         may have made different numbers of steps in their last round; each counts the same. If some made more rounds
         than others, all ranks must have called hvd.join(): those with fewer rounds take over the parameters and buffers
@@ -90,7 +90,7 @@ class OuterOptimizer(TakenOver):
         """See torch.optim.Optimizer.state_dict.
 
         It also has the state of the exchanges, under ``"outer"``: the parameters of the last one, the outer optimizer,
-        and what compression has lost. If you call :meth:`synchronize` before, one rank's state serves all.
+        and compression errors. If you call :meth:`synchronize` first, one rank's state serves all.
         """
         return {**super().state_dict(), _KEY: self._loop.state_dict()}
 
@@ -139,13 +139,13 @@ def LocalSGD(
             `Int8Compressor`, an `Int4Compressor` or a `TopKCompressor`.
         overlap: Steps that each rank continues alone while an exchange is in flight. Their changes go into the next
             exchange. 0: wait for the exchange.
-        alpha: With `overlap`, what a rank goes on from when an exchange ends: this share of its own parameters, from 0
-            to below 1, and 1 - alpha of the common ones. None: from the common parameters plus all that the rank has
+        alpha: With `overlap`, the parameters from which a rank continues when an exchange ends: this share of its own
+            ones, from 0 to below 1, and 1 - alpha of the common ones. None: the common ones plus all that the rank has
             changed since the exchange began.
-        fragments: Into how many parts of about equal size, each of whole parameters, the parameters are divided; fewer
-            are made if one parameter is larger than such a part. Or a list of the parameters of each; parameters in no
-            list form another, and parameters of the model that the optimizer does not have are ignored. Each is
-            exchanged every `sync_every` steps, one after the other in equal intervals. 1: all at once. At most
+        fragments: Number of parts of about equal size, each of whole parameters, into which to divide the parameters;
+            there are fewer if one parameter is larger than such a part. Or a list of the parameters of each;
+            parameters in no list form another, and parameters that the optimizer does not have are ignored. Each part
+            is exchanged every `sync_every` steps, one after the other at equal intervals. 1: all at once. At most
             `sync_every`.
         average_buffers: Also average the floating-point buffers of a module, such as those of batch norm.
         process_set: The ranks to average over; on other ranks the optimizer stays local. Elastic ranks outside their

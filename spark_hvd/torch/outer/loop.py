@@ -66,7 +66,7 @@ class OuterLoop:
 
     @property
     def steps(self) -> int:
-        """This rank's local steps since the last exchange of the fragment that was exchanged the longest time ago."""
+        """This rank's local steps since the last exchange of the least recently exchanged fragment."""
         return max(fragment.steps for fragment in self._fragments)
 
     @property
@@ -255,7 +255,7 @@ class OuterLoop:
         self.count, self._begun = state["rounds"], state["begun"]
 
     def _schedule(self, state: dict[str, Any]) -> tuple[list[list[int]], list[int], list[int]]:
-        """Return a state's fragments, and the steps and wait of each. There was one, when states did not say so."""
+        """Return a state's fragments, and the steps and wait of each. Older states do not name their only one."""
         every, whole = self._settings.sync_every, [list(range(len(self._params)))]
         steps = [state["steps"]] if isinstance(state["steps"], int) else state["steps"]
         return state.get("fragments", whole), steps, state.get("waits", [every])
