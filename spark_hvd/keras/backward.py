@@ -75,9 +75,9 @@ class FollowedBackward:
         if reducer.launched:
             sent = [name for names in reducer.buckets[: reducer.launched] for name in names]
             raise RuntimeError(
-                f"a step was interrupted in backward when the gradients of {len(sent)} of {len(self._names)} variables "
-                f"had been sent, first {sent[0]!r}: other ranks use them in a step that this rank has not made. Let "
-                "the exception that interrupted it end the program, and start again from a checkpoint"
+                f"a step was interrupted in backward after the gradients of {len(sent)} of {len(self._names)} "
+                f"variables had been sent, first {sent[0]!r}: other ranks use them in a step that this rank has not "
+                "made. Let the exception that interrupted it end the program, and start again from a checkpoint"
             )
         self._handed.drop()
         self._taken.clear()
@@ -117,13 +117,13 @@ class FollowedBackward:
 
 
 def _take(followed: weakref.ref[FollowedBackward], place: int, variable: torch.Tensor) -> None:
-    if (alive := followed()) is not None:
-        alive.take(place, variable)
+    if (owner := followed()) is not None:
+        owner.take(place, variable)
 
 
 def _look(followed: weakref.ref[FollowedBackward]) -> None:
-    if (alive := followed()) is not None:
-        alive.look()
+    if (owner := followed()) is not None:
+        owner.look()
 
 
 def _none() -> None:

@@ -31,7 +31,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     def __init__(self, fused: bool = False, **options: Any) -> None:
         if fused:
-            raise ValueError("fused=True: a fused operation cannot include the statistics of other ranks; leave it out")
+            raise ValueError("fused=True: a fused operation cannot include the statistics of other ranks; omit it")
         super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:

@@ -61,8 +61,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self.steps_per_epoch = (self.params or {}).get("steps")
         if self.steps_per_epoch is None and not self.staircase:
             raise ValueError(
-                f"{type(self).__name__} changes the learning rate with each batch, but fit does not know how many an "
-                "epoch has: pass steps_per_epoch=."
+                f"{type(self).__name__} changes the learning rate with each batch, but fit does not know how many "
+                "there are in an epoch: pass steps_per_epoch=."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -120,8 +120,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            done = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
-            return 1 / size() + done * (1 - 1 / size())
+            progress = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
+            return 1 / size() + progress * (1 - 1 / size())
 
         super().__init__(
             initial_lr,
@@ -168,7 +168,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             raise ValueError(OUTSIDE)
         # The optimizer from compile(), or those of a custom train_step.
         if model.jit_compile and any(isinstance(each, DistributedKerasOptimizer) for each in vars(model).values()):
-            _log.warning("jit_compile of model %r is switched off: what ranks exchange cannot be compiled", model.name)
+            _log.warning("jit_compile of model %r is switched off: XLA cannot compile the exchange", model.name)
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -243,7 +243,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def on_train_begin(self, logs: Any = None) -> None:
         """See keras.callbacks.Callback."""
         if not self._placed:
-            raise ValueError("BestModelCheckpoint was made without filepath=, so it cannot save. Pass filepath=.")
+            raise ValueError("BestModelCheckpoint has no filepath=, so it cannot save. Pass filepath=.")
         super().on_train_begin(logs)
 
 
@@ -262,9 +262,9 @@ class ProgressCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See keras.callbacks.Callback."""
-        asked = self.params or {}
+        params = self.params or {}
         self._progress = progress(
-            total=asked.get("steps"), epoch=epoch, epochs=asked.get("epochs"), batch_size=self.batch_size
+            total=params.get("steps"), epoch=epoch, epochs=params.get("epochs"), batch_size=self.batch_size
         )
         self._fetch()
 

@@ -92,7 +92,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] 
     """Keeps in `state.batch` how many batches of the epoch are done, 0 between epochs.
 
     After a restore, `fit` starts with the rest of the epoch, provided that its data start with batch `state.batch`; the
-    callback counts on from there.
+    callback continues the count from there.
 
     Args:
         state: The state of the elastic function, made with `batch=0`.

@@ -53,16 +53,16 @@ class GradientExchange:
         ``reducer`` comes from :meth:`open`.
         """
         shared = [place for place, variable in enumerate(variables) if self._is_shared(variable)]
-        found = list(gradients)
+        results = list(gradients)
         reduced = reducer.reduce([gradients[place] for place in shared], [variables[place] for place in shared])
         for place, gradient in zip(shared, reduced, strict=True):
-            found[place] = gradient if gradient is None or self.factor == 1.0 else gradient * self.factor
+            results[place] = gradient if gradient is None or self.factor == 1.0 else gradient * self.factor
         if self.scale_local_gradients and self.op is ReduceOp.AVERAGE and self.local:
             size = self.process_set.size()
             for place, variable in enumerate(variables):
-                if id(variable) in self.local and found[place] is not None:
-                    found[place] = found[place] / size
-        return found
+                if id(variable) in self.local and results[place] is not None:
+                    results[place] = results[place] / size
+        return results
 
     def _is_shared(self, variable: Any) -> bool:
         return id(variable) not in self.local and not overwritten(variable)

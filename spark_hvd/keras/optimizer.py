@@ -16,7 +16,7 @@ from spark_hvd.transport.communicator import ReduceOp
 
 
 class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc] # Any
-    """Methods that DistributedOptimizer adds to the optimizer it is given."""
+    """Methods that DistributedOptimizer adds to its optimizer."""
 
     _exchange: GradientExchange
 
@@ -35,7 +35,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
     def weigh(self, weight: float) -> None:
         """Multiply the coming losses by a weight; on all ranks, from before the first step on, 1.0 by default.
 
-        A rank whose batch has fewer rows than others' must have less weight: its rows, times the number of ranks,
+        A rank whose batch has fewer rows than others' needs a smaller weight: its rows, times the number of ranks,
         divided by the rows of all. Then the step equals that of the whole batch.
         """
         if self._exchange.weight is None:
@@ -190,11 +190,11 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         local_layers: A built Keras layer, or several.
         **options: Further arguments of DistributedOptimizer.
     """
-    made = DistributedOptimizer(optimizer, *args, **options)
+    distributed = DistributedOptimizer(optimizer, *args, **options)
     layers = [local_layers] if hasattr(local_layers, "trainable_weights") else list(local_layers or [])
     for variable in (variable for layer in layers for variable in layer.trainable_weights):
-        made.register_local_var(variable)
-    return made
+        distributed.register_local_var(variable)
+    return distributed
 
 
 def load_model(

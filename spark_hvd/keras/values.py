@@ -59,6 +59,6 @@ def reducescatter(
 
 
 def _through(value: Any, collective: Callable[[torch.Tensor], torch.Tensor]) -> Array:
-    mine = torch.from_numpy(np.array(keras.ops.convert_to_numpy(value)))  # a copy, because it may be the user's memory
-    result: Array = collective(mine).numpy()
+    tensor = torch.from_numpy(np.array(keras.ops.convert_to_numpy(value)))  # a copy: it may be the user's memory
+    result: Array = collective(tensor).numpy()
     return result

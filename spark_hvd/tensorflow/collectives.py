@@ -110,8 +110,8 @@ def grouped_allreduce(
     results: list[Any] = list(tensors)
     dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
-        given = [tf.convert_to_tensor(tensors[place]) for place in dense]
-        for place, result in zip(dense, _reduced(given, call), strict=True):
+        converted = [tf.convert_to_tensor(tensors[place]) for place in dense]
+        for place, result in zip(dense, _reduced(converted, call), strict=True):
             results[place] = result
     sparse = [place for place in range(len(results)) if place not in dense]
     for place, result in zip(sparse, _gathered([tensors[place] for place in sparse], call), strict=True):
@@ -124,13 +124,13 @@ def _reduced(tensors: Sequence[Any], call: Call) -> list[Any]:
         return apply(Allreduce, tensors, call, kept=() if reduced_alike(call) else [each.dtype for each in tensors])
     shapes = [each.shape for each in tensors]
     joined = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
-    (found,) = apply(_allreduce_of(shapes), [joined], call)
-    parts = tf.split(found, [shape.num_elements() for shape in shapes])
+    (reduced,) = apply(_allreduce_of(shapes), [joined], call)
+    parts = tf.split(reduced, [shape.num_elements() for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _joinable(tensors: Sequence[Any], call: Call) -> bool:
-    """Return whether to pass tensors on as one: a py_function costs 20 us or more for each, and a copy less."""
+    """Return whether to pass tensors on as one: a py_function costs 20 us or more per tensor, and a copy less."""
     return (
         not tf.executing_eagerly()
         and len(tensors) > 1
@@ -142,7 +142,7 @@ def _joinable(tensors: Sequence[Any], call: Call) -> bool:
 
 
 def _allreduce_of(shapes: Sequence[Any]) -> type[Derivable]:
-    """Return the all-reduce of several tensors that arrive as one; other ranks see the several."""
+    """Return the all-reduce of several tensors that arrive as one; other ranks see several."""
 
     def several(joined: torch.Tensor, reduced: Callable[[list[torch.Tensor]], Tensors]) -> Tensors:
         parts = torch.split(joined, [shape.num_elements() for shape in shapes])
@@ -165,14 +165,14 @@ def _gathered(slices: Sequence[Any], call: Call) -> list[Any]:
     """Gather the rows of all ranks, without merging equal ones."""
     reducing = call.reducing
     name = None if call.name is None else f"{call.name}.slices"
-    found = grouped_allgather([part for each in slices for part in (each.values, each.indices)], name, call.process_set)
+    rows = grouped_allgather([part for each in slices for part in (each.values, each.indices)], name, call.process_set)
     results = []
-    for values, indices, mine in zip(found[::2], found[1::2], slices, strict=True):
+    for values, indices, own in zip(rows[::2], rows[1::2], slices, strict=True):
         if (factor := reducing.prescale * reducing.postscale) != 1.0:
             values = values * tf.cast(factor, values.dtype)
         if reducing.op is ReduceOp.AVERAGE:
             values = values / tf.cast(size_op(call.process_set), values.dtype)
-        results.append(tf.IndexedSlices(values, indices, mine.dense_shape))
+        results.append(tf.IndexedSlices(values, indices, own.dense_shape))
     return results
 
 
@@ -209,8 +209,8 @@ def grouped_allgather(
 ) -> list[Any]:
     """Apply :func:`allgather` to several tensors, as one unit."""
     call = Call(name_of("allgather", name), process_set, gradients_by(grad_op))
-    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    return apply(Allgather, given, call, kept=[tf.int64], rows=True) if given else []
+    converted = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return apply(Allgather, converted, call, kept=[tf.int64], rows=True) if converted else []
 
 
 @unconverted
@@ -258,8 +258,8 @@ def alltoall(
         NotInitializedError, ValueError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
     """
     call = Call(name_of("alltoall", name), process_set)
-    rows, each = tf.convert_to_tensor(tensor), None if splits is None else tf.convert_to_tensor(splits)
-    results = apply(Alltoall, [rows], call, kept=[tf.int32], more=[tf.int32], splits=each, rows=True)
+    rows, counts = tf.convert_to_tensor(tensor), None if splits is None else tf.convert_to_tensor(splits)
+    results = apply(Alltoall, [rows], call, kept=[tf.int32], more=[tf.int32], splits=counts, rows=True)
     return results[0] if splits is None else tuple(results)
 
 
@@ -298,9 +298,9 @@ def grouped_reducescatter(
     call = Call(
         name_of("reducescatter", name), process_set, Reducing(op, prescale_factor, postscale_factor), compression
     )
-    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    kept = () if reduced_alike(call) else [each.dtype for each in given]
-    return apply(ReduceScatter, given, call, kept=kept, rows=True) if given else []
+    converted = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    kept = () if reduced_alike(call) else [each.dtype for each in converted]
+    return apply(ReduceScatter, converted, call, kept=kept, rows=True) if converted else []
 
 
 def name_of(collective: str, name: str | None) -> str | None:

@@ -76,7 +76,7 @@ class TensorFlowState(TorchState):
 
     def __init__(self, variables: Iterable[Any], session: Any = None, **kwargs: Any) -> None:
         if session is not None:
-            raise ValueError(f"session={session!r}: a state needs variables outside sessions; leave session out")
+            raise ValueError(f"session={session!r}: a state needs variables outside sessions; omit session")
         super().__init__(variables=_OwnedVariables(owned(variables)), **kwargs)
 
 

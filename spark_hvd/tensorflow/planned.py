@@ -22,21 +22,21 @@ def reduced(
     of ``handed`` to which they belong. Gradients ``for_the_step`` are used before the next ones arrive, and need no
     memory of their own.
     """
-    there = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    given = [tf.convert_to_tensor(gradients[place]) for place in there]
-    taken = [places[place] for place in there]
+    present = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    converted = [tf.convert_to_tensor(gradients[place]) for place in present]
+    parameters = [places[place] for place in present]
 
     def exchanged(*values: torch.Tensor) -> list[torch.Tensor]:
         if handed.ready() is None:  # the graph moves between worlds
             return list(values)
-        found = [each for each in handed.reduce(taken, values) if each is not None]
+        found = [each for each in handed.reduce(parameters, values) if each is not None]
         results = found if for_the_step else [each.clone() for each in found]
         handed.forget()
         return results
 
     found: list[Any] = [None] * len(gradients)
-    results = through(exchanged, given, [each.dtype for each in given])
-    for place, before, after in zip(there, given, results, strict=True):
+    results = through(exchanged, converted, [each.dtype for each in converted])
+    for place, before, after in zip(present, converted, results, strict=True):
         after.set_shape(before.shape)
         found[place] = after
     return found

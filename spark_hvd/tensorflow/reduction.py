@@ -45,26 +45,26 @@ class GradientReduction:
         Gradients of variables are reduced in buckets, like a step's. Sparse ones and those of other tensors are reduced
         by name, and so are all of them in a plain graph, whose operations have no order that ranks could share.
         """
-        found = list(gradients)
+        results = list(gradients)
         if self.process_set.included() is False:
-            return found
+            return results
         shared = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and id(variable) not in self.local
         ]
         for place in shared:
-            found[place] = tf.convert_to_tensor(found[place]) if self.sparse_as_dense else found[place]
+            results[place] = tf.convert_to_tensor(results[place]) if self.sparse_as_dense else results[place]
         planned: list[int] = []
         if self.op in (ReduceOp.AVERAGE, ReduceOp.SUM) and (tf.executing_eagerly() or tf.inside_function()):
-            planned = [place for place in shared if fits(found[place], variable_of(variables[place]))]
+            planned = [place for place in shared if fits(results[place], variable_of(variables[place]))]
         if planned:
-            given = self._in_buckets([found[place] for place in planned], [variables[place] for place in planned])
-            for place, gradient in zip(planned, given, strict=True):
-                found[place] = gradient
+            averaged = self._in_buckets([results[place] for place in planned], [variables[place] for place in planned])
+            for place, gradient in zip(planned, averaged, strict=True):
+                results[place] = gradient
         named = [place for place in shared if place not in planned]
         by_name = grouped_allreduce(
-            [found[place] for place in named],
+            [results[place] for place in named],
             op=self.op,
             compression=self.compression,
             process_set=self.process_set,
@@ -72,13 +72,13 @@ class GradientReduction:
             postscale_factor=self.predivide_factor,
         )
         for place, gradient in zip(named, by_name, strict=True):
-            found[place] = gradient
+            results[place] = gradient
         if self.scale_local and self.local and self.op is ReduceOp.AVERAGE:
             size = size_op(self.process_set)
             for place, variable in enumerate(variables):
-                if id(variable) in self.local and found[place] is not None:
-                    found[place] /= tf.cast(size, found[place].dtype)
-        return found
+                if id(variable) in self.local and results[place] is not None:
+                    results[place] /= tf.cast(size, results[place].dtype)
+        return results
 
     def _in_buckets(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         recipe = Recipe(

@@ -14,7 +14,7 @@ from spark_hvd.tensorflow.tensors import unconverted
 
 
 def size_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
-    """Return the number of ranks in a process set, which may be given by its number; int32."""
+    """Return the number of ranks in a process set, which may be passed as its number; int32."""
     return _asked(lambda: _set_of(process_set_id).size(), name)
 
 
@@ -34,7 +34,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def process_set_included_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
-    """Return whether this rank is in a process set, which may be given by its number: 1 or 0, int32."""
+    """Return whether this rank is in a process set, which may be passed as its number: 1 or 0, int32."""
     return _asked(lambda: int(bool(_set_of(process_set_id).included())), name)
 
 

@@ -40,13 +40,13 @@ def broadcast_variables(
         MismatchError: A variable's dtype or shape differs between ranks. Raised on every rank; nothing has changed.
         CollectiveError: A peer or the network failed.
     """
-    given = owned(variables)
-    if not given:
+    own = owned(variables)
+    if not own:
         return None
     call = Call(name_of("broadcast_variables", None), process_set, root_rank=root_rank)
-    values = apply(Broadcast, [tf.convert_to_tensor(variable) for variable in given], call)
-    done = [variable.assign(value) for variable, value in zip(given, values, strict=True)]
-    return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
+    values = apply(Broadcast, [tf.convert_to_tensor(variable) for variable in own], call)
+    assignments = [variable.assign(value) for variable, value in zip(own, values, strict=True)]
+    return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*assignments)
 
 
 def broadcast_(
@@ -60,12 +60,12 @@ def broadcast_(
         name: Accepted for Horovod's sake; has no effect.
         process_set: The ranks that take part.
     """
-    given = list(variables)
-    done = broadcast_variables(given, root_rank, process_set)
-    if done is None:
-        return given
-    with tf.control_dependencies([done]):
-        return [tf.identity(variable) for variable in owned(given)]
+    listed = list(variables)
+    operation = broadcast_variables(listed, root_rank, process_set)
+    if operation is None:
+        return listed
+    with tf.control_dependencies([operation]):
+        return [tf.identity(variable) for variable in owned(listed)]
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -20,6 +20,6 @@ def prepare_threads() -> None:
     if str(running) == "1":
         _log.warning(
             "TensorFlow has one thread to run operations, which a collective holds while it waits: nothing else "
-            "runs meanwhile, and collectives of several threads can wait for each other for ever. Use two: "
+            "runs meanwhile, and collectives of several threads can wait for each other forever. Use two: "
             "tf.config.threading.set_inter_op_parallelism_threads(2), or TF_NUM_INTEROP_THREADS=2"
         )
