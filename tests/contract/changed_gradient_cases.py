@@ -103,7 +103,7 @@ def _moved(model: nn.Module) -> None:
 
 
 def _hooked(model: nn.Module) -> None:
-    """Hooks of the program, which run after those of an optimizer that was made before."""
+    """Hooks of the program that run after those of an optimizer created earlier."""
 
     def double(param: torch.Tensor) -> None:
         assert param.grad is not None
@@ -145,7 +145,7 @@ def changed_in_many_small_buckets(rank: int, size: int) -> None:
 
 
 def stepped_within_backward(rank: int, size: int) -> None:
-    """An optimizer for each parameter, which a hook of the program steps as soon as there is a gradient."""
+    """One optimizer per parameter; a hook of the program steps it as soon as there is a gradient."""
     model, oracle = _net(), _net()
     optimizers = {param: DistributedOptimizer(torch.optim.SGD([param], lr=0.1)) for param in model.parameters()}
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
@@ -165,7 +165,7 @@ def stepped_within_backward(rank: int, size: int) -> None:
 
 
 def gradients_that_somebody_else_holds(rank: int, size: int) -> None:
-    """A parameter of no optimizer, or a list, holds a reduced gradient, while its parameter goes on with others."""
+    """Another parameter, or a list, holds a reduced gradient while its own parameter continues with others."""
     for to_none, cap_mb, shared_memory in itertools.product((True, False), (25.0, 1e-5), (True, False)):
         model, oracle = _net(), _net()
         optimizer = DistributedOptimizer(
@@ -288,7 +288,7 @@ def cast_to_different_dtypes_is_an_error_on_all(rank: int, size: int) -> None:
 
 
 def copies(rank: int, size: int) -> None:
-    """A copy is plain, and says so rather than step alone; made a distributed one, it trains as the original does."""
+    """A copy is plain, and raises rather than step alone; once made distributed, it trains like the original."""
     makers = [
         lambda each, net: DistributedOptimizer(each, net.named_parameters()),
         lambda each, net: DistributedOptimizer(each, net.named_parameters(), op=ReduceOp.ADASUM),
@@ -298,7 +298,7 @@ def copies(rank: int, size: int) -> None:
         model = net()
         optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
         for step in range(2 * STEPS):
-            if step == STEPS:  # after a whole round of LocalSGD
+            if step == STEPS:  # after a full round of LocalSGD
                 copied, again = copy.deepcopy(copy.deepcopy((model, optimizer)))
                 pickled, loaded = pickle.loads(pickle.dumps((model, optimizer)))
                 for other, there in ((again, copied), (loaded, pickled)):

@@ -1,4 +1,4 @@
-"""Uneven numbers of steps: ranks that have joined stand in for themselves, the others train as without them."""
+"""Uneven numbers of steps: ranks that have joined contribute nothing, and the others train as if alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract.optimizer_cases import assert_matches, assert_same_bits, bat
 
 
 class Training:
-    """A model on all ranks, and one in one process that has all ranks' batches."""
+    """A model on all ranks, and one in a single process that has all ranks' batches."""
 
     def __init__(self, passes: int = 1, **options: Any) -> None:
         self.model, self.oracle = net(), net()
@@ -28,7 +28,7 @@ class Training:
         self.plain = sgd(self.oracle.parameters())
 
     def uneven(self, shares: Sequence[int], rank: int, *, tolerance: float = 1e-6, **how: Any) -> None:
-        """Make my share of steps, join, go on from where the last rank is, and compare."""
+        """Make this rank's share of steps, join, continue from the last rank's state, and compare."""
         divisor, total = how.get("divisor"), how.get("total", False)
         for step in range(shares[rank]):
             self.optimizer.zero_grad()
@@ -51,7 +51,7 @@ class Training:
 
 
 def steps_are_uneven(rank: int, size: int) -> None:
-    """Whoever joins first, on whatever way gradients are reduced; several rounds on the same optimizer."""
+    """Any rank may join first, however gradients are reduced; several rounds use the same optimizer."""
     ways: list[dict[str, Any]] = [{}, {"shared_memory": False}, {"bucket_cap_mb": 200 / 2**20}, {"groups": 2}]
     for options in ways:
         training = Training(**options)
@@ -60,7 +60,7 @@ def steps_are_uneven(rank: int, size: int) -> None:
 
 
 def some_have_no_data_at_all(rank: int, size: int) -> None:
-    """The plan is made without them, also without rank 0, whose order of readiness it would have."""
+    """The plan is made without these ranks, even without rank 0, whose order of readiness it would follow."""
     for idle in range(size):
         training = Training()
         training.uneven([0 if other == idle else 2 for other in range(size)], rank)
@@ -70,24 +70,24 @@ def some_have_no_data_at_all(rank: int, size: int) -> None:
 
 
 def random_shares(rank: int, size: int) -> None:
-    """Nobody knows in what order ranks end."""
+    """The order in which ranks end is unknown."""
     training, shares = Training(), random.Random(7)
     for _ in range(12):
         training.uneven([shares.randrange(5) for _ in range(size)], rank, tolerance=1e-5)
 
 
 def several_passes(rank: int, size: int) -> None:
-    """What a rank has accumulated for a step that it does not make is dropped."""
+    """Gradients that a rank has accumulated for a step that it does not make are dropped."""
     training = Training(passes=3)
     for _ in range(2):
         training.uneven([1 + 2 * other for other in range(size)], rank)
-        loss_of(training.model, batch(rank, 0)).backward()  # one of three
+        loss_of(training.model, batch(rank, 0)).backward()  # one of three passes
         hvd.join()
         training.model.zero_grad()
 
 
 def ways_to_count(rank: int, size: int) -> None:
-    """Sum gets nothing from the joined; Average divides by them if they say so, before the sum or after."""
+    """Sum gets nothing from joined ranks; Average counts them if asked to, before the sum or after."""
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"op": hvd.Sum}, {"total": True}),
         ({}, {"divisor": size}),
@@ -126,7 +126,7 @@ def losses_of_closures(rank: int, size: int) -> None:
 
 
 def two_optimizers(rank: int, size: int) -> None:
-    """In an order of the others' own, and one that nobody uses."""
+    """The other ranks step them in another order, and one optimizer is not used."""
     models, oracles = [net(), net(), net()], [net(), net(), net()]
     optimizers = [DistributedOptimizer(sgd(model.parameters())) for model in models]
     plains = [sgd(oracle.parameters()) for oracle in oracles]
@@ -149,7 +149,7 @@ def two_optimizers(rank: int, size: int) -> None:
 
 
 def unused_parameters(rank: int, size: int) -> None:
-    """Steps that end in step() and not with backward; the joined rank has seen less of the model than the others."""
+    """Steps that reduce in step() and not in backward; the joined rank has seen less of the model than the others."""
     for first in (0, 2):
         model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
         oracle = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
@@ -173,7 +173,7 @@ def unused_parameters(rank: int, size: int) -> None:
 
 
 def sparse_gradients(rank: int, size: int) -> None:
-    """Gathered, alone or beside dense ones, and written out into buckets."""
+    """Sparse gradients are gathered, alone or next to dense ones, or written into buckets."""
     for dense, as_dense in ((True, False), (False, False), (True, True)):
         torch.manual_seed(1)
         model, oracle = words(dense), words(dense)
@@ -204,7 +204,7 @@ def tokens(rank: int, step: int) -> torch.Tensor:
 
 
 def layers_unfrozen_by_those_who_go_on(rank: int, size: int) -> None:
-    """A joined rank has not seen it."""
+    """The joined rank has not seen the layer."""
     model, oracle = net(), net()
     for frozen in (model[0], oracle[0]):
         frozen.requires_grad_(False)
@@ -234,7 +234,7 @@ def layers_unfrozen_by_those_who_go_on(rank: int, size: int) -> None:
 
 
 def named_collectives_between_steps(rank: int, size: int) -> None:
-    """Losses are averaged over those who have one."""
+    """Losses are averaged over the ranks that have one."""
     model = net()
     optimizer = DistributedOptimizer(sgd(model.parameters()))
     for step in range(1 + 2 * rank):
@@ -248,7 +248,7 @@ def named_collectives_between_steps(rank: int, size: int) -> None:
 
 
 def an_optimizer_that_one_rank_has_dropped(rank: int, size: int) -> None:
-    """Nobody waits for its steps, whether it went before the others joined or while they had."""
+    """No rank waits for its steps, whether it was dropped before the others joined or afterwards."""
     training = Training()
     for late in (False, True):
         dropped: Any = DistributedOptimizer(sgd(net().parameters()))
@@ -268,7 +268,7 @@ def an_optimizer_that_one_rank_has_dropped(rank: int, size: int) -> None:
 
 
 def what_needs_every_rank(rank: int, size: int) -> None:
-    """A joined rank cannot take in parameters."""
+    """A joined rank cannot add parameters."""
     training = Training()
     training.uneven([1] * size, rank)
     if rank > 0:
@@ -280,7 +280,7 @@ def what_needs_every_rank(rank: int, size: int) -> None:
 
 
 def join_after_a_backward_that_failed(rank: int, size: int) -> None:
-    """Buckets may be under way then, with gradients in them."""
+    """Buckets with gradients may be in flight then."""
     training = Training(bucket_cap_mb=200 / 2**20)
     training.uneven([1] * size, rank)
     rows = batch(rank, 0)
@@ -300,7 +300,7 @@ def join_after_a_backward_that_failed(rank: int, size: int) -> None:
 
 
 def a_rank_dies_while_others_have_joined(rank: int, size: int) -> None:
-    """They are told, and who it was."""
+    """The other ranks raise an error that names the dead rank."""
     training = Training()
     training.uneven([1] * size, rank)
     if rank == size - 1:
@@ -311,7 +311,7 @@ def a_rank_dies_while_others_have_joined(rank: int, size: int) -> None:
 
 
 def nothing_more_is_sent(rank: int, size: int) -> None:
-    """A step has one all-reduce a bucket, whether somebody has joined or not."""
+    """A step has one all-reduce per bucket, whether a rank has joined or not."""
     training = Training(shared_memory=False, bucket_cap_mb=200 / 2**20)
     training.uneven([1] * size, rank)
     optimizer, model = training.optimizer, training.model

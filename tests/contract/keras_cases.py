@@ -1,4 +1,4 @@
-"""What ranks do with Keras on the torch backend, and compare; Keras is imported in the ranks only."""
+"""What ranks run with Keras on the torch backend, and compare; Keras is imported in the ranks only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Case = Callable[[int, int], None]
 
 
 def on_tensorflow(rank: int, size: int) -> None:
-    """The first case of ranks that are to be on TensorFlow."""
+    """The first case, for ranks that should use TensorFlow."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     import tensorflow as tf
@@ -40,7 +40,7 @@ def _data(rows: int = ROWS) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 def _model(keras: Any, seed: int) -> Any:
-    random.seed(seed)  # where Keras gets its seeds; its own function would import TensorFlow on torch, too
+    random.seed(seed)  # Keras takes its seeds from here; its own function would import TensorFlow even on torch
     return keras.Sequential(
         [keras.layers.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
     )
@@ -66,7 +66,7 @@ def _optimizers(keras: Any) -> dict[str, Any]:
 
 
 def _mine(rank: int, size: int, each: int) -> list[int]:
-    """Rows of this rank, so that the ranks' batches joined are the batches of one that reads in order."""
+    """This rank's rows, chosen so that all ranks' batches together are those of one process that reads in order."""
     return [row for row in range(ROWS) if row // each % size == rank]
 
 
@@ -101,7 +101,7 @@ def gradients_are_reduced_on_update_steps_only(rank: int, size: int) -> None:
 
 
 def sums_of_batches_are_those_of_horovod(rank: int, size: int) -> None:
-    """backward_passes_per_step sums batches unless they are to be averaged, op=Sum sums ranks."""
+    """backward_passes_per_step sums batches unless they should be averaged; op=Sum sums ranks."""
     keras, hvd = _keras()
     x, y = _data()
     changes = []
@@ -138,7 +138,7 @@ def a_saved_model_loads_without_us(rank: int, size: int) -> None:
 
 
 def a_layer_that_one_rank_does_not_use(rank: int, size: int) -> None:
-    """Its gradient is None on one rank, and None on all of them in the end."""
+    """Its gradient is None on one rank, and finally None on all of them."""
     keras, hvd = _keras()
     import torch
 
@@ -200,7 +200,7 @@ def metrics_are_the_mean_of_all_ranks(rank: int, size: int) -> None:
 
 
 def a_rank_with_inf_leaves_nobody_waiting(rank: int, size: int) -> None:
-    """mixed_float16: the LossScaleOptimizer stands outside, and all ranks skip the step."""
+    """mixed_float16: the LossScaleOptimizer is outermost, and all ranks skip the step."""
     keras, hvd = _keras()
     x, y = _data()
     keras.config.set_dtype_policy("mixed_float16")
@@ -254,7 +254,7 @@ def wrong_ways_round(rank: int, size: int) -> None:
 
 
 def rates_and_momentum(rank: int, size: int) -> None:
-    """A warm-up to the scaled rate, then steps down; what momentum has gathered goes with the rate."""
+    """A warm-up to the scaled rate, then steps down; accumulated momentum is scaled with the rate."""
     keras, hvd = _keras()
     x, y = _data(16)
     model = _model(keras, 3)
@@ -274,10 +274,10 @@ def rates_and_momentum(rank: int, size: int) -> None:
     warm = [0.4 * (share + (1 - share) * done) for done in (0.25, 0.5, 0.75, 1.0)]
     np.testing.assert_allclose(rates, [*warm, 0.4, 0.4, 0.04, 0.04, 0.2, 0.2], rtol=1e-5)
     np.testing.assert_allclose(history.history["lr"], [warm[1], 0.4, 0.4, 0.04, 0.2], rtol=1e-5)
-    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks[:1])  # in a fit of 4 batches an epoch
+    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks[:1])  # in a fit with 4 batches per epoch
     np.testing.assert_allclose(history.history["lr"], [warm[1]], rtol=1e-5)
 
-    # The same arithmetic as momentum * new / old in the one batch of the change.
+    # The same arithmetic as momentum * new / old in the batch that changes the rate.
     for make in (keras.optimizers.SGD, keras.optimizers.RMSprop):
         optimizer = make(0.2, momentum=0.5)
         model = _model(keras, 3)
@@ -358,7 +358,7 @@ def the_driver_sees_how_far_fit_is(rank: int, size: int) -> None:
 
 
 def batches_are_normalized_together(rank: int, size: int) -> None:
-    """As one rank normalizes the joined batch; and the weights of one layer stay with their rank."""
+    """The result equals that of one rank on the joined batch; the weights of one layer stay local."""
     keras, hvd = _keras()
     rows = np.random.default_rng(0).normal(3.0, 2.0, (4 * size, 5)).astype("float32")
     together, alone = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
@@ -382,7 +382,7 @@ def batches_are_normalized_together(rank: int, size: int) -> None:
 
 
 def uneven_data(rank: int, size: int) -> None:
-    """A rank that has no more batches joins, and the others go on by themselves."""
+    """A rank without more batches joins, and the others continue alone."""
     import spark_hvd.torch as ranks
 
     keras, hvd = _keras()

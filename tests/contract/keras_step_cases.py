@@ -1,4 +1,4 @@
-"""Keras' torch backend with steps by hand: `apply` is the step, however often backward was called."""
+"""Keras' torch backend with manual steps: `apply` is the step, however often backward was called."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _compare(rank: int, size: int, turn: Callable[[Any, Any, Any, torch.Tensor],
 
 
 def two_optimizers(rank: int, size: int) -> None:
-    """A backward through both models, as of a GAN, gives gradients to both; each optimizer has a loss of its own."""
+    """One backward through both models, as in a GAN, yields gradients for both; each optimizer has its own loss."""
 
     def turn(first: Any, second: Any, optimizers: Any, rows: torch.Tensor) -> None:
         for model, optimizer in zip((second, first), reversed(optimizers), strict=True):
@@ -66,7 +66,7 @@ def two_backwards_and_one_step(rank: int, size: int) -> None:
 
 
 def gradients_leave_during_backward(rank: int, size: int) -> None:
-    """Of a step of Keras' own: the last layer's are on their way when the first layer's come, with the same weights."""
+    """In Keras' own step, the last layer's gradients are in flight before the first layer's arrive; weights agree."""
     keras, hvd = _keras()
     x, y = _data()
     first, second, alone = _model(keras, 3), _model(keras, 3), _model(keras, 3)
@@ -84,7 +84,7 @@ def gradients_leave_during_backward(rank: int, size: int) -> None:
     for model, optimizer in zip((second, first), together, strict=True):
         model.compile(optimizer, "mse")
         model.fit(x[rank::size], y[rank::size], batch_size=4, epochs=2, shuffle=False, verbose=0)
-    assert launched == [0, 0, *[1] * 6]  # in the first step nothing is planned, the second one is looked at
+    assert launched == [0, 0, *[1] * 6]  # nothing is planned in the first step, and the second one is only observed
 
     alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     alone.fit(x, y, batch_size=4 * size, epochs=2, shuffle=False, verbose=0)
@@ -94,7 +94,7 @@ def gradients_leave_during_backward(rank: int, size: int) -> None:
 
 
 def _compiled(*rates: float) -> tuple[Any, Any]:
-    """Two equal models, with SGD of these rates. The second one's optimizer reduces gradients."""
+    """Two equal models, with SGD at these rates. The second one's optimizer reduces gradients."""
     keras, hvd = _keras()
     alone, together = models = _model(keras, 3), _model(keras, 3)
     plain, reduced = map(keras.optimizers.SGD, rates)
@@ -104,7 +104,7 @@ def _compiled(*rates: float) -> tuple[Any, Any]:
 
 
 def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
-    """Where somebody has put a function around it that changes gradients, too."""
+    """This includes a program's wrapper around apply that changes gradients."""
     alone, together = _compiled(0.1, 0.05)
     x, y = _data()
     apply, factor = together.optimizer.apply, 4.0 * rank  # 0 and 4: the mean is 2 times the gradient
@@ -117,7 +117,7 @@ def what_apply_is_given_is_reduced(rank: int, size: int) -> None:
 
 
 def hooks_of_the_program_change_gradients(rank: int, size: int) -> None:
-    """Hooks that are registered when gradients already leave during backward run after the optimizer's own."""
+    """Hooks that are registered once gradients are sent during backward run after the optimizer's own."""
     alone, together = _compiled(0.05, 0.05)
     x, y = _data()
 
@@ -136,7 +136,7 @@ def hooks_of_the_program_change_gradients(rank: int, size: int) -> None:
 
 
 def gradients_in_parts_and_steps_broken_off(rank: int, size: int) -> None:
-    """A reentrant checkpoint brings a part of a gradient in a backward of its own; a backward that fails is no step."""
+    """A reentrant checkpoint yields part of a gradient in its own backward; a backward that fails is not a step."""
     keras, hvd = _keras()
     x, y = _data()
 
@@ -168,7 +168,7 @@ def _fail(_: torch.Tensor) -> None:
 
 
 def a_step_that_one_rank_breaks_off(rank: int, size: int) -> None:
-    """No gradient has left: what came is dropped, and the other ranks wait for this one's next step."""
+    """No gradient was sent: those that arrived are dropped, and the other ranks wait for this one's next step."""
     alone, together = _compiled(0.05, 0.05)
     x, y = _data()
     mine = slice(rank, None, size)
@@ -179,7 +179,7 @@ def a_step_that_one_rank_breaks_off(rank: int, size: int) -> None:
         elif step == 3:
             with pytest.raises(ValueError, match="incompatible with the layer"):
                 together.train_on_batch(x[mine, :-1], y[mine])  # in forward
-        if step == 5:  # goes on by hand
+        if step == 5:  # continues with manual steps
             together.zero_grad()
             together.optimizer.scale_loss((together(x[mine]) - torch.from_numpy(y[mine])).square().mean()).backward()
             _apply(together, together.optimizer)
@@ -190,7 +190,7 @@ def a_step_that_one_rank_breaks_off(rank: int, size: int) -> None:
 
 
 def a_step_broken_off_when_gradients_have_left(rank: int, size: int) -> None:
-    """The others may use them: no step follows, of Keras' own or by hand."""
+    """Other ranks may use the sent gradients, so no step follows, neither Keras' own nor a manual one."""
     keras, hvd = _keras()
     x, y = _data()
     model = _model(keras, 3)
@@ -204,7 +204,7 @@ def a_step_broken_off_when_gradients_have_left(rank: int, size: int) -> None:
         with pytest.raises(RuntimeError, match=r"the gradients of 2 of 4 variables had been sent, first '3\.bias'"):
             model.train_on_batch(x, y)
     model.zero_grad()
-    model(x).square().mean().backward()  # is no business of the optimizer's
+    model(x).square().mean().backward()  # not for the optimizer
     with pytest.raises(RuntimeError, match="start again from a checkpoint"):
         _apply(model, model.optimizer)
     np.testing.assert_equal(model.get_weights(), before)
@@ -218,7 +218,7 @@ def _break_off(model: Any, x: Any, y: Any) -> None:
 
 
 def ranks_that_agree_end_a_fit_together(rank: int, size: int) -> None:
-    """As docs/keras.md has it: the bad row is on one rank."""
+    """As in docs/keras.md: the bad row is on one rank."""
     keras, hvd = _keras()
     x, y = _data()
     ended = []
@@ -240,7 +240,7 @@ def ranks_that_agree_end_a_fit_together(rank: int, size: int) -> None:
 
 
 def what_cannot_be_compiled(rank: int, size: int) -> None:
-    """fit switches it off; in a step without its callback it is our error, and not XLA's."""
+    """fit switches it off; a step without its callback raises our error and not XLA's."""
     keras, hvd = _keras()
     x, y = _data()
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)

@@ -23,7 +23,7 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, rank: int, steps: 
 
 
 def oracle_gradient(model: nn.Module, rank: int, place: int) -> torch.Tensor:
-    """What autograd gives here, before anything is exchanged."""
+    """The gradient that autograd computes here, before any exchange."""
     return torch.autograd.grad(loss_of(model, batch(rank, 0)), list(model.parameters()))[place]
 
 
@@ -82,7 +82,7 @@ def local_gradients_unscaled_and_summed_over_passes(rank: int, size: int) -> Non
 def a_second_optimizer_does_not_scale_twice(rank: int, size: int) -> None:
     model = net()
     own, mine = model[0].bias, oracle_gradient(model, rank, 1)
-    # One that is dropped goes at once: if it had to be collected, it would still reduce on some ranks, who then hang.
+    # A dropped one must end at once: if it had to be collected, it would still reduce on some ranks, and they hang.
     gc.disable()
     for _ in range(2):
         optimizer = DistributedOptimizer(sgd(model.parameters()), local_parameters=[own])

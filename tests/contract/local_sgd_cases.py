@@ -129,7 +129,7 @@ def train(model: nn.Module, optimizer: hvd.OuterOptimizer, rank: int, steps: int
 
 
 def local_sgd_is_the_average(rank: int, size: int) -> None:
-    """Of parameters and of batch norm's statistics; schedulers made before see the same optimizer."""
+    """This covers parameters and batch norm's statistics; schedulers created earlier see the same optimizer."""
     model, oracle = net(), Oracle(size, rate=1.0, momentum=0.0)
     plain = inner(model)
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 1000)
@@ -154,7 +154,7 @@ def local_sgd_is_the_average(rank: int, size: int) -> None:
 
 
 def diloco_is_the_paper(rank: int, size: int) -> None:
-    """With its outer optimizer, with one that is given, and with exchanges that are applied late."""
+    """With its default outer optimizer, with another one, and with exchanges that are applied late."""
     for overlap, given in ((0, False), (0, True), (2, False)):
         oracle = Oracle(size, overlap=overlap)
         if given:
@@ -163,18 +163,18 @@ def diloco_is_the_paper(rank: int, size: int) -> None:
 
 
 def fragments_are_exchanged_at_times_of_their_own(rank: int, size: int) -> None:
-    """The same as in one process: late or at once, with the rank's own steps kept or mixed."""
+    """The result equals that of one process: at once or late, with the rank's own steps kept or mixed."""
     first = net()[0]
     bound = first.weight.numel() + first.bias.numel()  # type: ignore[operator, union-attr]
     for overlap, alpha in ((0, None), (1, None), (3, None), (1, 0.5), (3, 0.25), (2, 0.0)):
         rounds = as_one_process(Oracle(size, overlap=overlap, alpha=alpha, bounds=(bound,)), rank)
         if not overlap:
-            # Of 8 + 48 and of 25 parameters: one after 2, 6 and 10 steps, the other after 4, 8 and 12.
+            # With 8 + 48 and 25 parameters: one after 2, 6 and 10 steps, the other after 4, 8 and 12.
             assert rounds == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
 def as_one_process(oracle: Oracle, rank: int, *, given: bool = False) -> list[int]:
-    """Compare DiLoCo with the oracle; the exchanges applied after each step."""
+    """Compare DiLoCo with the oracle, including the number of exchanges applied after each step."""
     model = net()
     layers = [list(model[0].parameters()), list(model[1].parameters())] if len(oracle.parts) > 1 else 1
     optimizer = hvd.DiLoCo(
@@ -200,7 +200,7 @@ def as_one_process(oracle: Oracle, rank: int, *, given: bool = False) -> list[in
 
 
 def compression_loses_nothing_for_good(rank: int, size: int) -> None:
-    """What a row lacks is in the next ones: a constant change arrives whole, whatever is sent of it at a time."""
+    """The next rows contain what a row lacks: a constant change arrives completely, however little is sent at once."""
     kinds: list[tuple[Any, float, int]] = [
         (hvd.Compression.fp16, 1e-3, 8),
         (hvd.Compression.bf16, 1e-2, 8),
@@ -216,14 +216,14 @@ def compression_loses_nothing_for_good(rank: int, size: int) -> None:
             param.grad = -slope
             optimizer.step()
         expected = torch.linspace(0.1, 2.0, 20).roll(5) * (size + 1) / 2 * steps
-        # What is still owed is bounded, however long it went on.
+        # The compression error is bounded, however long training lasts.
         assert float(((param.detach() - expected).abs() / steps).max()) < tolerance * float(expected.max() / steps)
         everywhere = hvd.allgather(param.detach()[None])
         assert all(torch.equal(row, everywhere[0]) for row in everywhere)
 
 
 def states_go_on_to_the_bit(rank: int, size: int) -> None:
-    """Saved between two rounds, loaded into new objects: outer momentum, anchors and what compression owes."""
+    """Saved between two rounds and loaded into new objects: outer momentum, anchors and compression errors."""
     for fragments, compression, alpha in ((1, hvd.Int8Compressor(), None), (2, hvd.Int4Compressor(16), 0.5)):
 
         def made(*options: Any) -> tuple[nn.Module, hvd.OuterOptimizer]:
@@ -249,14 +249,14 @@ def states_go_on_to_the_bit(rank: int, size: int) -> None:
 
 
 def what_was_in_flight_is_sent_again(rank: int, size: int) -> None:
-    """A state is loaded while each fragment's exchange is on its way: each step counts once in the end."""
+    """A state is loaded while each fragment's exchange is in flight: each step finally counts once."""
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))]
     optimizer = hvd.LocalSGD(params, torch.optim.SGD(params, lr=1.0), 2, overlap=1, fragments=2)
     for number in range(6):
         for param in params:
             param.grad = torch.full_like(param, -(rank + 1.0))
         optimizer.step()
-        if number == 2:  # after an odd number the one is on its way, after an even number the other
+        if number == 2:  # after an odd number one is in flight, after an even number the other
             saved = copy.deepcopy((params, optimizer.state_dict()))
             put(torch.cat(saved[0]).detach(), params)
             optimizer.load_state_dict(saved[1])
@@ -266,7 +266,7 @@ def what_was_in_flight_is_sent_again(rank: int, size: int) -> None:
 
 
 def what_is_lost_is_sent_once(rank: int, size: int) -> None:
-    """By an optimizer without compression, and by synchronize(), after which the state of one rank serves all."""
+    """By an optimizer without compression, and by synchronize(), after which one rank's state serves all."""
 
     def made(compression: Any) -> tuple[nn.Parameter, hvd.OuterOptimizer]:
         param = nn.Parameter(torch.zeros(6))
@@ -291,7 +291,7 @@ def what_is_lost_is_sent_once(rank: int, size: int) -> None:
 
 
 def ranks_that_have_less(rank: int, size: int) -> None:
-    """They join; the others go on among themselves, and synchronize() gives their parameters to all."""
+    """They join; the others continue among themselves, and synchronize() gives their parameters to all."""
     for fragments, steps, rounds in ((1, STEPS, 4), (2, STEPS, 8), (1, STEPS - 1, 3)):
         model = net()
         optimizer = hvd.DiLoCo(model, inner(model), EVERY, fragments=fragments)
@@ -305,7 +305,7 @@ def ranks_that_have_less(rank: int, size: int) -> None:
 
 
 def a_process_set_of_one(rank: int, size: int) -> None:
-    """Others stay local."""
+    """Other ranks stay local."""
     alone = hvd.add_process_set([0])
     model, plain = net(), net()
     optimizer = hvd.DiLoCo(model, inner(model), EVERY, process_set=alone)
@@ -320,7 +320,7 @@ def a_process_set_of_one(rank: int, size: int) -> None:
 
 
 def what_is_wrong_is_said(rank: int, size: int) -> None:
-    """Value, what was expected, what to do."""
+    """The message has the value, the expectation and the next step."""
     model = net()
     plain, reduced = inner(model), hvd.DistributedOptimizer(inner(net()))
     for error, said, call in (

@@ -69,7 +69,7 @@ def compare(
     tolerance: float = 1e-6,
     **options: Any,
 ) -> ReducedOptimizer:
-    """Train on my rows and, without any communication, an oracle on everybody's; weights must agree."""
+    """Train on this rank's rows and, without communication, an oracle on all rows; the weights must agree."""
     model, oracle = build(), build()
     optimizer = DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
     plain = make(oracle.parameters())
@@ -120,7 +120,7 @@ def compression_bf16(rank: int, size: int) -> None:
 
 
 class Doubling:
-    """Sends float64; counts, to prove that it is used on whole buckets."""
+    """Sends float64, and counts calls to prove that it is used on whole buckets."""
 
     calls = 0
 
@@ -237,14 +237,14 @@ def state_dict_round_trip(rank: int, size: int) -> None:
 
 
 def closures(rank: int, size: int) -> None:
-    """LBFGS decides by the loss, too, how often to evaluate it: so that of a step is everybody's."""
+    """LBFGS also uses the loss to decide how often to evaluate, so a step's loss is that of all ranks."""
     for op in (ReduceOp.AVERAGE, ReduceOp.SUM):
         for equal in (False, True):
             _search_lines(rank, size, op, equal)
 
 
 def _search_lines(rank: int, size: int, op: ReduceOp, equal: bool) -> None:
-    """With ``equal``, all ranks have the same rows and so the same loss, which is summed all the same."""
+    """With ``equal``, all ranks have the same rows and so the same loss, which is summed anyway."""
     model, oracle = net(), net()
     search: dict[str, Any] = {"max_iter": 10, "line_search_fn": "strong_wolfe", "tolerance_change": 1e-3}
     optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **search), op=op)
@@ -270,7 +270,7 @@ def _search_lines(rank: int, size: int, op: ReduceOp, equal: bool) -> None:
 
 
 def kinds_of_memory(rank: int, size: int) -> None:
-    """Several dtypes, a complex one, and channels_last weights: one bucket a dtype, strides kept."""
+    """Several dtypes, a complex one, and channels_last weights: one bucket per dtype, with strides kept."""
     conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     params = [
         nn.Parameter(torch.ones(3, dtype=torch.float64)),
@@ -334,7 +334,7 @@ def sparse_as_dense(rank: int, size: int) -> None:
 
 
 def sparse_as_dense_with_sparse_adam(rank: int, size: int) -> None:
-    """It takes no dense gradients; from a closure neither."""
+    """It accepts no dense gradients, not even from a closure."""
     _train_table(rank, size, sparse_as_dense=False, by_closure=False)
     _train_table(rank, size, sparse_as_dense=True, by_closure=False)
     _train_table(rank, size, sparse_as_dense=True, by_closure=True)

@@ -1,4 +1,4 @@
-"""Steps that do not go by the book: unused parameters, several losses, clipping, inf, errors, a rank that dies."""
+"""Unusual steps: unused parameters, several losses, clipping, inf, errors, a rank that dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.contract.optimizer_cases import (
 
 
 class Branches(nn.Module):
-    """`left` or `right` or both; `never` is used by nobody."""
+    """`left` or `right` or both; `never` is not used at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Branches(nn.Module):
 
 
 def unused_parameters(rank: int, size: int) -> None:
-    """Rank 0 skips `right` in odd steps: the average takes zeros for it; nobody uses `never`: its grad stays None."""
+    """Rank 0 skips `right` in odd steps, so the average takes zeros for it; `never` is unused: its grad stays None."""
     model, oracle = Branches(), Branches()
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.5), model.named_parameters())
     plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.5)
@@ -62,7 +62,7 @@ def unused_parameters(rank: int, size: int) -> None:
 
 
 def used_first_and_unused_later(rank: int, size: int) -> None:
-    """The first step is complete; later rank 0 lacks a branch, and may not hang or read stale buffers."""
+    """The first step is complete; later rank 0 lacks a branch, and must not hang or read stale buffers."""
     model, oracle = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
     oracle.load_state_dict(model.state_dict())
     optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
@@ -83,7 +83,7 @@ def used_first_and_unused_later(rank: int, size: int) -> None:
 
 
 def handed_over_by_some_ranks(rank: int, size: int) -> None:
-    """What a rank does not hand over counts as zeros there, also in the step after one that other ranks had it in."""
+    """Gradients that a rank does not pass count as zeros, also in the step after one in which other ranks had them."""
     recipe = Recipe(
         ["both", "first"],
         [],
@@ -121,7 +121,7 @@ def two_losses(rank: int, size: int) -> None:
 
 
 def clip_after_backward(rank: int, size: int) -> None:
-    """With all parameters used, gradients are reduced when backward returns, in the first step too."""
+    """If all parameters are used, gradients are reduced when backward returns, even in the first step."""
     model, oracle = net(), net()
     optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
     for step in range(STEPS):
@@ -217,7 +217,7 @@ def grad_scaler(rank: int, size: int) -> None:
 
 
 def grad_scaler_and_unused_parameters(rank: int, size: int) -> None:
-    """As above, where ranks use other parameters in each step, with synchronize() before the scaler looks."""
+    """As above, but ranks use different parameters in each step, with synchronize() before the scaler checks."""
     model, oracle = Branches(), Branches()
     optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
@@ -252,7 +252,7 @@ def a_backward_after_synchronize_is_an_error(rank: int, size: int) -> None:
 
 
 def overlap(rank: int, size: int) -> None:
-    """A bucket is on its way before backward has come to the first layer."""
+    """A bucket is in flight before backward reaches the first layer."""
     model = net()
     optimizer = DistributedOptimizer(sgd(model.parameters()), bucket_cap_mb=200 / 2**20)
     seen = []
@@ -284,7 +284,7 @@ def plan_mismatch(rank: int, size: int) -> None:
 
 
 def unfrozen_differently(rank: int, size: int) -> None:
-    """The error names the parameters on every rank, also where one rank has nothing new and would wait for nobody."""
+    """The error names the parameters on every rank, even if one rank has nothing new and would wait for no other."""
     for choice in ([["left"], []], [[], ["left", "right"]], [["left"], ["right"]]):
         model = Branches()
         model.left.requires_grad_(False)
@@ -327,7 +327,7 @@ def a_dropped_optimizer_lets_go(rank: int, size: int) -> None:
 
 
 def a_parameter_of_two_optimizers(rank: int, size: int) -> None:
-    """The later optimizer alone reduces its gradient; the earlier one steps from that, or is an error on all ranks."""
+    """Only the later optimizer reduces its gradient; the earlier one steps from that, or raises on all ranks."""
     model, oracle = net(), net()
     makers = [sgd, lambda params: torch.optim.AdamW(params, eps=1e-3)]
     first, second = [DistributedOptimizer(make(model.parameters())) for make in makers]
@@ -350,7 +350,7 @@ def a_parameter_of_two_optimizers(rank: int, size: int) -> None:
 
 
 def checkpointing(rank: int, size: int) -> None:
-    """Reentrant checkpoints nest backwards, whose ends are not the end of the step."""
+    """Reentrant checkpoints nest backward passes, whose ends are not the end of the step."""
     from torch.utils.checkpoint import checkpoint
 
     for reentrant, last in ((False, 4), (True, 4), (True, 5)):  # in the last all parameters are in checkpoints
@@ -372,7 +372,7 @@ def checkpointing(rank: int, size: int) -> None:
 
 
 def one_rank_does_something_else_first(rank: int, size: int) -> None:
-    """A rank that lacks a parameter reduces its loss before step(): no rank may wait inside backward."""
+    """A rank that lacks a parameter reduces its loss before step(), so no rank may wait inside backward."""
     model = Branches()
     optimizer = DistributedOptimizer(sgd(model.parameters()))
     for step in range(STEPS):
@@ -385,7 +385,7 @@ def one_rank_does_something_else_first(rank: int, size: int) -> None:
 
 
 def peer_dies(rank: int, size: int) -> None:
-    """The last rank is gone in its third step: the others' backward raises instead of waiting."""
+    """The last rank dies in its third step: the others' backward raises instead of waiting."""
     model = net()
     optimizer = DistributedOptimizer(sgd(model.parameters()))
     for step in range(2):

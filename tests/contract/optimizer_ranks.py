@@ -1,4 +1,4 @@
-"""A few rank processes that stay up for a whole test module and run one named case after the other."""
+"""A few rank processes that live for a whole test module and run named cases one after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
         self._started = True
 
     def run(self, case: Callable[[int, int], None]) -> None:
-        """Run one case, a function of a module; after a failure or a hang the next call starts new ranks."""
+        """Run one case, a function of a module; after a failure or a hang, the next call starts new ranks."""
         if not self._started:
             self._start()
         for pipe in self._pipes:
@@ -45,7 +45,7 @@ class Ranks:
                 report = "the process is gone"
             if report is not None:
                 reports.append(f"--- rank {rank}\n{report}")
-                break  # its peers may wait for it for ever
+                break  # its peers may wait for it forever
         if reports:
             self.close()
             raise AssertionError("\n".join(reports))

@@ -1,4 +1,4 @@
-"""A run that lasts as long as somebody visits its page, and a visitor without a browser."""
+"""A run that lasts until its page has been visited, and a visitor without a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def train_until(path: Path, fails: bool = False) -> int:
-    """Steps until a file is there."""
+    """Makes steps until a file exists."""
     bar = hvd.progress(None, stage="train", epoch=0)
     bar.report(loss=0.5, **{"<i>name</i>": 1.0})
     print("<script>alert(1)</script>", flush=True)
@@ -44,7 +44,7 @@ def train_elastic(path: Path, fails: bool = False) -> int:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 
     @hvd.elastic.run
-    def step_until(state: Any) -> None:  # without hvd.progress: those of the optimizer are steps then
+    def step_until(state: Any) -> None:  # without hvd.progress, the optimizer's steps count
         while not hvd.allreduce(torch.tensor(float(path.exists())), name="done"):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -56,7 +56,7 @@ def train_elastic(path: Path, fails: bool = False) -> int:
 
 
 class Browser:
-    """What a browser asks for, and nothing that it would refuse to."""
+    """Sends the requests of a browser, and nothing that a browser would refuse to send."""
 
     def __init__(self, url: str) -> None:
         self.url = urlsplit(url)
@@ -90,7 +90,7 @@ def watched(
     start: Callable[..., Any] = run_local,
     fn: Callable[..., int] = train_until,
 ) -> Any:
-    """A run that lasts as long as somebody visits its page; what the visitor raises is raised."""
+    """Run until the page has been visited; errors of the visitor are raised."""
     errors: list[BaseException] = []
 
     def go() -> None:

@@ -1,4 +1,4 @@
-"""What tests of readers share: the readers, Parquet files, and what is known of them, taken from their footers."""
+"""What tests of readers share: the readers, Parquet files, and their metadata from the footers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spark_hvd.store import Store
 
 
 def columns_of(schema: pa.Schema) -> tuple[Column, ...]:
-    """Scalars with the dtype they have, lists with a shape that is not known, binary as "object"."""
+    """Scalars with their dtypes, lists with an unknown shape, binary as "object"."""
     columns = []
     for field in schema:
         kind, shape = field.type, ()
@@ -45,7 +45,7 @@ def columns_of(schema: pa.Schema) -> tuple[Column, ...]:
 def write(
     store: Store, table: pa.Table, files: int = 1, group_rows: int = 10, columns: Sequence[Column] = ()
 ) -> DatasetMeta:
-    """Write ``table`` into ``files`` files of about as many rows, in row groups of ``group_rows``."""
+    """Write ``table`` into ``files`` files of about equal size, in row groups of ``group_rows``."""
     groups = []
     cuts = [table.num_rows * i // files for i in range(files + 1)]
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -59,7 +59,7 @@ def write(
 
 
 def numbered(rows: int) -> pa.Table:
-    """A table whose column "row" numbers its rows, with "half" its half as a float and "other" its negative."""
+    """A table whose column "row" numbers its rows; "half" is its half as a float, "other" its negative."""
     row = np.arange(rows)
     return pa.table({"row": row, "half": (row / 2).astype(np.float32), "other": (-row).astype(np.float32)})
 
@@ -74,11 +74,11 @@ KINDS = [
 ]
 every = pytest.mark.parametrize("kind", KINDS)
 arrow = pytest.mark.parametrize("kind", ["arrow"])
-"""For what the other readers do differently, or not at all."""
+"""For features that the other readers lack or implement differently."""
 
 
 class Share:
-    """A reader with the share of one rank: its epochs."""
+    """A reader with one rank's share: its epochs."""
 
     def __init__(self, reader: Reader[Batch], sharding: Sharding, rank: int, size: int) -> None:
         self.reader, self.sharding = reader, sharding
@@ -105,7 +105,7 @@ def shared(
 
 
 def opened(kind: str | None, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Share:
-    """A reader of all columns, unless ``columns`` are given, with the share of rank 0 of 1, unless another is."""
+    """A reader of all columns, unless ``columns`` are passed, with the share of rank 0 of 1, unless another is."""
     columns = spec.pop("columns", tuple(column.name for column in meta.columns))
     share = {name: spec.pop(name) for name in ("rank", "size", "drop_last") if name in spec}
     reader = open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, kind=kind, **spec))
@@ -122,7 +122,7 @@ def rows(batches: list[Batch], name: str = "row") -> list[Any]:
 
 @contextlib.contextmanager
 def no_thread_stays() -> Iterator[None]:
-    """Threads that the block starts end within seconds."""
+    """Check that threads which the block starts end within seconds."""
     before = set(threading.enumerate())
     yield
     gc.collect()

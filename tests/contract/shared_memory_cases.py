@@ -54,7 +54,7 @@ def memory_and_gloo_give_the_same_bits(rank: int, size: int) -> None:
             loss_of(model, batch(rank, step)).backward()
             optimizer.step()
         weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
-    if size == 2:  # of two numbers there is one sum
+    if size == 2:  # a sum of two numbers does not depend on the order
         assert torch.equal(*weights)
     else:
         torch.testing.assert_close(*weights)
@@ -69,7 +69,7 @@ def compression_goes_over_gloo(rank: int, size: int) -> None:
 
 
 def ranks_out_of_step(rank: int, size: int) -> None:
-    """Many buckets, and ranks that dawdle at different ones: no rank may sum what another has not yet filled."""
+    """Many buckets, and ranks that are slow at different ones: no rank may sum what another has not filled yet."""
     layers = 24
     model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(layers)])
     for number, param in enumerate(model.parameters()):
@@ -128,7 +128,7 @@ def every_dtype(rank: int, size: int) -> None:
 
 
 class Dawdling:
-    """Pipes of a rank that sleeps before or after it has told or heard something."""
+    """Pipes of a rank that sleeps before or after it sends or receives something."""
 
     def __init__(self, pipes: Pipes, place: str) -> None:
         self._pipes = pipes
@@ -164,7 +164,7 @@ def arena_of(rank: int, *kinds: tuple[int, torch.dtype]) -> list[list[torch.Tens
 
 
 def copies_are_read_before_they_are_overwritten(rank: int, size: int) -> None:
-    """Whoever dawdles, and wherever it does: each sum is of what all ranks had for it."""
+    """Whichever rank is slow, and wherever: each sum is that of all ranks' values."""
     pipes = opened(rank, size)
     buffer = torch.zeros(1000)
     copies = arena_of(rank, (1000, torch.float32), (1000, torch.float32))
@@ -183,7 +183,7 @@ def copies_are_read_before_they_are_overwritten(rank: int, size: int) -> None:
 
 
 def copies_of_abandoned_sums(rank: int, size: int) -> None:
-    """A rank that gives sums up does not run ahead of one that does not."""
+    """A rank that abandons sums does not run ahead of one that does not."""
     slow: Any = Dawdling(opened(rank, size), "after waiting" if rank == size - 1 else "")
     buffer = torch.zeros(1000)
     reduction = CopiedSum(buffer, arena_of(rank, (1000, torch.float32), (1000, torch.float32)), slow)
@@ -197,7 +197,7 @@ def copies_of_abandoned_sums(rank: int, size: int) -> None:
 
 def both_ways_give_the_same_bits(rank: int, size: int) -> None:
     pipes = opened(rank, size)
-    numel = 70_001  # more than are summed at a time
+    numel = 70_001  # more than is summed at a time
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64):
         numbers = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).to(dtype)
         shares, *copies = arena_of(rank, *[(numel, dtype)] * 3)
@@ -209,7 +209,7 @@ def both_ways_give_the_same_bits(rank: int, size: int) -> None:
         for reduction in sums:
             reduction.wait()
         assert torch.equal(buffer, shares[rank]), dtype
-        if size == 2 and dtype in (torch.float32, torch.float64):  # of two numbers there is one sum
+        if size == 2 and dtype in (torch.float32, torch.float64):  # a sum of two numbers does not depend on the order
             dist.all_reduce(numbers)
             assert torch.equal(buffer, numbers)
 
@@ -224,7 +224,7 @@ def ways_by_size(rank: int, size: int) -> None:
 
 
 def shares_of_small_buckets(rank: int, size: int) -> None:
-    """What the other cases do with copies, as these models are small."""
+    """Run what the other cases do with copies, because these models are small."""
     shared_memory.SMALL = 0
     try:
         for case in (
@@ -241,7 +241,7 @@ def shares_of_small_buckets(rank: int, size: int) -> None:
 
 
 def nothing_has_a_name(rank: int, size: int) -> None:
-    """No file in /dev/shm, and no descriptor stays open: the memory goes with the processes."""
+    """No file in /dev/shm and no descriptor stays open: the memory is freed with the processes."""
     gc.collect()
     before_maps = sum("memfd:spark_hvd" in name for name in _open_files())
     before = set(os.listdir("/dev/shm"))
@@ -249,7 +249,7 @@ def nothing_has_a_name(rank: int, size: int) -> None:
     assert shares_memory(optimizer)
     assert not left_in("/dev/shm", before)
     assert len(reducer_of(optimizer).buckets) >= 5
-    # Python keeps a duplicate of the descriptor of a mapping, one a rank.
+    # Python keeps a duplicate of a mapping's descriptor, one per rank.
     # Buffers of every rank, and counters.
     assert sum("memfd:spark_hvd" in name for name in _open_files()) - before_maps <= 2 * size
 
@@ -257,6 +257,6 @@ def nothing_has_a_name(rank: int, size: int) -> None:
 def _open_files() -> list[str]:
     names = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
     return names

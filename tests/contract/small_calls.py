@@ -16,7 +16,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 LEARNT = 3
-"""Calls of a name after which the next goes through memory."""
+"""Number of calls of a name after which the next goes through memory."""
 
 
 def learn(*names: str, elements: int = 1, **how: Any) -> None:
@@ -26,12 +26,12 @@ def learn(*names: str, elements: int = 1, **how: Any) -> None:
 
 
 def wait_in_memory(seconds: float) -> None:
-    """For late ranks; for long where the way is looked at, as on a busy machine all may be late."""
+    """Wait longer in memory, for late ranks; much longer if the path is checked, as a busy machine delays all."""
     rounds.MEMORY_SECONDS = seconds
 
 
 def by_coordinator(process_set: hvd.ProcessSet | None = None) -> int:
-    """How many batches the coordinator has decided on so far."""
+    """Return how many batches the coordinator has decided on so far."""
     return queue_of(process_set or hvd.global_process_set).done
 
 

@@ -1,4 +1,4 @@
-"""What the tests of SyncBatchNorm share: a batch that all ranks know, and the comparison with BatchNorm on it."""
+"""What the tests of SyncBatchNorm share: a batch that all ranks know, and a comparison with BatchNorm on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def joined_batch(counts: list[int], dimensions: int, seed: int, mean: float = 0.0) -> torch.Tensor:
-    """The same on every rank, float64, channels of different mean and scale."""
+    """Return a batch, the same on every rank: float64, with channels of different mean and scale."""
     generator = torch.Generator().manual_seed(seed)
     shape = (sum(counts), CHANNELS, *SPACE[dimensions])
     along = torch.arange(1, CHANNELS + 1, dtype=torch.float64).view(-1, *[1] * (dimensions - 2))
@@ -24,12 +24,12 @@ def joined_batch(counts: list[int], dimensions: int, seed: int, mean: float = 0.
 
 
 def mine(batch: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """This rank's part of it."""
+    """Return this rank's part of it."""
     return torch.split(batch, counts)[hvd.rank()]
 
 
 def pair(dimensions: int, **arguments: Any) -> tuple[Any, Any]:
-    """Ours and torch's, with the same parameters, float64."""
+    """Return our module and torch's, with the same parameters, float64."""
     torch.manual_seed(0)
     theirs = KINDS[dimensions](CHANNELS, **arguments).double()
     if theirs.affine:
@@ -43,7 +43,7 @@ def pair(dimensions: int, **arguments: Any) -> tuple[Any, Any]:
 def compare(
     ours: Any, theirs: Any, counts: list[int], dimensions: int, memory_format: Any = torch.contiguous_format
 ) -> None:
-    """Three training steps' outputs, gradients and statistics, then eval mode."""
+    """Compare outputs, gradients and statistics of three training steps, then eval mode."""
     for seed in range(3):
         whole = joined_batch(counts, dimensions, seed).requires_grad_()
         weights = joined_batch(counts, dimensions, seed + 100)
@@ -68,6 +68,6 @@ def compare(
 
 
 def uneven() -> list[list[int]]:
-    """Rows of each rank: alike, different, none on some, one value on some."""
+    """Rows of each rank: equal, different, none on some, one value on some."""
     size = hvd.size()
     return [[4] * size, [2 + 3 * rank for rank in range(size)], [5, *[0] * (size - 1)], [*[1] * (size - 1), 2]]

@@ -1,4 +1,4 @@
-"""What ranks do with tapes of TensorFlow's, and compare."""
+"""What ranks run with TensorFlow's tapes, and compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.contract.tensorflow_cases import faces, ways
 
 
 def tapes(rank: int, size: int) -> None:
-    """Gradients of all ranks, of one, and of a part that stays here."""
+    """Gradients of all ranks, of one, and of a part that stays local."""
     tf, hvd = faces()
     for way in ways(tf):
         dense, table = tf.Variable([2.0, 3.0]), tf.Variable(tf.ones((4, 2)))
@@ -47,7 +47,7 @@ def tapes(rank: int, size: int) -> None:
 
 
 def ranks_outside_a_set_keep_their_gradients(rank: int, size: int) -> None:
-    """As the optimizers of the other faces do."""
+    """The optimizers of the other frameworks do the same."""
     tf, hvd = faces()
     first = hvd.add_process_set([0])
     for way in ways(tf):
@@ -64,7 +64,7 @@ def ranks_outside_a_set_keep_their_gradients(rank: int, size: int) -> None:
 
 
 def uneven_data(rank: int, size: int) -> None:
-    """A rank that has no more data joins, and the others go on by themselves."""
+    """A rank without more data joins, and the others continue alone."""
     tf, hvd = faces()
     weights = tf.Variable([0.0])
 
@@ -78,12 +78,12 @@ def uneven_data(rank: int, size: int) -> None:
     for _ in range(2 + rank):
         step()
     hvd.join()
-    # Two steps of the mean of both, then one of rank 1 alone.
+    # Two steps with the mean of both ranks, then one of rank 1 alone.
     assert weights.numpy() == (-3.0 if rank == 0 else -5.0)
 
 
 def gradients_are_the_users(rank: int, size: int) -> None:
-    """They stay what they are when the next ones come."""
+    """They keep their values when the next ones arrive."""
     tf, hvd = faces()
     for way in ways(tf):
         x, y = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones((3, 2)))
@@ -102,7 +102,7 @@ def gradients_are_the_users(rank: int, size: int) -> None:
 
 
 def other_shapes_of_batches(rank: int, size: int) -> None:
-    """A function that one rank traces anew, for a last batch that is smaller there, meets the others all the same."""
+    """A function that one rank traces again, for a smaller last batch, still matches the others."""
     tf, hvd = faces()
     x = tf.Variable([1.0, 2.0])
 
@@ -117,7 +117,7 @@ def other_shapes_of_batches(rank: int, size: int) -> None:
 
 
 def several_sets_of_variables(rank: int, size: int) -> None:
-    """Each set of variables is reduced for itself; those that are gone leave nothing behind."""
+    """Each set of variables is reduced separately, and leaves nothing behind when it is gone."""
     tf, hvd = faces()
     from spark_hvd.tensorflow.planned import _handed
 
@@ -138,7 +138,7 @@ def several_sets_of_variables(rank: int, size: int) -> None:
 
 
 def a_gradient_that_one_rank_lacks(rank: int, size: int) -> None:
-    """An error on every rank, which names it."""
+    """Every rank raises an error that names it."""
     tf, hvd = faces()
     from spark_hvd.world.errors import PlanMismatchError
 
@@ -151,7 +151,7 @@ def a_gradient_that_one_rank_lacks(rank: int, size: int) -> None:
 
 
 def gradients_of_what_is_no_variable(rank: int, size: int) -> None:
-    """Of a tensor, beside a variable."""
+    """The gradient of a tensor, next to that of a variable."""
     tf, hvd = faces()
     x, y = tf.constant([1.0, 2.0]), tf.Variable([3.0])
     with tf.GradientTape() as tape:

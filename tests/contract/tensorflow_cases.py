@@ -1,4 +1,4 @@
-"""What ranks do with TensorFlow, and compare; TensorFlow is imported in the ranks only."""
+"""What ranks run with TensorFlow, and compare; TensorFlow is imported in the ranks only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ways(tf: Any) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
 
 
 def dtypes(rank: int, size: int) -> None:
-    """Each dtype, reduced, gathered and sent, also as one row, a number and nothing."""
+    """Each dtype is reduced, gathered and sent, also as one row, a scalar and an empty tensor."""
     tf, hvd = faces()
     for name in ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool"):
         kind = tf.as_dtype(name)
@@ -43,14 +43,14 @@ def dtypes(rank: int, size: int) -> None:
 
 
 def no_text(rank: int, size: int) -> None:
-    """An error that names the dtype."""
+    """The error names the dtype."""
     tf, hvd = faces()
     with pytest.raises(TypeError, match="dtype string: collectives move numbers"):
         hvd.allreduce(tf.constant(["text"]))
 
 
 def slices_that_cannot_be(rank: int, size: int) -> None:
-    """They are refused before the dense tensors beside them are sent."""
+    """They are refused before the dense tensors next to them are sent."""
     tf, hvd = faces()
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([size, 2]))
     for op in (hvd.Min, hvd.Adasum):
@@ -59,7 +59,7 @@ def slices_that_cannot_be(rank: int, size: int) -> None:
 
 
 def compression(rank: int, size: int) -> None:
-    """For collectives, and by hand for tensors of TensorFlow's; what is narrow or no float stays."""
+    """For collectives, and called directly on TensorFlow's tensors; narrow and non-float tensors stay unchanged."""
     tf, hvd = faces()
     for compressor, narrow in ((hvd.Compression.fp16, tf.float16), (hvd.Compression.bf16, tf.bfloat16)):
         for way in ways(tf):
@@ -73,7 +73,7 @@ def compression(rank: int, size: int) -> None:
 
 
 def gradients_of_collectives(rank: int, size: int) -> None:
-    """Those of the sum of all ranks' losses, eagerly and in a graph."""
+    """They are those of the sum of all ranks' losses, eagerly and in a graph."""
     tf, hvd = faces()
     scale = tf.repeat(tf.range(float(size)), 6)
     for way in ways(tf):
@@ -103,7 +103,7 @@ def gradients_of_collectives(rank: int, size: int) -> None:
 
 
 def other_rows_on_each_rank(rank: int, size: int) -> None:
-    """Gathered and exchanged, with gradients, eagerly and in a graph; IndexedSlices are rows, too."""
+    """Gathered and exchanged, with gradients, eagerly and in a graph; IndexedSlices have rows, too."""
     tf, hvd = faces()
     for way in ways(tf):
 
@@ -137,7 +137,7 @@ def other_rows_on_each_rank(rank: int, size: int) -> None:
 
 
 def many_in_one(rank: int, size: int) -> None:
-    """A group, of dense tensors and slices, keeps its order."""
+    """A group of dense tensors and slices keeps its order."""
     tf, hvd = faces()
     mixed = [
         tf.constant(1.0),
@@ -150,7 +150,7 @@ def many_in_one(rank: int, size: int) -> None:
 
 
 def many_small_ones_in_one(rank: int, size: int) -> None:
-    """In graphs they come as one; their gradients and what other ranks are told of them are those of several."""
+    """In graphs they are sent as one; their gradients, and what other ranks see of them, are those of several."""
     tf, hvd = faces()
     values = [tf.fill(shape, float(rank + place)) for place, shape in enumerate([(), (2, 3), (0,), (4,)])]
 
@@ -173,7 +173,7 @@ def many_small_ones_in_one(rank: int, size: int) -> None:
 
 
 def alike_at_the_start(rank: int, size: int) -> None:
-    """Variables and objects of one rank."""
+    """All ranks get one rank's variables and objects."""
     tf, hvd = faces()
     for way in ways(tf):
         variables = [tf.Variable(tf.fill((3,), float(rank))), tf.Variable(rank)]
@@ -184,7 +184,7 @@ def alike_at_the_start(rank: int, size: int) -> None:
 
 
 def asked_in_a_graph(rank: int, size: int) -> None:
-    """rank_op and its kin are answered when they are run."""
+    """rank_op and its kin are evaluated at run time."""
     tf, hvd = faces()
     asked = tf.function(
         lambda: [hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op(), hvd.process_set_included_op()]
@@ -193,7 +193,7 @@ def asked_in_a_graph(rank: int, size: int) -> None:
 
 
 def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
-    """Eagerly of the type that it has in torch; in a graph with its text."""
+    """Eagerly, the error has the type that it has in torch; in a graph it has its text."""
     tf, hvd = faces()
     from spark_hvd.world.errors import MismatchError
 
@@ -205,7 +205,7 @@ def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
 
 
 def keras_by_its_other_name(rank: int, size: int) -> None:
-    """One module, whichever way it is imported."""
+    """It is one module, whichever way it is imported."""
     faces()
     import spark_hvd.keras
     import spark_hvd.tensorflow.keras as hvd
@@ -217,7 +217,7 @@ def keras_by_its_other_name(rank: int, size: int) -> None:
 
 
 def in_a_plain_graph(rank: int, size: int) -> None:
-    """Where nothing orders operations, each is matched by its name in the graph."""
+    """Without an order of operations, each is matched by its name in the graph."""
     tf, hvd = faces()
     with tf.Graph().as_default():
         results = [hvd.allreduce(tf.fill((number + 1,), float(rank)), op=hvd.Sum) for number in range(2)]
@@ -227,7 +227,7 @@ def in_a_plain_graph(rank: int, size: int) -> None:
 
 
 def it_learns(rank: int, size: int) -> None:
-    """A loop with a tape ends with the same weights on all ranks, those of one rank that has all rows."""
+    """A loop with a tape ends with the same weights on all ranks: those of one rank with all rows."""
     tf, hvd = faces()
     generator = np.random.default_rng(3)
     x = generator.normal(size=(32, 4)).astype("float32")
@@ -275,7 +275,7 @@ def in_horovods_dialect(rank: int, size: int) -> None:
 
 
 def groups_are_scattered(rank: int, size: int) -> None:
-    """Each tensor's rows, shared out as one by one, with gradients."""
+    """Each tensor's rows are scattered as if called one by one, with gradients."""
     tf, hvd = faces()
     for way in ways(tf):
         tensors = [tf.fill((5, 2), rank + 1.0), tf.range(4.0) * (rank + 1)]
@@ -288,7 +288,7 @@ def groups_are_scattered(rank: int, size: int) -> None:
 
 
 def results_of_a_group_derived_at_one_time(rank: int, size: int) -> None:
-    """In a plain graph each result's derivative is a collective of its own; all of them run at once."""
+    """In a plain graph, each result's derivative is its own collective; all of them run at once."""
     tf, hvd = faces()
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         for call in (hvd.grouped_reducescatter, hvd.grouped_allreduce, hvd.grouped_allgather):
@@ -301,7 +301,7 @@ def results_of_a_group_derived_at_one_time(rank: int, size: int) -> None:
 
 
 def plain_graphs(rank: int, size: int) -> None:
-    """Variables of a session are rank 0's, and an optimizer of TensorFlow 1 steps by the mean of all gradients."""
+    """Variables of a session are rank 0's, and an optimizer of TensorFlow 1 steps with the mean of all gradients."""
     tf, hvd = faces()
     old = tf.compat.v1
     with tf.Graph().as_default():
@@ -339,7 +339,7 @@ def plain_graphs(rank: int, size: int) -> None:
 
 
 def batches_are_normalized_together(rank: int, size: int) -> None:
-    """As one rank normalizes the joined batch, with its gradients; ranks differ in rows."""
+    """The result and its gradients equal those of one rank on the joined batch; batches differ in size."""
     tf, hvd = faces()
     import keras
 

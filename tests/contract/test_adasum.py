@@ -22,7 +22,7 @@ from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-# Of the largest element: the one rounding at the end, and for float32 and float64 those of every level.
+# Relative to the largest element: the rounding at the end, and for float32 and float64 also that of every level.
 TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}
 
 Layers = list[torch.Tensor]
@@ -35,7 +35,7 @@ def world() -> Iterator[Ranks]:
 
 
 def among_first(size: int, case: Callable[[Communicator], Any]) -> Any:
-    """Run a case on the first `size` ranks as on a world of that size: 5 processes start sooner than 15."""
+    """Run a case on the first `size` ranks as in a world of that size: 5 processes start faster than 15."""
     everyone = current().communicator
     group = dist.new_group(list(range(size)))
     try:
@@ -43,7 +43,7 @@ def among_first(size: int, case: Callable[[Communicator], Any]) -> Any:
             return None
         return case(LocalCommunicator() if size == 1 else TorchCommunicator(group))
     finally:
-        everyone.barrier().wait()  # a group must not end while someone uses it
+        everyone.barrier().wait()  # a group must not end while a rank uses it
         dist.destroy_process_group(group)
 
 
@@ -72,7 +72,7 @@ def tree(vectors: Layers) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, atol: float) -> bool:
-    # torch.testing.assert_close would import sympy, for seconds in every rank.
+    # torch.testing.assert_close would import sympy, which takes seconds in every rank.
     return found.shape == expected.shape and bool(((found.double() - expected.double()).abs() <= atol).all())
 
 
@@ -81,7 +81,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 def mixed(rank: int, dtype: torch.dtype) -> Layers:
-    """Layers of odd sizes and different norms, some partly alike on all ranks, two of them not contiguous."""
+    """Layers of odd sizes and different norms, some partly equal on all ranks, two of them not contiguous."""
     return [
         draw(rank, 1).to(dtype),
         (draw(1000, 7) + 0.3 * draw(rank, 7)).to(dtype),
@@ -94,7 +94,7 @@ def mixed(rank: int, dtype: torch.dtype) -> Layers:
 
 
 def reduced(communicator: Communicator, make: Callable[[int], Layers]) -> Layers:
-    """Reduce what make() gives each rank, and compare with the formula."""
+    """Reduce what make() returns on each rank, and compare with the formula."""
     everyones = [make(rank) for rank in range(communicator.size)]
     mine = make(communicator.rank)
     run_now(adasum(communicator, mine))
@@ -160,7 +160,7 @@ def parallel_vectors_are_averaged(communicator: Communicator) -> None:
         mine = vector.clone()
         run_now(adasum(communicator, [mine]))
         assert close(mine, vector, 4 * tolerance)
-    if size in (1, 2, 4):  # else one vector more than others counts for two
+    if size in (1, 2, 4):  # otherwise one vector counts for two
         mine = vector * (communicator.rank + 1)
         run_now(adasum(communicator, [mine]))
         assert close(mine, vector * (size + 1) / 2, 1e-13)
@@ -181,7 +181,7 @@ def norms_at_the_limits(communicator: Communicator) -> None:
     mine = everyones[communicator.rank].clone()
     run_now(adasum(communicator, [mine]))
     assert close(mine, sum(everyones, torch.zeros(())), 1e-184)
-    # a denormal float32 beside a long vector: no float32 could hold the factor
+    # a denormal float32 next to a long vector: no float32 could hold the factor
     reduced(communicator, lambda rank: [((1e-42 if rank == 0 else 1e35) * draw(rank, 20)).float()])
 
 
@@ -208,7 +208,7 @@ def only_the_tensors_change(communicator: Communicator) -> None:
 
 
 class Patient:
-    """A handle that must have ended when it is waited for."""
+    """A handle that must have ended when wait() is called."""
 
     def __init__(self, handle: Handle[Any]) -> None:
         self._handle = handle
@@ -221,7 +221,7 @@ class Patient:
 
 
 class Watched:
-    """A communicator that notes the calls and gives out handles of the kind above."""
+    """A communicator that records the calls and returns handles of the class above."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -242,7 +242,7 @@ def steps_never_block(communicator: Communicator) -> list[str]:
 
 
 def driven(watched: Watched, mine: Layers) -> list[str]:
-    """Take each step when the one before has ended; the tensors must change in the last."""
+    """Take each step when the previous one has ended; the tensors must change in the last."""
     before = bits(mine)
     steps = adasum(watched, mine)  # type: ignore[arg-type]
     assert watched.calls == []
@@ -293,4 +293,4 @@ def test_adasum(world: Ranks, size: int, case: Callable[[Communicator], Any]) ->
 @pytest.mark.parametrize(("size", "levels", "extras"), [(1, 0, 0), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)])
 def test_number_of_collectives(world: Ranks, size: int, levels: int, extras: int) -> None:
     calls = world.run(among_first, size, steps_never_block)[0]
-    assert sorted(calls) == ["allgather"] * 2 * levels + ["alltoall"] * 4 * (levels + extras)  # of two reductions
+    assert sorted(calls) == ["allgather"] * 2 * levels + ["alltoall"] * 4 * (levels + extras)  # for two reductions

@@ -1,4 +1,4 @@
-"""Saves with wait=False: training goes on, and whatever happens meanwhile, one whole checkpoint is there."""
+"""Saves with wait=False: training continues, and whatever happens meanwhile, one complete checkpoint exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.stores import gated, mount  # noqa: F401
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 NUMBERS = 1 << 22
-"""Of 16 MiB: it takes a while to write them."""
+"""16 MiB, which takes a while to write."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_one_save_at_a_time_and_old_ones_go_when_the_new_one_is_whole(two: Ranks
         hvd.barrier()
         handle = save(gated(tmp_path), 2.0, 2, keep=1)
         done = handle.done()
-        hvd.allreduce(torch.ones(1))  # goes on beside it
+        hvd.allreduce(torch.ones(1))  # runs at the same time
         return done, os.path.exists(tmp_path / "run" / file_of(1))
 
     def second() -> tuple[list[str], bool]:
@@ -153,7 +153,7 @@ def test_load_and_a_save_that_waits_come_after(two: Ranks, tmp_path: Path) -> No
     def then() -> bool:
         handle = save(tmp_path / "run", 3.0, 3, NUMBERS)
         if hvd.rank() == 0:
-            hvd.checkpoint.save(tmp_path / "run", {"weight": torch.full((3,), 4.0)}, 4)  # by rank 0 alone
+            hvd.checkpoint.save(tmp_path / "run", {"weight": torch.full((3,), 4.0)}, 4)  # called by rank 0 alone
             assert saved(tmp_path / "run") == [file_of(3), file_of(4)]
         handle.wait()
         return handle.done()
@@ -164,7 +164,7 @@ def test_load_and_a_save_that_waits_come_after(two: Ranks, tmp_path: Path) -> No
 
 
 def kept(steps: int | None = None) -> int | None:
-    """The steps that count as kept on this rank, after it has done so many; None: as many as before."""
+    """Return the steps that count as saved on this rank after it has made so many; None: as many as before."""
     from spark_hvd.world.activity import activity  # its lock does not go to ranks
 
     if steps is not None:
@@ -185,7 +185,7 @@ def test_steps_are_kept_when_their_checkpoint_is_written(tmp_path: Path) -> None
         handle.wait()
         found.append(kept())
         hvd.checkpoint.load(folder)
-        found.append(kept())  # to look at one keeps nothing
+        found.append(kept())  # looking at a checkpoint saves nothing
         hvd.checkpoint.save(folder, {"weight": torch.zeros(3)}, 2)
         hvd.barrier()
         found.append(kept(30))
@@ -223,7 +223,7 @@ def test_a_store_that_goes_away_is_named_on_all_ranks(two: Ranks, tmp_path: Path
     folder, gate = tmp_path / "run", tmp_path / "open"
 
     def fn() -> list[str]:
-        handle = save(gated(tmp_path), 2.0, 2)  # begins while all is well
+        handle = save(gated(tmp_path), 2.0, 2)  # begins before anything fails
         hvd.barrier()
         if hvd.rank() == 0:
             break_it(folder)
@@ -232,7 +232,7 @@ def test_a_store_that_goes_away_is_named_on_all_ranks(two: Ranks, tmp_path: Path
         if hvd.rank() == 0:
             mend(folder)
         hvd.barrier()
-        # It was told, and training may go on.
+        # The error was reported, and training may continue.
         texts.append(raised(lambda: save(gated(tmp_path), 3.0, 3).wait()))
         return [*texts, raised(lambda: value_of(folder, 3))]
 
@@ -316,14 +316,14 @@ def test_whoever_is_killed_while_it_writes_leaves_the_former_one(tmp_path: Path,
 
 
 def kill_at(folder: Path, size: float, process: int | None) -> None:
-    """Kill a process when the file that it writes is so large, or complete."""
+    """Kill a process when the file that it writes has this size, or is complete."""
     assert process is not None
     while file_of(2) not in (names := os.listdir(folder)):
         parts = [folder / name for name in names if file_of(2) in name]
         try:
             if parts and parts[0].stat().st_size >= size:
                 break
-        except FileNotFoundError:  # it has its name now
+        except FileNotFoundError:  # it already has its final name
             break
     os.kill(process, signal.SIGKILL)
 

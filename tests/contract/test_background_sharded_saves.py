@@ -1,4 +1,4 @@
-"""Sharded saves with wait=False: as those of one file, with collectives beside training's."""
+"""Sharded saves with wait=False: the same as for one file, with collectives alongside those of training."""
 
 from __future__ import annotations
 

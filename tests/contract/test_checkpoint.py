@@ -1,4 +1,4 @@
-"""hvd.checkpoint on real ranks: what is saved comes back on all of them, whatever was killed, cut or flipped before."""
+"""hvd.checkpoint on real ranks: all of them load what was saved, whatever was killed, truncated or flipped before."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_odd_one_falls_back_to_the_one_before(two: Ranks, tmp_path: Path, odd
 
 def test_an_error_without_a_text_is_damage_too(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mute(file: zipfile.ZipFile) -> None:
-        raise EOFError  # as zipfile does where an entry ends too soon
+        raise EOFError  # like zipfile if an entry ends too early
 
     two.run(save, tmp_path, 1.0, 1)
     monkeypatch.setattr(zipfile.ZipFile, "testzip", mute)
@@ -130,7 +130,7 @@ def test_mutations_of_a_checkpoint_are_valid_or_damaged(two: Ranks, tmp_path: Pa
                 data[at:at] = data[at : at + length]
             else:
                 data[at : at + length] = bytes(length)
-        for tested in (False, True):  # True: as if the checksums had been made to fit
+        for tested in (False, True):  # True: as if the checksums had been recomputed
             try:
                 state = unpack(bytes(data), "it", "Delete it", {"step": int, "state": dict}, tested=tested)
             except CheckpointError:
@@ -296,7 +296,7 @@ def test_a_sharded_one_whose_files_are_gone_falls_back(two: Ranks, tmp_path: Pat
     manifest = json.loads((tmp_path / "step-000000000002.sharded.json").read_bytes())
     part = next(name for name in manifest["files"] if name.endswith(".distcp"))
     (tmp_path / manifest["directory"] / part).unlink()
-    (tmp_path / "step-000000000009-abc.shards").mkdir()  # of a save that was cut off
+    (tmp_path / "step-000000000009-abc.shards").mkdir()  # left by an interrupted save
     assert [found[0] for found in two.run(resume_sharded, tmp_path)] == [1, 1]
     assert hvd.checkpoint.latest(tmp_path) == 2
     two.run(train_sharded, tmp_path, 1)

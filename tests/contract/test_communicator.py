@@ -51,7 +51,7 @@ def world(name: str) -> Iterator[Ranks]:
 
 
 def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small values that every dtype holds exactly, other ones on every rank."""
+    """Small values that every dtype holds exactly, different on every rank."""
     count = math.prod(shape)
     values = (torch.arange(count) * 7 + rank * 3) % 4
     if dtype == torch.bool:
@@ -151,7 +151,7 @@ def nan_wins_min_and_max() -> None:
 
 
 def odd_strides(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Views that torch calls contiguous though their strides are not those of a new tensor, and other odd ones."""
+    """Views that torch calls contiguous although their strides differ from a new tensor's, and other odd ones."""
     return [
         tensor[:1, 1],
         tensor[:1, 1:2],

@@ -31,9 +31,9 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""How a peer of ZMTP 3 that talks CURVE begins (https://rfc.zeromq.org/spec/23)."""
+"""The start of a ZMTP 3 peer that uses CURVE (https://rfc.zeromq.org/spec/23)."""
 LIE = json.dumps([1, "left", 0]).encode()
-"""From rank 1, it would end the world."""
+"""If rank 1 sent it, it would end the world."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def raw(endpoint: str, data: bytes) -> socket.socket:
 
 
 def collectives(stop: Callable[[], bool]) -> int:
-    """Some until all ranks are told to stop; each must be right."""
+    """Run collectives until all ranks are told to stop; each result must be correct."""
     steps = 0
     while steps < 20 or not stop():
         steps += 1
@@ -70,7 +70,7 @@ def collectives(stop: Callable[[], bool]) -> int:
 
 
 def under_attack(world: Ranks, attack: Callable[[], None], folder: Any) -> None:
-    """Collectives go on, rightly, while and after a stranger does something."""
+    """Check that collectives stay correct during and after a stranger's actions."""
     flag = str(folder / "over")
 
     def stop() -> bool:
@@ -92,7 +92,7 @@ def wrong_keys(endpoints: list[str]) -> None:
     other = Keys.of(b"another world's secret")
     public, secret = zmq.curve_keypair()
 
-    def unknown(each: Any) -> None:  # would need the coordinator's public key, which strangers have not
+    def unknown(each: Any) -> None:  # would need the coordinator's public key, which strangers do not have
         each.curve_serverkey = other.server_public
         each.curve_publickey, each.curve_secretkey = public, secret
 
@@ -112,7 +112,7 @@ def wrong_keys(endpoints: list[str]) -> None:
                     if kind == zmq.SUB:
                         each.subscribe(b"")
                     each.connect(endpoint)
-                    with pytest.raises(zmq.Again):  # nobody is there to send to, nothing comes
+                    with pytest.raises(zmq.Again):  # there is no peer to send to, and nothing arrives
                         each.send(LIE) if kind == zmq.PUSH else each.recv()
 
 
@@ -152,7 +152,7 @@ def test_no_memory_is_set_aside_for_what_strangers_announce(two: Ranks, tmp_path
             stranger = raw(endpoint, GREETING + b"\x06" + (64 * MAX_MESSAGE).to_bytes(8, "big") + bytes(100))
             stranger.settimeout(0.05)
             closed = False
-            while not closed:  # at once, or when the time for a handshake is over
+            while not closed:  # at once, or when the handshake times out
                 most = max(most, rank_0.memory_info().vms)
                 try:
                     closed = not stranger.recv(1 << 16)
@@ -168,7 +168,7 @@ def test_no_memory_is_set_aside_for_what_strangers_announce(two: Ranks, tmp_path
 
 
 def test_decoders_raise_ordinary_errors() -> None:
-    """What holders of the key send, of another version perhaps, ends the world by a named error, and does no more."""
+    """Input from a peer with the key, perhaps of another version, ends the world with a named error, and only that."""
     dice = random.Random(15)
     whole = [
         b'[1,"ready","3",[["a",["allreduce",["float32"],[[2]],"cpu","SUM",1.0,1.0,null,null,null,null]]]]',

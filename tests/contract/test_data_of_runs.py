@@ -1,4 +1,4 @@
-"""What ranks without Spark are handed: tables of this program's, and the paths of files."""
+"""What ranks without Spark get: tables of this program, and the paths of files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(name: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class Exported:
-    """A table of another library: all that is known of it is how Arrow imports it, with types of its own."""
+    """A table of another library: Arrow can import it, but it has its own types."""
 
     def __init__(self, *columns: pa.ChunkedArray | pa.Array) -> None:
         self._table = pa.table([TABLE.column("id"), *columns], ["id", "name"])
@@ -115,7 +115,7 @@ def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
 
 
 def test_a_table_has_the_types_that_files_have() -> None:
-    """One for all ways to lay out dates, runs and what other libraries store in types of their own."""
+    """All ways to store dates, runs and what other libraries put into their own types become one type."""
     columns = {
         "days": pa.array([0, 86_400_000], pa.date64()),
         "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"])),
@@ -206,7 +206,7 @@ def test_a_run_without_data_says_how_to_give_it() -> None:
 
 
 def elastic_epoch(faults: FaultPlan) -> tuple[list[int], str, int]:
-    """The rows that ranks saw up to the last commit, where these lie, and the number of the world."""
+    """Return the rows that ranks saw up to the last commit, their location, and the number of the world."""
     import spark_hvd.torch as hvd
     from spark_hvd.data.handed import source_of
 

@@ -1,7 +1,7 @@
-"""What a program sets for itself, torch.set_default_device and torch.set_default_dtype, is not what we compute with.
+"""The defaults that a program sets by torch.set_default_device and torch.set_default_dtype do not affect our tensors.
 
-The device is "meta", which keeps no values: whatever of ours is made there by mistake is an error. A program that sets
-"cuda" has tensors there that no Gloo can send.
+The device is "meta", which keeps no values: a tensor of ours that is created there by mistake raises. With "cuda",
+a program has tensors there that Gloo cannot send.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def derived() -> None:
     gathered = hvd.allgather(parts[: 1 + hvd.rank()], name="derived")
     (gathered.sum() * (hvd.rank() + 1)).backward()
     assert parts.grad is not None
-    # The sum of both ranks' gradients, 1 and 2; the second row of rank 0 went nowhere.
+    # The sum of both ranks' gradients, 1 and 2; the second row of rank 0 had no effect.
     assert parts.grad.tolist() == [[3.0] * 3, [3.0 * hvd.rank()] * 3]
 
 

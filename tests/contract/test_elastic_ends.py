@@ -1,4 +1,4 @@
-"""How elastic runs begin and end: arguments, limits, exclusion, values, output, Ctrl-C; each beside its opposite."""
+"""How elastic runs begin and end: arguments, limits, exclusion, values, output, Ctrl-C; each with its opposite."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def count(
     prepare: Callable[[], None] = lambda: None,
     until: Path | None = None,
 ) -> Any:
-    """Make steps, each with a collective and a commit; what each rank returns is in what worlds they were made.
+    """Make steps, each with a collective and a commit; each rank returns the worlds in which it made them.
 
-    The steps go on until the file `until` is there.
+    The steps continue until the file `until` exists.
     """
     hvd.init()
     prepare()
@@ -73,7 +73,7 @@ def run(*args: Any, **options: Any) -> list[Any]:
 
 
 def test_an_exception_on_all_ranks_ends_the_run() -> None:
-    # In each generation: the first to raise may go so fast that the others lose it in the step before.
+    # In each generation: the first to raise may be so fast that the others lose it in the step before.
     plan = FaultPlan().raises(0, 3, None, error=KeyError).raises(1, 3, None, error=KeyError)
     with pytest.raises(RankFailedError, match="fn raised an exception on every rank") as caught:
         run(plan, host_failure_limit=10)
@@ -97,7 +97,7 @@ def test_reset_limit_counts_failures() -> None:
 
 
 def test_a_host_on_which_ranks_keep_failing_gets_no_more(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The other rank makes commits until the host is excluded, but the one that fails has no part in any."""
+    """The other rank commits until the host is excluded, but the failing rank takes part in no commit."""
     plan = FaultPlan()
     for step in range(2, 2000):
         plan = plan.raises(1, step, generation=None)
@@ -113,7 +113,7 @@ def test_a_host_on_which_ranks_keep_failing_gets_no_more(caplog: pytest.LogCaptu
     (worlds,) = run(plan, 5, 0.03, lambda: None, until, min_num_proc=1)
     watcher.join()
     assert worlds[:2] == [(0, 2)] * 2
-    assert set(worlds[2:]) <= {(1, 1), (2, 1), (3, 1)}  # with a world of both between, of one, or both in turn
+    assert set(worlds[2:]) <= {(1, 1), (2, 1), (3, 1)}  # with a world of both in between, of one, or both in turn
 
 
 def test_too_few_ranks_are_waited_for_as_long_as_elastic_timeout() -> None:
@@ -220,7 +220,7 @@ def test_output_is_labelled_with_the_rank_of_the_time(capfd: pytest.CaptureFixtu
 
 def test_a_timeout_stops_all_ranks() -> None:
     with pytest.raises(RunTimeoutError, match=r"had not ended after timeout=3 s, with (0 failures|1 failure) survived"):
-        run(FaultPlan().kill(1, 3), 10_000, 0.02, timeout=3)  # a busy machine has not come to the failure by then
+        run(FaultPlan().kill(1, 3), 10_000, 0.02, timeout=3)  # on a busy machine the failure has not happened by then
 
 
 def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # Where tests run in the background, the shell has made them ignore it.
+    # If tests run in the background, the shell makes them ignore it.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()

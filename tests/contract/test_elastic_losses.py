@@ -1,4 +1,4 @@
-"""Ranks of elastic worlds die or stop, in the midst of training or while they join: the others are free, and go on."""
+"""Ranks of elastic worlds die or stop, during training or while they join: the others are released and continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.elastic_training import batch, model_of, resources, train_a_step, wei
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SECONDS = 20.0
-"""Within which ranks must be free of one that is gone; the timeout of collectives, a minute, would not do that."""
+"""Seconds within which ranks must be released; the timeout of collectives, a minute, would be too late."""
 
 
 # ---- what a rank dies in ---------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def train_with_victim(work: str, end: str, victim: int, steps: int = 10) -> dict
     def train(state: TrainState) -> tuple[int, int]:
         while state.step < steps:
             if state.step == VICTIM_STEP and hvd.generation() == 0 and me == victim:
-                time.sleep(0.2)  # the others are in the collective already
+                time.sleep(0.2)  # the others are already in the collective
                 os.kill(os.getpid(), getattr(signal, end))
             WORK[work](state, state.step)
             state.step += 1
@@ -111,7 +111,7 @@ def test_others_go_on_without_a_rank(work: str, end: str) -> None:
 
 
 def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -> list[dict[str, int]]:
-    """In each generation but the last, one rank ends so many milliseconds after it was told to go."""
+    """In each generation but the last, one rank ends this many milliseconds after it was told to go."""
     launcher = elastic_launcher.installed()
     assert isinstance(launcher, PipeLauncher)
     me, found = hvd.rank(), []
@@ -128,7 +128,7 @@ def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -
             threading.Thread(target=strike, daemon=True).start()
         join(world, *args, **kwargs)
         if me in victims and world.generation == victims.index(me):
-            time.sleep(10)  # it was quicker
+            time.sleep(10)  # it was faster
 
     context.join = joining  # what the launcher calls
     model = model_of()
@@ -152,7 +152,7 @@ def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -
     [pytest.param("SIGSTOP", False, id="a member"), pytest.param("SIGKILL", True, id="who serves the store")],
 )
 def test_a_rank_ends_while_it_joins(end: str, first: bool) -> None:
-    """At every moment of joining: the others are free soon after they have been told."""
+    """This covers every moment of joining: the others are released soon after they have been told."""
     moments = [0, 1, 2, 4, 6, 8, 10, 13, 16, 20, 25, 30, 40, 60]
     victims = list(range(2, 2 + len(moments)))
     with elastic_job(ends_while_it_joins, end, victims, moments, count=2 + len(moments)) as job:

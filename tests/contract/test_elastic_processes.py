@@ -1,4 +1,4 @@
-"""What an elastic rank starts, and what it is told by signals."""
+"""What processes an elastic rank starts, and which signals it gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an elastic state holds half used goes on where it stood: every row of an epoch once, on all ranks alike."""
+"""A half-used part of an elastic state continues where it was: every row once per epoch, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = 144
 BLOCK = 12
-"""Rows of a step, over all ranks: a divisor of ROWS by which every epoch has as many steps whatever the ranks."""
+"""Rows of a step, over all ranks: a divisor of ROWS, so that every epoch has as many steps for any number of ranks."""
 
 Plan = Sequence[tuple[int, int, str]]
-"""Of each generation: its ranks, the step after which it ends, and by what; the last one goes on to the end."""
+"""For each generation: its ranks, the step after which it ends, and how; the last one runs to the end."""
 
 
 class Counting:
-    """Its state dict is as those of torchdata: only a loaded state makes an iteration begin in the middle."""
+    """Its state dict works like torchdata's: only a loaded state makes an iteration begin in the middle."""
 
     def __init__(self) -> None:
         self.taken, self._start, self._at_end = 0, 0, False
@@ -57,7 +57,7 @@ class Counting:
 
 
 def reads(kind: str, source: ParquetSource, epochs: int, plan: Plan) -> Any:
-    """Read some epochs; ranks change as planned. What all ranks have read is part of the state."""
+    """Read some epochs; ranks change as planned. All ranks' rows so far are part of the state."""
     hand({"train": pickle.dumps(source)})
     held: Any
     if kind == "sampler":
@@ -117,7 +117,7 @@ def reads(kind: str, source: ParquetSource, epochs: int, plan: Plan) -> Any:
 
 
 def carried_out(fn: Any, *args: Any, plan: Plan) -> list[Any]:
-    """The values of the function on the ranks of the last generation."""
+    """Return the function's values on the ranks of the last generation."""
     with elastic_job(fn, *args, plan, count=plan[0][0]) as job:
         members: list[Rank] = job.ranks[:]
         for (_, _, how), (size, _, _) in itertools.pairwise(plan):
@@ -212,7 +212,7 @@ def test_a_loop_that_had_its_last_batch_ends_when_it_is_entered_again(tmp_path: 
             assert len(list(other)) == left
             assert other.epoch == 1
             assert len(list(other)) == 3
-        assert loader.state_dict()["position"] == [1, []]  # as ever
+        assert loader.state_dict()["position"] == [1, []]  # as always
         del batches  # left after its last batch, as by islice: the epoch is over
         other.load_state_dict(loader.loop_state_dict())
         assert len(list(other)) == 3

@@ -1,4 +1,4 @@
-"""Elastic runs in which ranks fail: those that are left go on from the last commit, and the model ends up right."""
+"""Elastic runs in which ranks fail: the survivors continue from the last commit, and the final model is correct."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STEPS = 12
-"""Of two epochs on two ranks."""
+"""Two epochs on two ranks."""
 
 
 def launch(job: Job, **options: Any) -> list[Result]:
-    """Train on two ranks, and check what must hold whatever happened."""
+    """Train on two ranks, and check what must hold in any case."""
     results = run_elastic_local(train, [job], timeout=60, verbose=0, **{"num_proc": 2, **options})
     first = checked(results, job.every)
     assert sum(map(len, first.seen)) == job.epochs * SAMPLES
@@ -33,7 +33,7 @@ def launch(job: Job, **options: Any) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def unbroken() -> Result:
-    """What a run ends with in which nothing happens."""
+    """The result of a run without faults."""
     result = launch(Job(), reset_limit=0)[0]
     assert result.worlds == [(0, 2)] * STEPS
     return result
@@ -56,12 +56,12 @@ def test_a_fault_costs_nothing_that_was_committed(kind: str, rank: int, unbroken
     faults = getattr(FaultPlan(), kind)(rank=rank, step=4)
     results = launch(Job(faults, log=str(log)), reset_limit=1)
 
-    # The fault struck, and once. The survivor is rank 0, and a new process took the place of the one that was lost.
+    # The fault happened once. The survivor is rank 0, and a new process replaced the lost one.
     assert results[0].worlds == [(0, 2)] * 4 + [(1, 2)] * (STEPS - 4)
     assert [result.started for result in results] == ([0, 0] if kind == "partition" else [0, 1])
-    # With the same members in each step the weights are those of the unbroken run, to the bit.
+    # If each step has the same members, the weights are bitwise those of the run without faults.
     assert (results[0].seen, results[0].weights) == (unbroken.seen, unbroken.weights)
-    # No commit is made twice: what was committed is never gone back behind.
+    # No commit is made twice: ranks never go back behind a commit.
     everybodys = survivors_steps(log)
     assert len(everybodys) == (2 if kind == "partition" else 3)
     for steps in everybodys.values():
@@ -77,7 +77,7 @@ def test_steps_since_the_last_commit_are_made_again(unbroken: Result) -> None:
 
 
 def test_the_same_fault_in_each_generation_is_survived_when_there_are_commits_between(unbroken: Result) -> None:
-    """A host is excluded after two failures without a commit, and the run given up after three: not here."""
+    """A host is excluded after two failures without a commit, and the run fails after three: neither happens here."""
     plan = FaultPlan.random(1, 5, ["kill"], size=1, min_step=1, max_step=2)
     first = launch(Job(plan), reset_limit=5)[0]
     assert first.generation == 5
@@ -85,7 +85,7 @@ def test_the_same_fault_in_each_generation_is_survived_when_there_are_commits_be
 
 
 def test_a_smaller_world_goes_on_at_once_and_grows_again(tmp_path: Path) -> None:
-    """The replacement comes when the survivor has made a step alone; the survivor makes one more, and then waits."""
+    """The replacement arrives after the survivor has made a step alone; the survivor makes one more, and then waits."""
     job = Job(FaultPlan().kill(rank=0, step=4), epochs=5, log=str(tmp_path / "log"), late=(2, 1), stay=(1, 6))
     first = launch(job, min_num_proc=1)[0]
     assert first.sizes == [2, 1, 2]
@@ -96,7 +96,7 @@ def test_a_smaller_world_goes_on_at_once_and_grows_again(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_survivor_that_does_not_come_back_is_taken_for_hung() -> None:
-    """Only then: with more time than the step takes it is waited for."""
+    """Only then: given more time than the step takes, the others wait for it."""
     import time
 
     def fn(seconds: float) -> tuple[int, int]:
@@ -118,17 +118,17 @@ def test_a_survivor_that_does_not_come_back_is_taken_for_hung() -> None:
 
     assert run_elastic_local(fn, [1.5], rejoin_timeout=10.0) == [(1, 4), (1, 4)]
     with pytest.raises(StateLostError, match=r"all ranks that had the state are gone \(2 commits are lost\)"):
-        run_elastic_local(fn, [50.0], rejoin_timeout=1.0, timeout=60)  # it is ended long before
+        run_elastic_local(fn, [50.0], rejoin_timeout=1.0, timeout=60)  # it ends long before
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_notice_is_no_failure(rank: int, unbroken: Result) -> None:
-    """The rank leaves at a commit, and hands over what it has; the task comes back with a new one."""
+    """The rank leaves at a commit and hands over its state; the task returns with a new rank."""
     first = launch(Job(FaultPlan().notice(rank=rank, step=4), stay=(0, 5)), reset_limit=0)[0]
     assert first.generation >= 1
     assert first.sizes == [2]
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
-    with pytest.raises(ResetLimitError):  # as a kill is
+    with pytest.raises(ResetLimitError):  # as for a kill
         launch(Job(FaultPlan().kill(rank=rank, step=4)), reset_limit=0)
 
 
@@ -178,7 +178,7 @@ def test_a_second_elastic_function_in_the_same_fn() -> None:
                 return int(state.total)
 
             totals.append(steps(state))
-            assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == hvd.size()  # in the world that is left
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == hvd.size()  # in the world that remains
         return totals
 
     assert run_elastic_local(fn, [FaultPlan()], reset_limit=0) == [[8, 8], [8, 8]]

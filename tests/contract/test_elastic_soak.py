@@ -1,4 +1,4 @@
-"""One elastic job that is hit by a hundred faults of all kinds, and ends as if nothing had happened."""
+"""One elastic job with a hundred faults of all kinds ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 FAULTS = 100
 EPOCHS = 80
-"""Longer than the faults take: six steps each, and a fault strikes after five of its generation at most."""
+"""Longer than the faults take: six steps each, and a fault happens after at most five steps of its generation."""
 
 
 @pytest.mark.timeout(330)
 def test_a_hundred_faults() -> None:
-    """Each step is made by two ranks, whatever happens, so that the weights are the same to the bit."""
+    """Two ranks make each step in any case, so the weights are bitwise equal."""
     unbroken = checked(run_elastic_local(train, [Job(epochs=EPOCHS)], verbose=0, timeout=60))
     process = psutil.Process()
     fds, threads = process.num_fds(), {thread.name for thread in threading.enumerate()}
@@ -47,7 +47,7 @@ def test_a_hundred_faults() -> None:
     assert all(steps[fault.generation or 0] >= fault.step - 1 for fault in faults.faults)
     assert sum(map(len, first.seen)) == EPOCHS * SAMPLES
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
-    # A fault or two of room: for instance what logging or the garbage collector has yet to close.
+    # Allow for a fault or two, for instance what logging or the garbage collector has yet to close.
     assert process.num_fds() <= fds + 2
     assert {thread.name for thread in threading.enumerate()} <= threads
     assert not left_in("/dev/shm", files)

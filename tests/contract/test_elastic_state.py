@@ -1,4 +1,4 @@
-"""State on real ranks: equal to the bit after a sync, as it was after a restore, and interrupted everywhere at once."""
+"""State on real ranks: bitwise equal after a sync, restored as it was, and interrupted everywhere at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def three() -> Iterator[Ranks]:
 
 
 class Odd(torch.nn.Module):
-    """Tied weights, buffers of several dtypes, 0-dim and empty tensors, and state that is no tensor."""
+    """Tied weights, buffers of several dtypes, 0-dim and empty tensors, and state that is not a tensor."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) ->
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality to the bit of nested state, dtypes included."""
+    """Return whether nested state is bitwise equal, dtypes included."""
     if isinstance(left, torch.Tensor):
         return (left.dtype, left.shape) == (right.dtype, right.shape) and torch.equal(_bytes(left), _bytes(right))
     if isinstance(left, dict):
@@ -96,7 +96,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def contents(state: Any) -> dict[str, Any]:
-    """A copy of all there is, to compare."""
+    """Return a copy of everything, to compare."""
     import copy
 
     return copy.deepcopy(
@@ -137,7 +137,7 @@ def test_sync_is_equal_to_the_bit(three: Ranks, optimizer: str, latest: int) -> 
         before = contents(state)
         state.sync()
         after = contents(state)
-        train(state.model, state.optimizer, 1)  # not into what was saved
+        train(state.model, state.optimizer, 1)  # must not change what was saved
         state.numbers["seed"] = None
         state.restore()
         assert state.model.last.weight is state.model.first.weight is weight
@@ -279,11 +279,11 @@ def test_what_does_not_fit_is_told_everywhere(two: Ranks, fn: Callable[[], None]
     for ok, error in two.outcomes(fn):
         assert not ok
         assert text in error
-    assert two.run(lambda: hvd.broadcast_object(hvd.rank())) == [0, 0]  # the world goes on
+    assert two.run(lambda: hvd.broadcast_object(hvd.rank())) == [0, 0]  # the world still works
 
 
 class Launcher:
-    """What commits need of one."""
+    """The part of a launcher that commits need."""
 
     def __init__(self) -> None:
         self.update_wanted = False
@@ -367,5 +367,5 @@ def test_an_epoch_over_two_one_and_three_ranks(two: Ranks, three: Ranks) -> None
     order = list(range(103))
     random.Random(5).shuffle(order)
     blocks = [sorted(order[start : start + 12]) for start in range(0, 103, 12)]
-    blocks[-1] = sorted([*order[96:], order[0]])  # 7 are left for two ranks
+    blocks[-1] = sorted([*order[96:], order[0]])  # 7 remain for two ranks
     assert given == ({"epoch": 0, "processed_num": 103}, blocks)

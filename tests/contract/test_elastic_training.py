@@ -1,4 +1,4 @@
-"""A whole training through losses and growth: the weights and the samples of one that nothing happened to."""
+"""A whole training with losses and growth ends with the weights and samples of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COUNT, BLOCK, EPOCHS = 50, 8, 2
 
 
 def train(victim: int | None, every: int, grows_at: int | None = None) -> dict[str, Any]:
-    """Train with blocks of samples that do not depend on the number of ranks; `victim` dies once, amid a step.
+    """Train with blocks of samples that do not depend on the number of ranks; `victim` dies once, during a step.
 
-    The first generation stays at step `grows_at` until others are to take part.
+    The first generation stays at step `grows_at` until other ranks should take part.
     """
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -64,7 +64,7 @@ def train(victim: int | None, every: int, grows_at: int | None = None) -> dict[s
                 state.steps += 1
                 if state.steps % every == 0:
                     state.commit()
-                optimizer.zero_grad()  # at the end: a gradient from before a failure must not be there after it
+                optimizer.zero_grad()  # at the end, because a gradient from before a failure must not remain afterwards
             state.epoch += 1
 
     go(state)

@@ -1,4 +1,4 @@
-"""Elastic worlds of real processes: they go from world to world, with right results."""
+"""Elastic worlds of real processes: they move from world to world, with correct results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def comes_and_goes(steps: int, last_generation: int) -> dict[str, Any]:
-    """Whoever is last in the world dies in the midst of a step, in each generation but the last."""
+    """The last rank of the world dies during a step, in each generation but the last."""
     model = torch.nn.Sequential(model_of(hvd.rank()), hvd.SyncBatchNorm(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
@@ -96,7 +96,7 @@ def through_generations(count: int) -> None:
     half, some = len(found) // 2, max(1, len(found) // 5)
     for kind in found[0]:
         numbers = [each[kind] for each in found]
-        # In a generation or two, connections of the one before are still being closed; what leaks stays in all.
+        # For a generation or two, connections of the previous one are still being closed; a leak stays in all.
         assert min(numbers[-some:]) <= max(numbers[half - some : half + 1]) + 2, (kind, numbers)
 
 
@@ -149,7 +149,7 @@ def test_a_newcomer_is_taken_in_at_a_commit() -> None:
 
 
 def test_a_generation_that_is_over_before_all_have_returned() -> None:
-    """Those that have returned do what is left with the others, from the last commit on."""
+    """Ranks that have returned do the rest together with the others, from the last commit on."""
     with elastic_job(grows, 5, count=3) as job:
         job.form(job.ranks)
         first, second, lost = job.ranks
@@ -204,7 +204,7 @@ def prepares() -> list[str]:
 
     @run
     def train(state: TrainState, number: int, *, word: str) -> tuple[int, str]:
-        """What it does."""
+        """Make the steps."""
         assert standing.current().engine.config.fusion_threshold == 12345
         state.optimizer.zero_grad()
         for part in range(2):
@@ -274,7 +274,7 @@ def test_an_error_of_the_users_is_raised() -> None:
 
 
 def test_without_a_launcher() -> None:
-    """In this process: a world of one, and the function is called once."""
+    """In this process the world has one rank, and the function is called once."""
     model = model_of()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:

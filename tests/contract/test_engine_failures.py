@@ -1,4 +1,4 @@
-"""The engine meets an error that it cannot deal with: nobody waits for ever, nothing spins, and a world may follow."""
+"""The engine meets an error that it cannot handle: nothing waits forever or spins, and a new world can start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def broken_pipe(engine: Engine) -> None:
-    # From now on the pipe can be read at once, and reading is an error. In the engine's thread: poll(2) keeps the file
+    # From now on the pipe is readable at once, and reading raises. Done in the engine's thread: poll(2) keeps the file
     # that it began with open, so an engine asleep in it would not notice.
     engine.call(partial(os.dup2, engine._wake_pipe[1], engine._wake_pipe[0]))
 

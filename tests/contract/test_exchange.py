@@ -1,4 +1,4 @@
-"""Facts of all ranks reach all ranks, short ones in one round and long ones in two, and who has gone is noticed."""
+"""All ranks' facts reach all ranks, short ones in one round and long ones in two; a lost rank is noticed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trio() -> Iterator[Ranks]:
 
 
 def test_a_rank_that_has_left_is_an_error() -> None:
-    """At once for the one that gathers; the others wait for it, until the group's timeout where nobody ends them."""
+    """The rank that gathers notices at once; the others wait for it, until the group's timeout if nothing ends them."""
     ranks = Ranks(3, timeout=3.0)
     try:
         with pytest.raises(RankError, match=r"[Cc]onnection (closed|reset)|Broken pipe"):

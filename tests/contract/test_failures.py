@@ -71,7 +71,7 @@ def test_a_rank_that_lacks_memory_blames_no_peer() -> None:
         limits = resource.getrlimit(resource.RLIMIT_AS)
 
         def leave_little(_: torch.Tensor) -> None:
-            """Room for what this rank does alone, and not for 16 MiB of each rank."""
+            """Leave room for this rank's own work, but not for 16 MiB of each rank."""
             if hvd.rank() == 1:
                 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (40 << 20), limits[1]))
 

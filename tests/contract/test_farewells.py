@@ -1,4 +1,4 @@
-"""Sockets that are closed while their peers leave hold nobody up, and leave nothing behind."""
+"""Sockets that are closed while their peers leave delay nobody, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def all_leave_at_once() -> None:
 
 @pytest.mark.slow
 def test_every_context_ends() -> None:
-    for _ in range(300):  # of which ten do not, if the coordinator does not wait for members to go
+    for _ in range(300):  # ten of them fail if the coordinator does not wait for members to leave
         all_leave_at_once()
 
 

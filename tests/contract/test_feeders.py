@@ -1,4 +1,4 @@
-"""Rows that feeders change: as many, in their order, each once, whatever becomes of a feeder. No Spark."""
+"""Rows that feeders change: as many, in order, each once, whatever happens to a feeder. No Spark."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def map_of(fn: Callable[..., Any], **options: Any) -> RowMap:
 
 
 class Feeders:
-    """Feeders of this host, each a process; a directory that a driver would have."""
+    """Feeders of this host, each a process, and a directory like a driver's."""
 
     def __init__(self, row_map: RowMap, feeders: int) -> None:
         self._directory = Directory("127.0.0.1", "127.0.0.1", None, feeders, 60.0)
@@ -155,7 +155,7 @@ def test_an_epoch_that_is_left_and_a_state_that_goes_on(world: None, path: str) 
 
 
 def held(folder: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """As it is, once there is a file "go", which the first rows need not wait for; says who waits."""
+    """Return rows unchanged once there is a file "go", which the first rows need not wait for; record who waits."""
     if rows.num_rows > 1:
         Path(folder, f"pid-{os.getpid()}").touch()
         while not Path(folder, "go").exists():
@@ -172,10 +172,10 @@ def test_what_a_killed_feeder_had_others_do(world: None, path: str, tmp_path: Pa
         found: list[list[int]] = []
         reads = threading.Thread(target=lambda: found.extend(batch["id"].tolist() for batch in loader))
         reads.start()
-        wait_until(lambda: len(list(folder.iterdir())) == 2)  # each has its requests, and works at one
+        wait_until(lambda: len(list(folder.iterdir())) == 2)  # each has its requests, and processes one
         os.kill(feeders.processes[0].pid, signal.SIGKILL)
         feeders.processes[0].wait()
-        feeders.processes.append(feeders.start(row_map))  # as Spark would
+        feeders.processes.append(feeders.start(row_map))  # like Spark
         (folder / "go").touch()
         reads.join(60)
         assert not reads.is_alive()
@@ -198,7 +198,7 @@ def test_an_error_of_the_function_is_raised_as_it_is(world: None, path: str) -> 
     with feeders_of(row_map) as feeders:
         loader = iter(shard_of(path, row_map, feeders.address).torch_batches(16))
         ids = [i for _ in range(6) for i in next(loader)["id"].tolist()]
-        assert ids == list(range(96))  # what came before is given
+        assert ids == list(range(96))  # earlier batches are yielded
         with pytest.raises(OurError, match="row 100 is bad") as raised:
             next(loader)
         assert 'raise OurError("row 100 is bad")' in str(raised.value.__cause__)
@@ -210,7 +210,7 @@ def counted(folder: str, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def wait_for_no_change(folder: Path) -> None:
-    """Until a feeder that had no bound would have gone on: ten looks in a row find what the first has found."""
+    """Wait until a feeder without a bound would have continued: ten checks in a row equal the first."""
     found, same = -1, 0
     while same < 10:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Feeders that are out of reach, slow or gone while an epoch is left; and sources in other processes. No Spark."""
+"""Feeders that are out of reach, slow or gone while an epoch is abandoned; and sources in other processes. No Spark."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_rank_goes_with_a_source(world: None, path: str) -> None:
 def test_rows_that_come_while_an_epoch_is_left_are_not_asked_for(
     world: None, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request is answered as it is to be cancelled, so that the reader's thread starts the next."""
+    """A request is answered just before it would be cancelled, so the reader's thread starts the next one."""
     asked: list[Future[pa.RecordBatch]] = []
 
     class Request(Future[pa.RecordBatch]):
@@ -142,7 +142,7 @@ def test_the_reader_is_closed_where_the_first_row_fails(
 
 
 class Loaded:
-    """A function that counts as false, and says when it is unpickled."""
+    """A function that is falsy, and records when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -167,7 +167,7 @@ def test_a_feeder_loads_a_function_once(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def unreachable(directory: Directory) -> Iterator[str]:
-    """A feeder that the directory names, at an address where nobody listens."""
+    """A feeder that the directory names, at an address without a listener."""
     with socket.socket() as holds:
         holds.bind(("127.0.0.1", 0))
         address = list(holds.getsockname())
@@ -188,7 +188,7 @@ def test_feeders_out_of_reach_are_named(
             wanted = f"none can be reached at {closing.enter_context(unreachable(directory))}. Next: open these ports"
         closing.callback(close_pools)
         ranks = pool.pool_of(directory.address)
-        ranks.submit("train", BATCH, None, None).cancel()  # of an epoch that was left
+        ranks.submit("train", BATCH, None, None).cancel()  # of an abandoned epoch
         with caplog.at_level(logging.WARNING), pytest.raises(DataError) as raised:
             ranks.submit("train", BATCH, None, None).result(60)
         assert wanted in str(raised.value)
@@ -200,7 +200,7 @@ def test_a_slow_function_is_not_taken_for_a_feeder_out_of_reach(tmp_path: Path) 
     with feeder_here(map_of(functools.partial(held, str(tmp_path)))) as feeder:
         feeder.submit("train", BATCH.slice(0, 1), None, None).result(60)
         feeder._feed = replace(feeder._feed, start_timeout=0.2)
-        more = [feeder.submit("train", BATCH, None, None) for _ in range(5)]  # of which some wait
+        more = [feeder.submit("train", BATCH, None, None) for _ in range(5)]  # some of which wait
         time.sleep(0.6)
         (tmp_path / "go").touch()
         assert all(each.result(60).equals(BATCH) for each in more)

@@ -1,4 +1,4 @@
-"""The fork server: what ranks of it share, and that one can be ended from the moment on in which there is one."""
+"""The fork server: what its ranks share, and that a rank can be killed as soon as it exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_a_rank_that_has_just_been_forked_can_be_killed() -> None:
-    """It then may not yet have come so far as to make a process group of its own."""
+    """At that time it may not have created its own process group yet."""
     server = fork_server({}, os.getpid())
     for _ in range(50):
         process = server.spawn(dict(os.environ), 60.0)
@@ -77,7 +77,7 @@ def test_which_outlive_their_runs() -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The name of a module that knows in which process it was imported, and runs what the test's parameter says."""
+    """The name of a module that records the process that imported it, and runs the test parameter's code."""
     name = f"preloaded_{os.getpid()}_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(f"import os\n{request.param}\nPID = os.getpid()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -85,7 +85,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def facts(module: str | None = None) -> dict[str, Any]:
-    """In the rank: which process it was forked from, and what it sees."""
+    """Return, in the rank, the process from which it was forked, and what it sees."""
     import importlib
     import os
 
@@ -127,7 +127,7 @@ def test_a_server_that_is_there_imports_what_a_run_names() -> None:
 @pytest.mark.night
 @pytest.mark.parametrize("module", ["import tensorflow\ntensorflow.constant(1.0) + 1"], indirect=True)
 def test_a_server_that_has_computed_by_tensorflow_begins_again(module: str) -> None:
-    """A process that is forked after that hangs in its first operation."""
+    """A process that is forked afterwards hangs in its first operation."""
 
     def computed() -> float:
         import tensorflow
@@ -157,7 +157,7 @@ def test_tensorflow_is_imported_before_where_the_driver_trains_with_it(monkeypat
 
 
 def hold(count: int) -> list[int]:
-    """Open so many files; the process may have no more than its hard limit allows."""
+    """Open this many files; the process may have no more than its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, count + 256)), hard))
     return [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
@@ -189,7 +189,7 @@ def test_nothing_stays_open_where_there_is_no_room_for_a_ranks_pipes(monkeypatch
 
 
 def test_product_and_tests_wait_for_any_number_of_files() -> None:
-    """`select.select` refuses descriptors from 1,024 on: a driver with many files has those."""
+    """`select.select` refuses descriptors from 1,024 on, which a driver with many files has."""
     root = Path(__file__).parents[2]
     files = [path for room in ("spark_hvd", "runner", "estimators", "tests") for path in (root / room).rglob("*.py")]
     assert [
@@ -200,7 +200,7 @@ def test_product_and_tests_wait_for_any_number_of_files() -> None:
 
 
 def killed_with_its_server() -> str:
-    """The first ranks' fork server is killed, before there is a commit."""
+    """The first ranks' fork server is killed before the first commit."""
 
     @hvd.elastic.run
     def train(state: Any) -> int:
@@ -216,7 +216,7 @@ def killed_with_its_server() -> str:
 
 
 def test_an_elastic_run_starts_a_new_server_and_blames_nobody() -> None:
-    env = {"OMP_NUM_THREADS": "5"}  # a server of its own
+    env = {"OMP_NUM_THREADS": "5"}  # needs its own server
     first, second = spark_hvd.run_elastic_local(
         killed_with_its_server, num_proc=2, host_failure_limit=1, env=env, verbose=0
     )

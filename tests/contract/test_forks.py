@@ -1,4 +1,4 @@
-"""Processes that a rank forks, and that end in whatever way: its world stays whole, and they cannot use it."""
+"""Processes that a rank forks, and that end in any way: its world stays intact, and they cannot use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def exit_code(pid: int) -> int:
-    """Of a forked process, which must not hang."""
+    """Return the exit code of a forked process, which must not hang."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -66,7 +66,7 @@ def test_processes_without_output_end_as_others_do() -> None:
 
 
 def child_of_a_rank(rank: int, step: Callable[[], None], handle: Any) -> None:
-    """What a forked child may do, and may not."""
+    """What a forked child may and may not do."""
     assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (rank, 2, True)
     hvd.init()
     text = f"this process was forked from rank {rank}"
@@ -121,7 +121,7 @@ ENDS: list[tuple[Callable[[], Any], int]] = [(leave, 3), (fail, 1), (hvd.shutdow
 
 
 def fork_each_way() -> list[int] | str:
-    """Fork children that come out of fn."""
+    """Fork children that return from fn."""
     codes = []
     for end, _ in ENDS:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""The rows of a DataFrame on the disks of several ranks: one line of an epoch, whatever their number."""
+"""The rows of a DataFrame on the disks of several ranks form one order per epoch, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTITIONS = 3
 
 
 def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
-    """What each of ``size`` ranks has of a DataFrame of three partitions, in chunks of a few rows."""
+    """Return what each of ``size`` ranks has of a DataFrame with three partitions, in chunks of a few rows."""
     number = np.arange(rows)
     ids = (number % PARTITIONS << 33) + number // PARTITIONS
     units = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % UNITS
@@ -65,7 +65,7 @@ def rows_of(batch: pa.RecordBatch) -> list[int]:
 
 
 def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> list[int]:
-    """The rows of an epoch as they stand in its line, from what ``size`` ranks read and tell of each other."""
+    """Return an epoch's rows in order, from what ``size`` ranks read and tell each other."""
     line: dict[int, int] = {}
     for rank, source in enumerate(sources(folder, rows, size)):
         sharding = source.sharding(7, False, asked)
@@ -133,7 +133,7 @@ def test_every_row_comes_once_whatever_happens_to_the_ranks(
 def _feeds(
     folder: Path, rows: int, size: int, batch_size: int, drop_last: bool, asked: Asked, position: Position
 ) -> Iterator[Feed[pa.RecordBatch]]:
-    """Of each rank; none where a rank has no row."""
+    """One for each rank; none for a rank without rows."""
     for rank, source in enumerate(sources(folder, rows, size)):
         sharding = source.sharding(batch_size, drop_last, asked)
         if not sharding.batches(position, rank, size):

@@ -42,7 +42,7 @@ def feeds(of: ParquetSource, size: int, asked: Asked, position: Position, form: 
 
 
 def batches_of(ranks: list[Feed[Any]], most: int = 10**6) -> list[list[int]]:
-    """The rows of global batches to the end of the epoch, or of so many."""
+    """Return the rows of global batches, to the end of the epoch or this many."""
     found, epoch = [], ranks[0].position.epoch
     while len(found) < most and ranks[0].position.epoch == epoch:
         found.append(sorted(itertools.chain(*(next(each)["row"].tolist() for each in ranks))))
@@ -95,7 +95,7 @@ def test_ranks_that_change_within_an_epoch(tmp_path: Path) -> None:
         found += batches_of(ranks, most)
         position = ranks[0].position
     assert found == whole
-    # Seven ranks have no global batch of the same rows; still each row comes once, before and after.
+    # Seven ranks have no global batch of the same rows; still each row occurs once, before and after.
     first = feeds(of, 3, asked, Position())
     seen = batches_of(first, 5)
     seven = feeds(of, 7, asked, first[0].position)

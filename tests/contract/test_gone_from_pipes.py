@@ -1,4 +1,4 @@
-"""A rank that goes in the middle of a step, in whatever way: those who wait for it in shared memory hear of it."""
+"""A rank dies in the middle of a step, in any way: those that wait for it in shared memory notice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def end(folder: Path) -> None:
 
 
 def end_beside_a_child(folder: Path) -> None:
-    """The child, a data loader's worker for example, has copies of all descriptors, and lives on."""
+    """The child, for example a data loader's worker, has copies of all descriptors and survives."""
     child = os.fork()
     if child == 0:
         time.sleep(30)
@@ -59,7 +59,7 @@ def test_a_rank_that_goes(go: Any, small: int, tmp_path: Path) -> None:
                 optimizer.zero_grad()
         except hvd.CollectiveError as error:
             if go is end_beside_a_child and hvd.rank() == 0:
-                os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it still lives
+                os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it is still alive
             return str(error)
         return "no error"
 

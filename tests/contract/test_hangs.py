@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in real runs: who is named, with what it does instead, and when nothing is said."""
+"""Ranks that wait for each other in real runs: which one is named, with what it does, and when nothing is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_hvd.runner.watch.hang.verdict import Kind
 
 _LOG = logging.getLogger("spark_hvd.runner.launch.monitor")
 WARNING = 2.0
-LONG = 12.0  # more than a warning, a look at all ranks and one more record of each
+LONG = 12.0  # more than a warning, a look at all ranks and one more record from each
 
 
 def _together(name: str) -> None:
@@ -52,14 +52,14 @@ def test_a_run_that_is_ended_while_it_hangs_says_why(caplog: pytest.LogCaptureFi
     assert (hang.kind, hang.ranks) == (Kind.HANG, (1,))
     assert "rank 0 waits in allreduce 'loss' for rank 1, which has not entered it: rank 1 is idle" in str(caught.value)
     assert "time.sleep(600)  # here" in hang.headline
-    assert _verdicts(caplog)[-1] == hang.text  # told again where it has lasted twice as long
+    assert _verdicts(caplog)[-1] == hang.text  # reported again after twice the time
     assert set(hang.stacks) == {0, 1}
     assert "Stacks of rank 1" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """One run goes through them all, each until it is told; what is said of it is looked at afterwards."""
+    """One run goes through them all, each until it is reported; the reports are checked afterwards."""
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -101,7 +101,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
             for _ in hvd.progress(slow_data()):
                 pass
         _together("data")
-        # Ranks wait in two collectives, until a thread of each comes to the other one.
+        # Ranks wait in two collectives until a thread of each reaches the other one.
         names = ["this", "that"] if me == 0 else ["that", "this"]
         later = threading.Thread(target=other, args=[names[1]])
         later.start()
@@ -115,7 +115,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
         finally:
             _LOG.removeHandler(handler)
     verdicts = _verdicts(caplog)
-    # Once for each, or again where it lasted twice as long as when it was told first.
+    # Once for each, or again if it lasted twice as long as at the first report.
     first = {text.split("'")[1]: text.splitlines()[0] for text in reversed(verdicts) if "continues" not in text}
     assert [*first][::-1] == ["spinning", "sleeping", "data", "this"]
     headlines = [*first.values()][::-1]
@@ -129,7 +129,7 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
     assert "rank 1 is waiting for its next batch" in headlines[2]
     assert "different collectives, rank 0 in allreduce 'this', ranks 1, 2 in allreduce 'that'" in headlines[3]
     ends = [text for text in verdicts if "continues" in text]
-    # Of one that ends in the moment in which the next is told nothing more is said.
+    # If one ends just when the next is reported, nothing more is reported about it.
     assert 1 <= len(ends) <= 4
     assert verdicts[-1] in ends
     assert all("has ended after" in text for text in ends)

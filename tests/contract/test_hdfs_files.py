@@ -1,6 +1,6 @@
-"""Stores on HDFS without a server: files and clients of a stand-in can as little as those of hdfs-native.
+"""Stores on HDFS without a server: files and clients of a stand-in have the limits of hdfs-native's.
 
-`make matrix ROWS=stores` has the package itself, and a server.
+`make matrix ROWS=stores` uses the real package and a server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reader(io.RawIOBase):
 
 
 class Writer(io.RawIOBase):
-    """Tells no position."""
+    """Has no position."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce on real ranks that take this machine for several hosts."""
+"""Hierarchical all-reduce on real ranks that treat this machine as several hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNEVEN = ["a", "a", "a", "b", "c", "c"]
 
 
 def trained(hierarchical: bool, steps: int = 4, **options: Any) -> tuple[torch.Tensor, list[str]]:
-    """Weights after some steps, and what sums the buckets."""
+    """Return weights after some steps, and what sums the buckets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 7))
     optimizer = DistributedOptimizer(
@@ -64,12 +64,12 @@ def gradients_agree() -> None:
 
 
 def by_name() -> None:
-    """Pieces of all sizes and dtypes, in place and not, alone and fused."""
+    """Sums of all sizes and dtypes, in place and not, alone and fused."""
     sliced = current().queue.members.sliced
     assert sliced is not None
     size = hvd.size()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
-        for nbytes in (LEAST, (13 if dtype is torch.float32 else 3) << 20):  # the most come back to a part of memory
+        for nbytes in (LEAST, (13 if dtype is torch.float32 else 3) << 20):  # the largest reuse a part of memory
             numel = -(-nbytes // dtype.itemsize) + (nbytes != LEAST)
             period = torch.arange(7).to(dtype)
             mine = (period * (hvd.rank() + 1)).repeat(-(-numel // 7))[:numel]
@@ -92,7 +92,7 @@ def by_name() -> None:
 
 
 def memory_is_refused() -> tuple[list[str], list[str]]:
-    """Rank 3's kernel has no memory to share: first for buckets alone, then for sums by name, too."""
+    """Rank 3's kernel has no memory to share: first for buckets alone, then for named sums, too."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ def test_hosts_with_different_numbers_of_ranks() -> None:
 
 
 def one_dies(method: str, by_name: bool, told: Path) -> str:
-    """What a rank hears when rank 2 dies in the third sum; none ends before the others have been told, too."""
+    """Return the error when rank 2 dies in the third sum; no rank ends before the others have got theirs."""
     from spark_hvd.transport.host import hierarchy
 
     model = nn.Linear(200, 200)
@@ -162,7 +162,7 @@ def one_dies(method: str, by_name: bool, told: Path) -> str:
             optimizer.zero_grad()
     except hvd.CollectiveError as error:
         (told / str(hvd.rank())).touch()
-        wait_until(lambda: len(list(told.iterdir())) == 3)  # whoever is told by my end alone would never be
+        wait_until(lambda: len(list(told.iterdir())) == 3)  # if this rank alone told it, it would never come
         return str(error)
     return "no error"
 

@@ -1,4 +1,4 @@
-"""Keys of a bucket are any text: what its listing says never leads out of a folder or of the store."""
+"""Keys of a bucket are arbitrary text: whatever its listing says, no path leads out of a folder or of the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_hvd.store.errors import StoreError
 from spark_hvd.store.paths import local_below
 from tests import stores
 
-s3 = stores.s3  # pytest finds fixtures among the names of a module
+s3 = stores.s3  # pytest looks for fixtures among a module's names
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def world() -> Iterator[None]:
 
 
 def put(store: Store, below: str, key: str) -> None:
-    """Past s3fs, which would take ".." out of some of them."""
+    """Write without s3fs, which would remove ".." from some of them."""
     prefix = store.inner_path(below).partition("/")[2]
     store.filesystem.call_s3("put_object", Bucket="bucket", Key=f"{prefix}/{key}", Body=b"the attacker's")
 
@@ -59,7 +59,7 @@ def test_the_files_of_a_run_come_back(store: Store, world: None) -> None:
     logs = store.logs_path("r")
     for name in ("a", "b/c/d..e", "b/..f", ".g"):
         store.write_bytes(f"{logs}/{name}", name.encode())
-    for folder in ("", "b/", "empty/"):  # what S3's console makes
+    for folder in ("", "b/", "empty/"):  # as S3's console creates them
         put(store, logs, folder)
     files = RunFiles(store, "r", resumed=True)
     found = {path.relative_to(files.root).as_posix(): path.read_text() for path in Path(files.root).rglob("*.*")}

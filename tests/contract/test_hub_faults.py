@@ -1,4 +1,4 @@
-"""What ends a hub's work ends the run with an error that says so, however it was started; a stranger ends nothing."""
+"""Whatever ends a hub's work ends the run with an error that says so, however it was started; a stranger cannot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def launch(request: pytest.FixtureRequest) -> Launcher:
 
 @pytest.fixture
 def hubs(monkeypatch: pytest.MonkeyPatch) -> list[HubServer]:
-    """The hubs that are made from now on."""
+    """The hubs that are created from now on."""
     made: list[HubServer] = []
     begin = HubServer.__init__
 
@@ -69,7 +69,7 @@ def connected(hub: HubServer, rank: int = 0) -> Iterator[Link]:
 
 
 def fails(launch: Launcher, inject: Callable[[], None], match: str) -> None:
-    """Start two ranks that sleep, and do something to them that ends the run in a HubError."""
+    """Start two ranks that sleep, and cause a HubError."""
 
     def fn() -> None:
         print("up", flush=True)
@@ -262,7 +262,7 @@ with open("/dev/null"):
 
 @pytest.mark.night
 def test_a_run_under_attack_ends_right() -> None:
-    """Descriptors of the driver are few; strangers hold more connections than that, and say all sorts of things."""
+    """The driver has few descriptors; strangers hold more connections than that, and send garbage."""
     driver = subprocess.Popen(
         [sys.executable, "-c", RUN_UNDER_ATTACK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

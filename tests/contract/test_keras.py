@@ -69,7 +69,7 @@ AT_NIGHT = {
     keras_cases.rates_and_momentum,
     keras_cases.a_model_is_loaded_with_its_optimizer,
 }
-"""Cases of what is the same on both backends, each of which compiles models for seconds on TensorFlow."""
+"""Cases that are the same on both backends, and compile models for seconds on TensorFlow."""
 
 
 @pytest.mark.timeout(900)
@@ -86,7 +86,7 @@ def test_two_ranks_on_tensorflow(at_night: bool) -> None:
 
 
 def train(victim: int | None, backend: str = "torch") -> dict[str, Any]:
-    """Blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle of an epoch."""
+    """Train with blocks of rows that do not depend on the number of ranks; `victim` dies once, during an epoch."""
     os.environ["KERAS_BACKEND"] = backend
     import keras
 

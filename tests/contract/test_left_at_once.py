@@ -1,4 +1,4 @@
-"""Worlds that a rank leaves as soon as it has joined them, while connections between the ranks may still come up."""
+"""Worlds that a rank leaves as soon as it has joined, while connections between the ranks may still come up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SLOW = 0.7
-"""Seconds that the way to the coordinator takes to come up: longer than anybody lingers when it closes its sockets."""
+"""Seconds until the connection to the coordinator comes up: longer than any socket lingers."""
 
 
 def pump(source: socket.socket, sink: socket.socket) -> None:
@@ -34,7 +34,7 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def slowly(endpoint: str) -> str:
-    """Another address for an endpoint, behind which every connection comes up slowly."""
+    """Return another address for an endpoint, at which every connection comes up slowly."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server((host, 0))
 
@@ -51,7 +51,7 @@ def slowly(endpoint: str) -> str:
 
 
 def slow_to(connection: int) -> Any:
-    """One of the two connections of each member comes up slowly."""
+    """Slow down one of the two connections of each member."""
     make = CoordinatorSockets.__init__
 
     def made(self: CoordinatorSockets, *args: Any) -> None:

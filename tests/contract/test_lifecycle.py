@@ -1,4 +1,4 @@
-"""Entering and leaving a world: alone, under torchrun, beside the user's own process group, many times."""
+"""Entering and leaving a world: alone, under torchrun, with the user's own process group, many times."""
 
 from __future__ import annotations
 

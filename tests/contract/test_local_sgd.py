@@ -45,9 +45,9 @@ def test_on_ranks(world: Ranks, case: Callable[[int, int], None]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_between_two_exchanges_loses_its_local_steps_alone(tmp_path: Path) -> None:
-    """The others go on from the last commit, and a newcomer gets what they have.
+    """The others continue from the last commit, and a newcomer gets their state.
 
-    Of two fragments the first is on its way when the rank leaves.
+    The first of two fragments is in flight when the rank leaves.
     """
 
     def train() -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_rank_that_leaves_between_two_exchanges_loses_its_local_steps_alone(tm
     after, state, number = torch.load(tmp_path / "1.0")
     assert (number, state["outer"]["rounds"], state["outer"]["steps"]) == (2 * EVERY, 8, [0, 0])
     assert torch.equal(after, synchronised)
-    # Where the survivor is slow to come back, the newcomer is there in the first generation after the loss already.
+    # If the survivor returns slowly, the newcomer is already in the first generation after the loss.
     at_once = (tmp_path / "1.1").exists()
     grown = [torch.load(tmp_path / f"{1 if at_once else 2}.{rank}") for rank in range(2)]
     assert [each[2] for each in grown] == [(2 if at_once else 3) * EVERY] * 2

@@ -1,4 +1,4 @@
-"""A rank's store asks no DNS for the names of its peers: hosts made of a mount namespace, and a DNS that counts."""
+"""A rank's store does not query DNS for its peers' names: hosts are mount namespaces, and a DNS server counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 AGAIN_AND_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
-# In a process of its own, as what is tested lasts; the DNS counts questions and answers none.
+# In its own process, because the effect is permanent; the DNS server counts queries and answers none.
 PROGRAM = """
 import socket, sys, threading, time
 from datetime import timedelta
@@ -38,7 +38,7 @@ except socket.gaierror:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
-    """A command before a command that runs it where the DNS is one of ours."""
+    """Return a command prefix that runs a command where the DNS server is ours."""
     config = tmp_path / "resolv.conf"
     config.write_text("nameserver 127.0.0.53\noptions timeout:1 attempts:1\n")
     by = ["unshare", "--mount", "sh", "-c", f'mount --bind {config} /etc/resolv.conf && exec "$@"', "sh"]

@@ -33,7 +33,7 @@ def world() -> Iterator[Ranks]:
 
 
 def mine(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Other numbers on every rank."""
+    """Different numbers on every rank."""
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) + 10 * dist.get_rank()).to(dtype)
 
 
@@ -159,7 +159,7 @@ def futures() -> None:
 
 
 def defects_reach_who_waits() -> None:
-    """Whatever goes wrong in the thread that keeps MPI moving, futures are completed, and the next collective runs."""
+    """Whatever fails in the thread that keeps MPI moving, futures are completed, and the next collective runs."""
     from spark_hvd.transport.mpi.progress import PROGRESS, Operation
 
     def future_of(*tensors: torch.Tensor) -> torch.futures.Future[Any]:
@@ -236,7 +236,7 @@ def process_sets() -> None:
 
 
 def unreachable_memory() -> None:
-    """The cases of the contract that move most, as if MPI could not reach any tensor."""
+    """The contract's cases that move the most, as if MPI could not reach any tensor."""
     from spark_hvd.transport.mpi import memory
 
     cases = importlib.import_module("tests.contract.test_communicator")
@@ -269,7 +269,7 @@ def callbacks_come_by_themselves() -> None:
 
 
 def many_threads() -> None:
-    """Operations of several communicators from several threads, waited for in other orders than they were started."""
+    """Operations of several communicators from several threads, waited for in another order than they were started."""
     rank = dist.get_rank()
     groups = [current().new_group(0) for _ in range(3)]
     wrong: list[str] = []
@@ -355,7 +355,7 @@ def test_a_peer_that_does_not_come(world: Ranks) -> None:
         with pytest.raises(hvd.CollectiveError, match=r"waited for other ranks for 0\.3 s"):
             work.wait(timedelta(seconds=0.3))
         work.wait()
-        assert tensor.item() == 2.0  # it went on
+        assert tensor.item() == 2.0  # it continued
         return "waited"
 
     assert world.run(fn) == ["waited", "came late"]

@@ -1,4 +1,4 @@
-"""Programs under mpiexec: joining without a launcher of ours, worlds out of communicators, how failures end them."""
+"""Programs under mpiexec: joining without our launchers, worlds from communicators, how failures end them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(program: str, size: int, folder: Path, *arguments: str, **env: str) -> tuple[int, str, float]:
-    """A program under mpiexec: exit code, output, seconds."""
+    """Run a program under mpiexec; return exit code, output, seconds."""
     path = folder / "program.py"
     path.write_text(program)
     start = time.monotonic()

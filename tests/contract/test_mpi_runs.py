@@ -1,4 +1,4 @@
-"""Runs over MPI: the world that functions see, and what becomes of the others when a part of it dies."""
+"""Runs over MPI: the world that functions see, and what happens to the others when a part of it dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_open_mpi = pytest.mark.skipif(
 
 
 def managers() -> list[psutil.Process]:
-    """Processes of MPI's process managers that our runs have started: below this process, or without a parent."""
+    """Return the MPI process managers that our runs have started: below this process, or without a parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -113,7 +113,7 @@ def test_a_world_of_one() -> None:
 
 
 def inside(ending: Callable[[], None]) -> None:
-    """Rank 1 ends so, while rank 0 is inside a collective of MPI."""
+    """Rank 1 ends this way, while rank 0 is inside an MPI collective."""
     import torch
 
     import spark_hvd.torch as hvd

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or fail in the midst of named collectives: the others learn it soon, and can end."""
+"""Ranks that die, stop, leave or fail during named collectives: the others notice soon, and can end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SECONDS = 20.0
-"""Within which the others must have heard, and must be able to shut down and to end. Enough on a busy machine, and long
-before the timeout of collectives, a minute, would free them."""
+"""Seconds within which the others must notice, and must be able to shut down and end. Enough on a busy machine, and
+long before the timeout of collectives, a minute, would release them."""
 FEW, MANY = 1000, 8 << 20
-"""Elements."""
+"""Number of elements."""
 
 Handles = list[Any]
 
@@ -45,7 +45,7 @@ def nothing() -> Handles:
 
 
 def others_lack_it() -> Handles:
-    """The victim is ready for something that the others are not, and the other way round."""
+    """The victim is ready for a collective that the others are not ready for, and vice versa."""
     handles = start("a", "victim's" if hvd.rank() == victim_of_world() else "others'")
     time.sleep(0.1)
     return handles
@@ -79,7 +79,7 @@ MOMENTS: dict[str, Callable[[], Handles]] = {
 
 
 def exit_as_python_does(code: int = 0) -> None:
-    """End this process with all that the end of a program brings: exit handlers, and destructors of what is left."""
+    """End this process like a program: with exit handlers, and destructors of what is left."""
     sys.stdout.flush()
     ctypes.pythonapi.Py_Exit(code)
 
@@ -88,7 +88,7 @@ def leave_and_live() -> None:
     hvd.shutdown()
 
 
-# What the victim does, and what the others are told of it.
+# What the victim does, and what the others learn.
 ENDS: dict[str, tuple[Callable[[], None], str]] = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended without a word"),
     "stopped": (
@@ -114,10 +114,10 @@ def scenario(end: str, victim: int, moment: str, clock: str) -> dict[str, Any]:
     errors = []
     try:
         handles = MOMENTS[moment]()
-    except hvd.CollectiveError as error:  # it has happened already
+    except hvd.CollectiveError as error:  # it has already happened
         errors.append(str(error))
     if hvd.rank() == victim:
-        time.sleep(0.05)  # the others have heard that the barrier is over
+        time.sleep(0.05)  # the others have learned that the barrier is over
         Path(clock).write_text(str(time.monotonic()))
         sys.kept = handles  # type: ignore[attr-defined]
         ENDS[end][0]()
@@ -130,7 +130,7 @@ def scenario(end: str, victim: int, moment: str, clock: str) -> dict[str, Any]:
         else:
             expected = 1 if handle.request.op == "ADASUM" else hvd.size()
             assert bool((result == expected).all())
-    while not errors:  # all that was under way may have succeeded
+    while not errors:  # everything in flight may have succeeded
         try:
             hvd.allreduce(torch.ones(FEW), name="a")
         except hvd.CollectiveError as error:
@@ -149,7 +149,7 @@ def scenario(end: str, victim: int, moment: str, clock: str) -> dict[str, Any]:
 
 
 def end_like_a_program() -> None:
-    """From now on this process ends as a program does, once it is told to."""
+    """From now on, this process ends like a program, once it is told to."""
     from multiprocessing import util
 
     util.Finalize(None, exit_as_python_does, exitpriority=-1000)
@@ -202,7 +202,7 @@ OFTEN = [
     ("leaves", 3, 1, "small in flight"),
     ("leaves", 3, 1, "large in flight"),
 ]
-"""Each case takes a second or two; the others are left to the night."""
+"""Each case takes a second or two; the others run at night."""
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.night)
     for case in product(["killed", "exits", "leaves"], [2, 3], [0, 1], MOMENTS)
@@ -236,7 +236,7 @@ STALL = {"stall_warning": 0.8, "stall_timeout": 1.5}
 
 
 def await_notes(folder: Path, name: str, count: int = 1) -> None:
-    """Wait until so many ranks have left a note of this name."""
+    """Wait until this many ranks have left a note of this name."""
     while len(list(folder.glob(f"{name} *"))) < count:
         time.sleep(0.01)
 
@@ -265,7 +265,7 @@ def stalls(late: int, numbered: bool, folder: Path) -> dict[str, Any]:
         handle.wait()
     told = time.monotonic()
     note(folder, "late" if hvd.rank() == late else "told")
-    await_notes(folder, "late")  # or the others were told again
+    await_notes(folder, "late")  # otherwise the others were told again
     for name in ("loss", "loss", "loss", "another"):
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name=name).tolist() == [hvd.size()] * 3
     return {"text": str(caught.value), "began": began, "told": told, "logged": logged}
@@ -353,7 +353,7 @@ def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
         if is_victim:
             setattr(getattr(current().queue.members, "sliced" if method == "_sum" else "communicator"), method, no_room)
         began = time.monotonic()
-        # A lack of memory stays one where it is: elastic training would roll back for ever.
+        # Running out of memory is reported as such: elastic training would roll back forever.
         with pytest.raises(MemoryError if is_victim else hvd.CollectiveError) as caught:
             calls[method]()
         seconds = time.monotonic() - began

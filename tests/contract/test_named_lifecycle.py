@@ -1,4 +1,4 @@
-"""Worlds that come and go: nothing is left behind, what is under way ends, parts of a world, and what idling costs."""
+"""Worlds that begin and end: nothing is left behind, calls in flight end, partial worlds, and the cost of idling."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_rank_that_never_calls_is_named_with_what_it_called_last(tmp_path: Pat
             hvd.init(stall_warning=None, stall_timeout=1.0)
             late = tmp_path / f"{turn}"
             if hvd.rank() == 0:
-                handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits: it is late all the same
+                handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits, but it is still late
                 wait_until(handle.poll, 60)
                 late.touch()
             wait_until(late.exists, 60)

@@ -25,11 +25,11 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.uint8, torch.int32, torch.int64, torch.bool]
 REDUCTIONS = [hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product]
 SETS = {3: [[0, 2], [1, 2]]}
-"""Process sets of the world of each size."""
+"""Process sets for each world size."""
 
 
 class World:
-    """Ranks that serve many examples; one that fails costs them their life."""
+    """Ranks that serve many examples; one that fails ends them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -79,11 +79,11 @@ class Call(NamedTuple):
     in_place: bool
     scales: tuple[float, float]
     where: int
-    """0: all ranks; else the number of a process set, from 1."""
+    """0: all ranks; otherwise the number of a process set, from 1."""
     rounds: int
-    """In which rounds, as bits."""
+    """The rounds in which it is called, as bits."""
     changes: bool
-    """Whether its shape is another every other round."""
+    """Whether its shape changes every other round."""
 
 
 class Program(NamedTuple):
@@ -91,7 +91,7 @@ class Program(NamedTuple):
     rounds: int
     seed: int
     pauses: bool
-    """Whether ranks dawdle."""
+    """Whether ranks are slow at random."""
 
 
 @st.composite
@@ -108,7 +108,7 @@ def calls(draw: st.DrawFn, size: int) -> Call:
         kind,
         dtype,
         op,
-        # Above 1 MiB an all-reduce may take another way.
+        # All-reduces above 1 MiB may take another path.
         draw(st.sampled_from([[], [1], [5], [2, 3], [0], [1000], [7, 1, 3], [300, 1000]])),
         draw(st.sampled_from([1, 1, 1, 3])),
         draw(st.booleans()),
@@ -138,13 +138,13 @@ def shape_of(call: Call, turn: int) -> list[int]:
 
 
 def rows_of(call: Call, place: int, turn: int) -> list[int]:
-    """Rows for each member, of alltoall; their sum for allgather."""
+    """Return rows for each member, for alltoall; their sum for allgather."""
     random = Random(f"{call.kind} {place} {turn // 3}")  # the same for a few rounds, so that the name gets a number
     return [random.choice([0, 1, 2, 5]) for _ in members_of(call)]
 
 
 def inputs(call: Call, place: int, turn: int, seed: int) -> Tensors:
-    """What a member contributes: small whole numbers, whose sums and products have no rounding errors."""
+    """Return a member's contribution: small whole numbers, whose sums and products have no rounding errors."""
     shape = shape_of(call, turn)
     if call.kind in ("allgather", "alltoall"):
         shape = [sum(rows_of(call, place, turn)), *shape[1:]]
@@ -194,7 +194,7 @@ def shares(rows: int, count: int) -> list[int]:
 
 
 def expected(call: Call, turn: int, seed: int) -> Tensors:
-    """What this rank should get."""
+    """Return what this rank should get."""
     members = members_of(call)
     me = members.index(hvd.rank())
     everyones = [inputs(call, place, turn, seed) for place in range(len(members))]
@@ -253,7 +253,7 @@ def start(call: Call, name: str, tensors: Tensors, turn: int) -> Any:
 
 
 def shuffled(items: Sequence[tuple[int, Call]], random: Random) -> list[tuple[int, Call]]:
-    """In any order, but for the barriers, which wait: theirs must be the same everywhere."""
+    """Return the calls in any order, except for barriers: they block, so their order must be the same everywhere."""
     mixed = random.sample(items, len(items))
     barriers = iter([item for item in items if item[1].kind == "barrier"])
     return [next(barriers) if item[1].kind == "barrier" else item for item in mixed]
@@ -302,7 +302,7 @@ def test_any_order(worlds: dict[int, World], size: int, data: st.DataObject) -> 
 
 
 def play_uneven(steps: list[int], counts: list[bool], seed: int) -> int:
-    """A rank makes its steps and joins; the others go on without it."""
+    """A rank makes its steps and joins; the others continue without it."""
     rank, size = hvd.rank(), hvd.size()
     longest = steps.index(max(steps))
     for step in range(steps[rank]):

@@ -1,4 +1,4 @@
-"""NCCL's part of groups is aborted when a rank has gone. A stand-in notes it: there is no NCCL here."""
+"""The NCCL part of groups is aborted when a rank is gone. A stand-in records it: there is no NCCL here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class StandIn:
-    """For the ProcessGroupNCCL of a group."""
+    """Replaces a group's ProcessGroupNCCL."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class StandIn:
 
 
 def watch() -> list[str]:
-    """Pretend that every group has NCCL, and note what happens to it."""
+    """Pretend that every group has NCCL, and record what happens to it."""
     log: list[str] = []
     nccl = current().queue.members.nccl
     assert nccl is not None
@@ -93,7 +93,7 @@ def test_a_rank_that_leaves_in_order() -> None:
 
 
 class QueueLink:
-    """To no coordinator."""
+    """A link to no coordinator."""
 
     def __init__(self) -> None:
         self.asked: list[NegotiatedQueue] = []

@@ -38,7 +38,7 @@ def test_one_table_in_the_cell_and_in_the_file(tmp_path: Path, monkeypatch: pyte
     assert [output.output_type for output in outputs] == ["display_data", "stream", "stream"]
     drawn, out, err = outputs
     assert "40/50" in drawn.data["text/html"]
-    assert "<b>train on 2 ranks</b>" in drawn.data["text/html"]  # of the summary
+    assert "<b>train on 2 ranks</b>" in drawn.data["text/html"]  # from the summary
     assert "&lt;loss&gt;" in drawn.data["text/html"]
     assert "40/50" in drawn.data["text/plain"]
     assert "<div>" not in drawn.data["text/plain"]

@@ -1,4 +1,4 @@
-"""The face's synchronous collectives: scales, compression, groups, deprecated arguments, on 1 and 2 ranks."""
+"""The synchronous collectives of the API: scales, compression, groups, deprecated arguments, on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_scales(world: Ranks) -> None:
         assert hvd.allreduce(ones, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0).tolist() == [1.5 * size] * 3
         assert hvd.allreduce(ones, prescale_factor=0.5).tolist() == [0.5] * 3
         assert hvd.allreduce_(ones, op=hvd.Product, prescale_factor=2.0, postscale_factor=0.5)[0] == 2.0**size / 2
-        # integers: each scale truncates toward zero; the average and its postscale do so once, together
+        # integers: each scale truncates toward zero; the average and its postscale truncate once, together
         fives = torch.tensor([5, -5])
         assert hvd.allreduce(fives, op=hvd.Sum, prescale_factor=0.5).tolist() == [2 * size, -2 * size]
         assert hvd.allreduce(fives, op=hvd.Average, postscale_factor=0.5).tolist() == [2, -2]
@@ -164,7 +164,7 @@ def test_movement(world: Ranks) -> None:
 def test_objects_of_any_size(world: Ranks) -> None:
     def fn() -> None:
         sizes = [10, 900, 1200, 100_000]
-        for mine in range(len(sizes)):  # small pickles travel by the coordinator, others do not
+        for mine in range(len(sizes)):  # small pickles go through the coordinator, others do not
             values = [bytes(sizes[(mine + rank) % len(sizes)]) for rank in range(hvd.size())]
             assert hvd.allgather_object(values[hvd.rank()]) == values
             for root in range(hvd.size()):

@@ -1,4 +1,4 @@
-"""DistributedOptimizer on real ranks: every case on two processes, the heart of them on three."""
+"""DistributedOptimizer on real ranks: every case on two processes, the core ones on three."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.contract.optimizer_ranks import Ranks
 Case = Callable[[int, int], None]
 ALONE = (optimizer_odd_cases.peer_dies, join_cases.a_rank_dies_while_others_have_joined)  # they end their ranks
 
-# What two ranks show by day, and the other cases of three.
+# Cases that two ranks do not run by day, and the other cases of three.
 AT_NIGHT = dict.fromkeys(
     [
         join_cases.random_shares,
@@ -34,7 +34,7 @@ AT_NIGHT = dict.fromkeys(
 
 
 def cases_of(module: ModuleType) -> list[Case]:
-    """The module's public functions of (rank, size)."""
+    """Return the module's public functions of (rank, size)."""
     return [
         value
         for name, value in vars(module).items()

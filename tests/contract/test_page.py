@@ -1,4 +1,4 @@
-"""The page of a run, asked by real sockets: what browsers see, and that nobody who asks can disturb the run."""
+"""The page of a run, over real sockets: what browsers see, and that no client can disturb the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def check_trace(packed: bytes, began: float) -> None:
-    """Two ranks, two steps each, by the clock of their host since the test ``began``."""
+    """Check two ranks, two steps each, on their host's clock, since the test ``began``."""
     events = json.loads(gzip.decompress(packed))["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {0: "rank 0 (127.0.0.1): CPU", 1000: "rank 1 (127.0.0.1): CPU"}
@@ -51,7 +51,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
         status, html = browser.ask("")
         assert (status, b"<!doctype html>" in html) == (200, True)
         run = browser.told("run?me=x")
-        while not run.get("plots"):  # a picture a second, each asked for once
+        while not run.get("plots"):  # one picture per second, each requested once
             before, run = run["number"], browser.told(f"run?me=x&after={run['number']}")
             assert run["number"] > before
         assert [(row["rank"], row["host"]) for row in run["ranks"]] == [(0, "127.0.0.1"), (1, "127.0.0.1")]
@@ -62,7 +62,7 @@ def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
         assert browser.told(f"run?me=x&line={run['line']}")["lines"] == []
         found = browser.told("stacks?rank=1", "POST")
         assert any("in train_until" in line for line in found["folded"])
-        assert browser.ask("stacks?rank=1")[0] == 404  # a link that somebody follows asks for nothing
+        assert browser.ask("stacks?rank=1")[0] == 404  # following a link requests nothing
         for wrong in ("2", "-1", "x", ""):
             assert browser.ask(f"stacks?rank={wrong}", "POST")[0] == 404
         assert browser.ask("trace.json.gz")[0] == 404
@@ -124,7 +124,7 @@ def test_nobody_who_asks_disturbs_the_run(capfd: Capture, tmp_path: Path) -> Non
             assert [status for status, _ in pool.map(lambda _: browser.ask("run"), range(10))] == [200] * 10
         for _ in range(20):
             browser.raw(good + b"\r\n").close()  # leaves while it is answered
-        # A flood of those who say nothing, or a byte now and then: the oldest are cut.
+        # A flood of clients that send nothing, or a byte now and then: the oldest are cut.
         held = [browser.raw(part) for part in (b"", good, b"\0" * 9000, good + b"X: " + b"y" * 9000) for _ in range(25)]
         assert browser.ask("run")[0] == 200
         for connection in held:
@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_answer_is_said_to(monkeypatch: pytest.MonkeyPatch)
         assert {status for status, _ in answers} == {504}
         assert "rank 1 does not answer: it has not started yet or has ended" in json.loads(answers[0][1])["error"]
         assert set(asked) == {1}
-        assert len(asked) < 5  # those who ask at once share a look
+        assert len(asked) < 5  # simultaneous requests share one look
     finally:
         page.close()
 
@@ -213,7 +213,7 @@ def test_a_burst_of_those_who_say_nothing_is_cut_at_once(monkeypatch: pytest.Mon
         held = [Browser(page.url).raw(b"") for _ in range(100)]
         gate.set()
         wait_until(lambda: len(wait(held, 0)) == 100 - most)
-        assert wait(held[-most:], 0) == []  # the newest may still say what they want
+        assert wait(held[-most:], 0) == []  # the newest may still send their request
     finally:
         gate.set()
         page.close()
@@ -238,7 +238,7 @@ def test_a_rank_that_makes_no_step_keeps_no_other_profile_from_being_asked_for(m
 
 
 class Record:
-    """A tracker that keeps whether its run has ended."""
+    """A tracker that records whether its run has ended."""
 
     def __init__(self) -> None:
         self.ended = False

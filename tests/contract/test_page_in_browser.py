@@ -1,4 +1,4 @@
-"""The page of a run in a real browser, Chromium without a screen: drawn, clicked, deaf to what ranks would inject."""
+"""The page of a run in a real browser, headless Chromium: drawn, clicked, immune to what ranks would inject."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Chromium:
 
 @pytest.fixture
 def chromium(tmp_path: Path) -> Iterator[Chromium]:
-    # Port 0 is any; the driver says which, and ends with its input.
+    # Port 0 means any; the driver prints which, and ends with its input.
     with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         port = next(found[1] for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line)))
@@ -89,7 +89,7 @@ def test_a_run_in_a_browser(chromium: Chromium, capfd: Capture, tmp_path: Path) 
         wait_until(lambda: chromium.text("#state") == "failed", 60)
         assert "ValueError: <i>no</i> batch left" in chromium.text("#error")
         assert chromium.run("return document.querySelectorAll('i, #output script').length") == 0
-        assert chromium.complaints() == []  # nothing that the page's policy had to stop, and no error
+        assert chromium.complaints() == []  # nothing was blocked by the page's policy, and there was no error
         chromium.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.shot = 1\">')")
         wait_until(lambda: any("Content Security Policy" in each for each in chromium.complaints()), 60)
         assert chromium.run("return window.shot ?? null") is None

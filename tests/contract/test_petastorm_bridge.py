@@ -1,4 +1,4 @@
-"""An unmodified Petastorm reads by value what it should, and nothing else in the process is changed for it."""
+"""An unmodified Petastorm reads correct values, and nothing else in the process is changed for it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_values_of_every_type(tmp_path: Path) -> None:
 
 
 def test_nulls_are_petastorms_own(tmp_path: Path) -> None:
-    """It makes NaN of them without a word, which is why our reader counts them in Arrow."""
+    """It silently converts them to NaN, so our reader counts them in Arrow."""
     table = pa.table({"int": pa.array([1, None]), "float": pa.array([None, 2.0]), "raw": pa.array([None, b"x"])})
     pq.write_table(table, tmp_path / "0.parquet")
     (batch,) = batches(url(tmp_path))
@@ -187,7 +187,7 @@ def test_no_row_is_lost(numbers: Path, workers: int) -> None:
 
 @pytest.mark.parametrize("pool", ["process", "dummy"])
 def test_other_pools(numbers: Path, pool: str) -> None:
-    options = {"reader_pool_type": pool, "workers_count": 1}  # a process imports for seconds
+    options = {"reader_pool_type": pool, "workers_count": 1}  # a process needs seconds for imports
     assert sorted(ids(url(numbers), num_epochs=2, **options)) == sorted([*range(ROWS)] * 2)
 
 
@@ -210,7 +210,7 @@ def test_transform(numbers: Path) -> None:
         return frame.drop(columns=["half"])
 
     spec = TransformSpec(square, edit_fields=[("image", np.float32, (2, 3), False)], removed_fields=["half"])
-    (batch, *_) = batches(url(numbers), transform_spec=spec, workers_count=1)  # in the order of the files
+    (batch, *_) = batches(url(numbers), transform_spec=spec, workers_count=1)  # in file order
     assert set(batch._fields) == {"id", "pair", "image"}
     np.testing.assert_array_equal(batch.image, np.broadcast_to(np.arange(10)[:, None, None], (10, 2, 3)))
 
@@ -231,7 +231,7 @@ def test_seeds(numbers: Path) -> None:
     assert first == ids(url(numbers), seed=7, **options)
     assert first != ids(url(numbers), seed=8, **options)
     assert sorted(first) == list(range(ROWS))
-    assert {i // GROUP for i in first[:GROUP]} == {first[0] // GROUP}  # whole row groups in another order
+    assert {i // GROUP for i in first[:GROUP]} == {first[0] // GROUP}  # whole row groups, in another order
 
 
 def test_shards(numbers: Path) -> None:
@@ -310,7 +310,7 @@ def test_memory() -> None:
 
 
 def test_a_schema_of_years_ago() -> None:
-    """Python 2 named numpy's types otherwise, and pyspark pickled named tuples by value."""
+    """Python 2 had other names for numpy's types, and pyspark pickled named tuples by value."""
     from petastorm.etl.legacy import depickle_legacy_package_name_compatible as load
 
     names = b"(S'name'\nS'numpy_dtype'\nS'shape'\nS'codec'\nS'nullable'\nt"
@@ -324,7 +324,7 @@ def test_a_schema_of_years_ago() -> None:
 
 
 def test_images(capfd: pytest.CaptureFixture[str]) -> None:
-    """JPEG in the quality asked for, PNG as it is; OpenCV says nothing about either."""
+    """JPEG in the requested quality, PNG unchanged; OpenCV prints nothing about either."""
     field = UnischemaField("image", np.uint8, (64, 64), None, False)
     image = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
     png = CompressedImageCodec("png")

@@ -1,4 +1,4 @@
-"""What only the Petastorm reader does: its pools, its processes, and batches that equal those of the Arrow reader."""
+"""What only the Petastorm reader does: its pools, its processes, and batches equal to the Arrow reader's."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_many_passes_lose_nothing_and_repeat(store: Store, workers: int) -> None
 
 @pytest.mark.slow
 def test_processes(store: Store) -> None:
-    """They are started once, transform in their own memory, and yield what threads yield."""
+    """They start once, transform in their own memory, and yield what threads yield."""
     me = os.getpid()
 
     def transform(frame: pd.DataFrame) -> pd.DataFrame:
@@ -223,7 +223,7 @@ def test_processes_cannot_read_memory() -> None:
 
 
 def test_reads_ahead_by_a_few_row_groups_only(store: Store) -> None:
-    """What waits in memory does not grow with the data."""
+    """The amount in memory does not grow with the data."""
     meta = write(store, numbered(1000), 1, 10)
     seen: list[int] = []
 

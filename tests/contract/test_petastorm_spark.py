@@ -126,7 +126,7 @@ def test_codecs_by_value(written: str) -> None:
 
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
 def test_every_pool_reads_all_rows(written: str, pool: str) -> None:
-    workers = 1 if pool == "process" else 2  # a process imports for seconds
+    workers = 1 if pool == "process" else 2  # a process needs seconds for imports
     options = {"reader_pool_type": pool, "workers_count": workers}
     assert sorted(read(written, schema_fields=["id", "image"], **options)) == list(range(ROWS))
 
@@ -274,7 +274,7 @@ def test_converter_in_a_spark_task(spark: SparkSession, converter: Any) -> None:
 
 def test_bridged_keeps_name_and_behaviour() -> None:
     def double(x: int) -> int:
-        """Twice x."""
+        """Return twice x."""
         return 2 * x
 
     wrapped = bridge.bridged(double)
@@ -288,7 +288,7 @@ def daemon(spark: SparkSession) -> Iterator[SparkSession]:
 
 
 def test_the_daemon(daemon: SparkSession, written: str) -> None:
-    """Code of Petastorm that nobody can wrap: row-group indexes and RDDs of data sets."""
+    """Code in Petastorm that cannot be wrapped: row-group indexes and RDDs of data sets."""
     from petastorm.etl.rowgroup_indexers import SingleFieldIndexer
     from petastorm.etl.rowgroup_indexing import build_rowgroup_index
     from petastorm.selectors import SingleIndexSelector

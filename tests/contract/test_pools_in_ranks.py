@@ -1,4 +1,4 @@
-"""Processes that a rank starts get what the user's script defines, however they are started."""
+"""Processes that a rank starts get what the user's script defines, whatever the start method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvd.prepare, and what is said where it was forgotten: different weights, gradients that are reduced twice."""
+"""hvd.prepare, and the warnings if it was forgotten: different weights, gradients that are reduced twice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def data(count: int = 10) -> TensorDataset:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> list[str]:
-    """What is warned of in a step."""
+    """Return a step's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.zero_grad()

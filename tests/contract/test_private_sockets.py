@@ -1,4 +1,4 @@
-"""Who may reach the Unix sockets on a host: other users and other containers may not, and cannot stand in the way."""
+"""Who may reach the Unix sockets on a host: other users and containers may not, and cannot get in the way."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def program(code: str, *arguments: str, by: list[str] | None = None, **options: 
 
 @pytest.fixture(params=STRANGERS)
 def stranger(request: pytest.FixtureRequest) -> list[str]:
-    """A command before a command that runs it as somebody who is not to be trusted."""
+    """A command prefix that runs a command as an untrusted user."""
     by = STRANGERS[request.param]
     try:
         tried = subprocess.run([*by, os.path.realpath(sys.executable), "-S", "-E", "-c", ""], capture_output=True)
@@ -83,7 +83,7 @@ def stranger(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Iterator[Path]:
-    """A directory in which everybody may make files."""
+    """A directory in which every user may create files."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
@@ -93,13 +93,13 @@ def open_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where directories for sockets are looked for, in this order."""
+    """The places that are searched for socket directories, in this order."""
     found = [tmp_path / name for name in ("first", "second", "third")]
     for path in found:
         path.mkdir()
     monkeypatch.setattr(private_sockets, "_PLACES", (str(found[0]), str(found[1])))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(found[2]))
-    without_torch = tmp_path / "without_torch"  # so that fork servers are there at once
+    without_torch = tmp_path / "without_torch"  # so that fork servers start at once
     without_torch.mkdir()
     (without_torch / "torch.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(str(without_torch))
@@ -230,7 +230,7 @@ def test_where_others_have_taken_every_place_a_run_has_a_fork_server_of_its_own(
 
 
 def test_nobody_reads_the_names_of_sockets(places: list[Path]) -> None:
-    """A fork server's is made from values of variables: who knows it can try what they might be."""
+    """A fork server's name is derived from values of variables, so anyone who knows it can guess them."""
     with SocketFolder.named("ours") as folder, folder.listen("a-secret-name") as listener:
         listed = Path("/proc/net/unix").read_text()
         connection = folder.connect("a-secret-name")
@@ -244,7 +244,7 @@ def test_nobody_reads_the_names_of_sockets(places: list[Path]) -> None:
 
 
 def test_servers_are_shared_and_leave_nothing(places: list[Path]) -> None:
-    """The one who has started a server may end before the others come: it was Spark's to say so."""
+    """The process that started a server may end before the others arrive; it had Spark's parameters."""
     anchor = program("import time; time.sleep(600)")
     folder = places[0] / f"spark_hvd-{os.geteuid()}"
 
@@ -278,7 +278,7 @@ def test_servers_are_shared_and_leave_nothing(places: list[Path]) -> None:
 
 
 def test_a_server_s_command_line_tells_nothing_of_its_environment(places: list[Path]) -> None:
-    """Everybody may read it."""
+    """Every user may read it."""
     anchor = program("import time; time.sleep(600)")
     connection = processes._connect({"PASSWORD": "hunter2"}, anchor.pid)
     name = processes._name(THIS_PYTHON, {"PASSWORD": "hunter2"}, anchor.pid)

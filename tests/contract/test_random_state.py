@@ -1,4 +1,4 @@
-"""Ranks draw random numbers of their own, others in each run; a seed makes them repeatable."""
+"""Each rank draws its own random numbers, different in each run; a seed makes them repeatable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reader does: each row once in a pass, equal steps, an order that a seed decides, no thread left behind."""
+"""What every reader does: each row once per pass, equal steps, an order decided by a seed, no remaining thread."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_left_early(kind: str, store: Store, shuffle: bool) -> None:
     batches = reader.batches(0)
     assert len(next(batches)["row"]) == 7
     batches.close()  # type: ignore[attr-defined]
-    next(reader.batches(1))  # nobody holds this one
+    next(reader.batches(1))  # no reference is left to this one
     assert len(rows(read(reader, 2))) == 500
     reader.close()
     reader.close()
@@ -275,5 +275,5 @@ def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch:
     meta = write(store, numbered(2000), 4, 10)
     for batch in opened(kind, meta, store, 16, shuffle=True, window_rows=100, columns=("row",)).batches(0):
         assert len(batch["row"]) == 16
-        time.sleep(0.001)  # the reader has time to run ahead
+        time.sleep(0.001)  # time for the reader to read ahead
     assert 100 <= most <= 300

@@ -1,4 +1,4 @@
-"""What the environment refuses for good: runs give a result, or a named error in time, and leave nothing behind."""
+"""Permanent failures of the environment: runs return, or raise a named error in time, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ for line in sys.stdin:
 
 
 class Program:
-    """A user's program, whose environment refuses what it is told to."""
+    """A user's program, whose environment refuses what it is told to refuse."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.refused = folder, folder / "refused"
@@ -199,14 +199,14 @@ class Program:
         assert self.run()["value"] == VALUE
 
     def run(self, descriptors: str = "") -> dict[str, Any]:
-        """Have it start a run, which may open so many files in its driver, and wait for what it tells."""
+        """Start a run whose driver may open this many files, and wait for its report."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             self.process.stdin.write(f"{descriptors}\n")
             self.process.stdin.flush()
             told: dict[str, Any] = json.loads(self.process.stdout.readline())
-        except BaseException:  # pytest's timeout, for one: a run that hangs is not to hold the next test
+        except BaseException:  # such as pytest's timeout: a hanging run must not delay the next test
             self.process.kill()
             self.process.wait()
             raise
