@@ -1,4 +1,4 @@
-"""Tests beside databricks-connect, which has its own `pyspark`: pip replaces nothing; the first call says what to do.
+"""Tests with databricks-connect, which has its own `pyspark`: pip replaces nothing; the first call says what to do.
 
 tests/matrix.py runs this in an environment without PyPI's PySpark. No Databricks cluster is used.
 """

@@ -1,4 +1,4 @@
-"""Facts of a healthy application, which each test of the doctor's checks changes in one point."""
+"""Facts about a healthy application; each test of the doctor's checks changes one of them."""
 
 from __future__ import annotations
 

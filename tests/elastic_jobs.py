@@ -92,7 +92,7 @@ class Result:
 
 
 def checked(results: list[Result], every: int = 1) -> Result:
-    """Check what must hold whatever has happened, and return rank 0's result.
+    """Check what must hold in any case, and return rank 0's result.
 
     All ranks of the last world have the same state, bit for bit, and each epoch has seen each sample once. Only with
     more than two ranks, some are seen twice at the end of an epoch whose samples cannot be divided equally.

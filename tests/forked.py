@@ -23,8 +23,8 @@ from typing import Any
 _SERVER = "SPARK_HVD_TESTS_SERVER"
 _SEEN_BY_FORKS = {"HOME"}
 
-# What many ranks would import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
-# Functions of tests import pytest, a fifth of a second, if they assert anything.
+# Modules that many ranks import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
+# Test functions import pytest, a fifth of a second, if they contain an assert.
 _LOADED = [
     "spark_hvd.torch",
     "torch._dynamo",
@@ -64,7 +64,7 @@ def fork(target: Callable[..., object], *args: Any) -> ForkServerProcess:
 
 
 def fork_run_servers() -> None:
-    """Let runs of this process have forks as their fork servers, unless variables differ that libraries read early.
+    """Let runs of this process use forks as fork servers, unless variables differ that libraries read early.
 
     A test finds the real function by ``inspect.unwrap``.
     """
@@ -120,7 +120,7 @@ def _adopt(environ: Mapping[str, str], path: Sequence[str]) -> None:
 
 
 def _serve_runs(environ: dict[str, str], path: list[str], given: Any, folder: str, anchor: str, linger: str) -> None:
-    """Be a run's fork server, as if this fork were a program: a parent whose multiprocessing has not begun."""
+    """Act as a run's fork server, as if this fork were a program: a parent without multiprocessing so far."""
     from spark_hvd.runner.supervise import forkserver as of_runs
 
     _adopt({**environ, "PYTHONPATH": os.pathsep.join(path)}, path)

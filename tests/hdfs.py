@@ -13,7 +13,7 @@ from tests.conftest import wait_until
 from tests.daemons import end, free_port, listens
 
 JARS = Path(sys.prefix, "hadoop")
-"""Where the row `stores` of tests/matrix.py has put them."""
+"""Where the row `stores` of tests/matrix.py puts them."""
 PACKAGE = "org.apache.hadoop.hdfs.server"
 OPENED = ("java.lang", "java.util", "java.io", "java.net", "java.nio", "sun.nio.ch")  # Hadoop 2.7 is older than modules
 
@@ -55,10 +55,10 @@ def hdfs(folder: Path) -> Iterator[str]:
 
             wait_until(ready, 90)
 
-        # In a process of its own: fsspec's own file system hangs the child in which PySpark starts Java.
+        # In its own process: fsspec's file system would hang the child in which PySpark starts Java.
         put = f"import fsspec; fsspec.filesystem('hdfs', host='127.0.0.1', port={name}).pipe_file('/ready', b'yes')"
 
-        def takes_files() -> bool:  # once the DataNode has told the NameNode of itself
+        def takes_files() -> bool:  # once the DataNode has registered with the NameNode
             return subprocess.run([sys.executable, "-c", put], capture_output=True, timeout=60).returncode == 0
 
         wait_until(takes_files, 90)

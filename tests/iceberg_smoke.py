@@ -100,7 +100,7 @@ READ_BY_SPARK: dict[str, tuple[str, ...]] = {
 JACKSON = (b"iceberg/shaded/org/apache/parquet/shaded/com/fasterxml/", b"iceberg/shaded/com/fasterxml/")
 """The package's jar lacks one of its two copies of Jackson: where the other is, and where this one belongs."""
 SIZES = {3: 4, 4: 4, 5: 8, 6: 8, 7: 2, 8: 2, 9: 4, 10: 4, 11: 4, 12: 4, 15: 3, 16: 2, 17: 4, 18: 4, 19: 2, 20: 2}
-"""Bytes of the constants of a class of Java, by their tags; those of a text, 1, are in it."""
+"""Sizes of a Java class's constants in bytes, by tag; a text, 1, contains its own size."""
 
 
 def moved(name: bytes) -> bytes:
@@ -109,7 +109,7 @@ def moved(name: bytes) -> bytes:
 
 
 def moved_class(data: bytes) -> bytes:
-    """Return a class file that refers to Jackson and to itself under other names."""
+    """Return a class file that refers to Jackson and to itself by other names."""
     head, at, number = bytearray(data[:10]), 10, 1
     while number < int.from_bytes(data[8:10], "big"):
         tag = data[at]

@@ -1,7 +1,7 @@
-"""The API for JAX on two ranks, in an environment of its own: the row `jax` of tests/matrix.py.
+"""The API for JAX on two ranks, in its own environment: the row `jax` of tests/matrix.py.
 
-It is not in the default tests, whose names begin with ``test_``, because jaxlib has 350 MB, and JAX takes seconds to
-import in each rank.
+The default tests, whose names begin with ``test_``, exclude it, because jaxlib has 350 MB, and importing JAX takes
+seconds in each rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS, BATCH = 203, 16
-"""Of two ranks: 102 and 101, so that the last batches differ, and have 6 rows and 5."""
+"""Two ranks have 102 and 101, so their last batches differ: 6 rows and 5."""
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_trees_that_differ_are_told_on_all_ranks(world: Ranks) -> None:
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(world: Ranks, tmp_path: Path) -> None:
-    """Written by two ranks, of arrays cut over them too; read by two ranks, and by one process."""
+    """Written by two ranks, with arrays sharded over them; read by two ranks, and by one process."""
 
     def body(folder: str) -> None:
         params = hvd.broadcast(parameters(0))
@@ -277,7 +277,7 @@ def test_jax_in_one_rank_only_is_told_when_the_others_have_returned() -> None:
 def test_no_argument_is_needed_and_nothing_listens_elsewhere(
     on_spark: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In run_local with a file, and in run with a DataFrame of it; the coordinator takes one of `ports=`."""
+    """In run_local with a file, and in run with a DataFrame of it; the coordinator uses one of `ports=`."""
     rows, wanted = table()
     path = str(tmp_path / "rows.parquet")
     pq.write_table(pa.table({**{f"x{i}": rows[:, i] for i in range(6)}, "y": wanted}), path)
@@ -344,7 +344,7 @@ def test_a_rank_that_dies_is_the_one_that_is_told(
 
 
 def test_jax_s_own_abort_is_an_echo() -> None:
-    """As where the abort of a rank is heard of before the loss of rank 0, which JAX's coordinator was in."""
+    """A rank's abort arrives before the loss of rank 0, in which JAX's coordinator was."""
 
     def body() -> None:
         hvd.init()

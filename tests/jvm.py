@@ -17,7 +17,7 @@ from typing import Any
 ARCHIVE = Path(__file__).resolve().parents[1] / "build" / "spark.jsa"
 _QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynamic=off"
 SHORT_LIVED = f"{_QUICK} -XX:SharedArchiveFile={ARCHIVE}" if ARCHIVE.exists() else _QUICK
-"""For a JVM that lives for minutes."""
+"""Options for a JVM that lives for minutes."""
 
 
 def _each(batches: Iterator[Any]) -> Iterator[Any]:
@@ -52,7 +52,7 @@ def make_archive() -> None:
     gateway: Any = spark.sparkContext._gateway
     spark.stop()
     gateway.shutdown()
-    gateway.proc.stdin.close()  # by which the JVM ends
+    gateway.proc.stdin.close()  # this ends the JVM
     gateway.proc.wait()
     new.replace(ARCHIVE)
 

@@ -213,18 +213,18 @@ class Program:
         return told
 
     def below(self) -> list[psutil.Process]:
-        """The processes that it has started."""
+        """Return the processes that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """One for all tests: what is refused to one must not harm the next."""
+    """One program for all tests: what is refused to one run must not harm the next."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     made = Program(tmp_path_factory.mktemp("refusals"))
     yield made
-    if made.process.poll() == -signal.SIGKILL:  # the last test has failed
+    if made.process.poll() == -signal.SIGKILL:  # the previous test failed
         return
     assert made.process.stdin is not None
     made.process.stdin.close()
@@ -249,16 +249,16 @@ def kill_fork_server(program: Program) -> None:
     for each in servers:
         each.kill()
         wait_until(lambda each=each: each.status() == psutil.STATUS_ZOMBIE)
-        # Its main thread is one before the others have ended, and with them what they have open.
+        # Its main thread becomes a zombie before the others have ended, with their open files.
         wait_until(lambda each=each: len(os.listdir(f"/proc/{each.pid}/task")) == 1)
 
 
 JUMPS = ["clock ahead", "clock back"]
-"""By an hour, in the middle of the run."""
+"""Shift the clock by an hour, in the middle of the run."""
 SURVIVED = ["flock", "owner", "memfd", "memory", "mmap", "name is loopback", *JUMPS, "fork server"]
 FEW = {"8 descriptors": "8", "20 descriptors": "20", "40 descriptors": "40"}
 NAMED = {"proc": "/proc/net/dev", "space": "No usable temporary directory", "8 descriptors": "more open files"}
-"""What the error says; the next run is a sound one."""
+"""Return what the error says; the next run must succeed."""
 SURVIVED_TOO = ["40 descriptors", "ipv6", "dns"]
 NAMED_TOO = {"20 descriptors": NAMED["8 descriptors"], "writing": NAMED["space"], "access": NAMED["space"]}
 
@@ -297,5 +297,5 @@ def test_a_result_or_a_named_error_and_nothing_left(program: Program, what: str,
         assert says in text
         told = program.run()
     assert told["value"] == VALUE, told
-    wait_until(lambda: len(program.below()) <= children)  # a fork server that has died may have a successor
+    wait_until(lambda: len(program.below()) <= children)  # a fork server that has died may be replaced
     wait_until(lambda: shared_memory() <= before)

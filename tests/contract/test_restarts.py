@@ -1,4 +1,4 @@
-"""Restarts of run_local on real processes: fn goes on from its checkpoint, and ends as if nothing had been."""
+"""Restarts of run_local on real processes: fn continues from its checkpoint, and ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STEPS = 6
 
 
 def train(folder: str, deaths: dict[int, int], wait: bool = True) -> dict[str, Any]:
-    """Six steps of SGD with a checkpoint after each. At the step that `deaths` has for a start, rank 1 is killed."""
-    torch.manual_seed(hvd.rank())  # rank 0's weights go to all
+    """Six steps of SGD with a checkpoint after each. Rank 1 is killed at the step that `deaths` has for this start."""
+    torch.manual_seed(hvd.rank())  # all ranks get rank 0's weights
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     saved = hvd.checkpoint.load(folder)

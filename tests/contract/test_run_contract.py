@@ -1,4 +1,4 @@
-"""What ``run`` and ``run_local`` promise alike: the same tests for both."""
+"""What both ``run`` and ``run_local`` promise: the same tests for both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def launch(request: pytest.FixtureRequest) -> Launcher:
 
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import tests; as __main__ of a notebook
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import tests; as for a notebook's __main__
 
 
 def hvd() -> Any:
@@ -75,7 +75,7 @@ def test_ranks_share_the_cores(launch: Launcher, monkeypatch: pytest.MonkeyPatch
         return torch.get_num_threads()
 
     monkeypatch.delenv("OMP_NUM_THREADS")
-    each = max(1, (os.cpu_count() or 1) // 2) if launch is run_local else 1  # Spark gives spark.task.cpus
+    each = max(1, (os.cpu_count() or 1) // 2) if launch is run_local else 1  # Spark sets spark.task.cpus
     assert launch(fn, num_proc=2) == [each, each]
     assert launch(fn, num_proc=1, env={"OMP_NUM_THREADS": "3"}) == [3]
 
@@ -192,7 +192,7 @@ def test_a_rank_that_raises_before_the_first_collective(launch: Launcher) -> Non
 def test_a_rank_that_raises_while_others_are_inside_a_collective(launch: Launcher) -> None:
     def fn() -> None:
         if hvd().rank() == 0:
-            time.sleep(0.5)  # rank 1 waits in its all-reduce by now
+            time.sleep(0.5)  # by now rank 1 waits in its all-reduce
             raise ValueError("late")
         reduce_one()
 

@@ -1,4 +1,4 @@
-"""Temporary folders of killed processes go, those of living ones stay."""
+"""Temporary folders of killed processes are removed, and those of living ones stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary directory of this process and those that it starts, empty. No test leaves a file in it open."""
+    """The temporary directory, empty, of this process and those that it starts. No test leaves a file in it open."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -135,12 +135,12 @@ def test_the_folder_of_a_killed_rank_goes_at_once(temporary: Path, tmp_path: Pat
 
 
 def test_ranks_use_the_temporary_directory_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "ab":  # both from one fork server
+    for name in "ab":  # both come from one fork server
         (tmp_path / name).mkdir()
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
         assert run_local(tempfile.gettempdir, num_proc=1) == [str(tmp_path / name)]
     monkeypatch.delenv("TMPDIR")
-    run_local(os.getpid, num_proc=1)  # at its end the server looks for what the rank has left
+    run_local(os.getpid, num_proc=1)  # at its end the server looks for the rank's leftovers
     monkeypatch.setenv("TMPDIR", str(tmp_path / "a"))
     assert run_local(tempfile.gettempdir, num_proc=1) == [str(tmp_path / "a")]
 
@@ -154,13 +154,13 @@ def test_a_folder_without_a_lock_where_locks_are_refused(
 
     monkeypatch.setattr(fcntl, "flock", refused)
     with Scratch("test", str(temporary)) as folder:
-        sweep(str(temporary))  # has no lock either, so it cannot know
+        sweep(str(temporary))  # it has no lock either, so it cannot know
         assert [folder] == [str(path) for path in temporary.iterdir()]
     assert not [*temporary.iterdir()]
 
 
 def test_a_folder_that_is_somebody_elses(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as where a server of files says who owns them
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as if a file server decided who owns files
     with Scratch("test", str(temporary)) as folder:
         assert [folder] == [str(path) for path in temporary.iterdir()]
     assert not [*temporary.iterdir()]

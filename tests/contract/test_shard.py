@@ -1,4 +1,4 @@
-"""What ``fn`` reads of a data set: each row once over all ranks, equal steps, and a state that goes on anywhere."""
+"""What ``fn`` reads of a data set: each row once over all ranks, equal steps, and a state that resumes anywhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source_in(folder: Path) -> ParquetSource:
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Iterator[DatasetShard]:
-    """That of a world of one."""
+    """The data set's shard in a world of one."""
     hvd.init()
     hand({"train": pickle.dumps(source_in(tmp_path))})
     with no_thread_stays():
@@ -112,7 +112,7 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
 
 
 def test_timestamps_as_spark_writes_them(tmp_path: Path) -> None:
-    """As INT96. In nanoseconds, 64 bits reach from 1677 to 2262."""
+    """Spark writes INT96. In nanoseconds, 64 bits cover 1677 to 2262."""
     far = [datetime.datetime(*day) for day in ((1, 1, 1), (1582, 10, 15), (2024, 2, 29), (9999, 12, 31, 23, 59, 59, 1))]
     table = pa.table({"at": pa.array(far, pa.timestamp("us")), "all": pa.array([[each] for each in far])})
     pq.write_table(table, tmp_path / "rows.parquet", use_deprecated_int96_timestamps=True)
@@ -239,7 +239,7 @@ def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
     assert loader.epoch == 3
     loader.set_epoch(1)
     assert rows_of(loader) == epochs[1]
-    next(iter(loader))  # left early: the next epoch is another one, whole
+    next(iter(loader))  # abandoned: the next epoch is another, complete one
     assert sorted(rows_of(loader)) == list(range(ROWS))
     again = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
     assert rows_of(again) == epochs[0]
@@ -274,7 +274,7 @@ def test_data_loaders(shard: DatasetShard) -> None:
     loader = shard.torch_batches(10)
     assert rows_of(DataLoader(loader, batch_size=None)) == list(range(ROWS))
     assert rows_of(DataLoader(loader, batch_size=None, num_workers=2)) == list(range(ROWS))
-    next(iter(loader))  # there is an epoch, and its reader has threads
+    next(iter(loader))  # an epoch has begun, and its reader has threads
     loader.set_epoch(0)
     spawned = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert rows_of(spawned) == list(range(ROWS))
@@ -292,7 +292,7 @@ def test_data_loaders_whose_workers_end_with_their_epoch(shard: DatasetShard) ->
     loader.set_epoch(1)
     assert loader.state_dict() == one.state_dict() | {"position": [1, []]}
     assert rows_of(workers) == wanted[1]
-    rows_of(loader)  # here, and so it counts again
+    rows_of(loader)  # in this process, so it counts again
     assert loader.state_dict()["position"][0] == 2
     loader.set_epoch(0)
     kept = DataLoader(loader, batch_size=None, num_workers=2, persistent_workers=True)

@@ -1,4 +1,4 @@
-"""ShardedEmbedding on real ranks; the oracle is an nn.Embedding in one process on everybody's rows."""
+"""ShardedEmbedding on real ranks; the oracle is an nn.Embedding in one process on all rows."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_id_beyond_the_table(world: Ranks) -> None:
         ids = torch.tensor([3, bad if hvd.rank() == 1 else 4])
         with pytest.raises(IndexError if hvd.rank() == 1 else hvd.CollectiveError) as caught:
             table(ids)
-        table(torch.tensor([1, 2]))  # the ranks are in step still
+        table(torch.tensor([1, 2]))  # the ranks are still in step
         return str(caught.value)
 
     other, own = world.run(fn, ROWS)[:2]
@@ -250,7 +250,7 @@ def test_what_would_save_a_part_as_the_whole(world: Ranks, tmp_path: Path) -> No
 
 def test_rows_of_another_rank_are_not_loaded_as_mine(world: Ranks) -> None:
     def fn() -> None:
-        model = nn.Sequential(hvd.ShardedEmbedding(12, DIM))  # as many rows on each rank
+        model = nn.Sequential(hvd.ShardedEmbedding(12, DIM))  # the same number of rows on each rank
         before = model[0].weight.detach().clone()
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
@@ -269,7 +269,7 @@ def test_copies_are_tables_too(world: Ranks) -> None:
         table = hvd.ShardedEmbedding(ROWS, DIM).double()
         twin = copy.deepcopy(table)
         before = twin.weight.detach().clone()
-        hvd.broadcast_parameters(twin.state_dict())  # shapes differ where ROWS is odd
+        hvd.broadcast_parameters(twin.state_dict())  # shapes differ if ROWS is odd
         assert torch.equal(twin.weight, before)
         assert twin(torch.tensor([1])).dtype is torch.float64
 
@@ -355,7 +355,7 @@ def test_a_rank_lost_in_a_look_up() -> None:
 
 
 def test_ranks_lost_between_steps_and_while_tables_are_cut_again(tmp_path: Path) -> None:
-    """Whoever is left makes the tables anew from the last whole state, with whatever number of ranks."""
+    """The remaining ranks build the tables from the last whole state, whatever their number."""
     kept = tmp_path / "whole.pt"
 
     def train() -> tuple[int, dict[str, torch.Tensor]]:

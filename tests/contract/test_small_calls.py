@@ -1,4 +1,4 @@
-"""Small calls that come back, on ranks of one host: in shared memory, or by the coordinator where needed."""
+"""Repeated small calls on ranks of one host: in shared memory, or through the coordinator if needed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
         kinds: dict[str, tuple[Any, torch.Tensor]] = {}
         for dtype in DTYPES:
             given = mine((2, 3), dtype)
-            whole = size == 2 or not dtype.is_floating_point  # the order of factors may show otherwise
+            whole = size == 2 or not dtype.is_floating_point  # otherwise the order of factors may show
             products = [(hvd.Product, math.factorial(size))] if whole else []
             for op, expected in ((hvd.Min, 1), (hvd.Max, size), *products):
                 call = functools.partial(hvd.allreduce, given, op=op)
@@ -163,7 +163,7 @@ def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> N
 
 
 def test_calls_of_one_moment_may_differ_in_all_that_they_are(world: Ranks) -> None:
-    """Tensors side by side in memory, or not: of other dtypes, in another order, or smaller than their room."""
+    """Tensors adjacent in memory or not: with different dtypes, in another order, or smaller than their slot."""
 
     def fn() -> None:
         wait_in_memory(10.0)
@@ -203,7 +203,7 @@ def test_a_rank_that_is_late_is_waited_for_by_the_coordinator(world: Ranks) -> N
         learn("late", "beside")
         pauses = random.Random(hvd.rank())
         for turn in range(12):
-            # As long as ranks wait in memory, so that some withdraw while others come.
+            # As long as ranks wait in memory, so that some withdraw while others arrive.
             time.sleep(pauses.choice([0, rounds.MEMORY_SECONDS, 2 * rounds.MEMORY_SECONDS]))
             handle = hvd.allreduce_async(mine((2,)) * turn, name="beside", op=hvd.Average)
             assert hvd.allreduce(mine((1,)) * turn, name="late").item() == total(turn) / hvd.size()
@@ -237,7 +237,7 @@ def test_a_known_name_may_stand_for_something_else(world: Ranks) -> None:
                 result = hvd.allreduce(mine(shape, dtype), name="changes", op=hvd.Sum)
                 assert torch.equal(result, torch.full(shape, total(), dtype=dtype))
             assert by_coordinator() == decided
-        # On one rank alone it is an error, on all of them; and the world goes on.
+        # If one rank calls it, all ranks raise; and the world still works.
         for last in (hvd.size() - 1, 0):
             given = torch.ones(5 if hvd.rank() == last else 4)
             with pytest.raises(hvd.MismatchError, match="'changes'"):
@@ -255,7 +255,7 @@ def test_a_name_is_under_way_once(world: Ranks) -> None:
         hvd.barrier()
         if hvd.rank() == 0:
             handle = hvd.allreduce_async(mine((1,)), name="once")
-            for _ in range(2):  # in memory, and then with the coordinator
+            for _ in range(2):  # in memory, and then through the coordinator
                 with pytest.raises(hvd.DuplicateNameError, match="'once' was called while allreduce 'once'"):
                     hvd.allreduce_async(mine((1,)), name="once")
                 assert not handle.poll()

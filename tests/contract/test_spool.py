@@ -1,4 +1,4 @@
-"""Rows of a DataFrame on a task's disk: as they were written, in the order asked for, whatever order they came in."""
+"""Rows of a DataFrame on a task's disk: unchanged, in the requested order, whatever order they arrived in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(folder: Path, order: np.ndarray[Any, Any], **limits: int) -> Spool:
 
 @pytest.fixture(scope="module", params=[{}, {"chunk_rows": 1000}, {"chunk_rows": 1000, "plain_bytes": 100_000}])
 def spool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spool]:
-    """One chunk, several, and several of which all but the first few are compressed."""
+    """A spool of one chunk, of several, and of several of which only the first few are uncompressed."""
     order = np.random.default_rng(1).permutation(ROWS)
     return written(tmp_path_factory.mktemp("spool") / "rows", order, **request.param)
 
@@ -56,7 +56,7 @@ def ids_in(spool: Spool, pieces: list[Piece], seed: tuple[int, int] | None, wind
     assert {table.schema for table in tables} <= {SCHEMA}
     read = pa.concat_tables(tables or [SCHEMA.empty_table()])
     ids = read.column("x").to_numpy().astype(np.int64)
-    assert read == pa.Table.from_batches([rows_of(ids).drop_columns(["__unit", "__id"])])  # rows are whole
+    assert read == pa.Table.from_batches([rows_of(ids).drop_columns(["__unit", "__id"])])  # rows are complete
     return ids.tolist()
 
 
@@ -93,7 +93,7 @@ def test_what_is_left_of_units_comes_in_their_order(spool: Spool) -> None:
 def test_every_row_is_counted_once(spool: Spool) -> None:
     assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % UNITS, minlength=UNITS).tolist()
     assert spool.schema == SCHEMA
-    again = pickle.dumps(spool)  # for a process that is spawned: it maps the files, and gets no rows
+    again = pickle.dumps(spool)  # for a spawned process, which maps the files and gets no rows
     assert len(again) < 1000
     assert pickle.loads(again).counts.tolist() == spool.counts.tolist()
 

@@ -1,4 +1,4 @@
-"""Large all-reduces of ranks on one host: through shared memory, piece by piece, with the results of the small ones."""
+"""Large all-reduces of ranks on one host: through shared memory, piece by piece, with the results of small ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def repeated(period: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """From -3 to 3 over and over, another number first on each rank."""
+    """Repeat -3 to 3, starting with another number on each rank."""
     return repeated(((torch.arange(7) + rank) % 7 - 3).to(dtype), numel)
 
 
@@ -56,7 +56,7 @@ def close(result: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def spy() -> list[int]:
-    """The sizes, in elements, of the shares that are summed in memory from now on."""
+    """Record the sizes, in elements, of the shares that are summed in memory from now on."""
     seen: list[int] = []
     for module in (members, shared_memory):
         original = module.sum_share
@@ -83,12 +83,12 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
         return seen
 
     (first, *_) = world.run(fn)
-    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 7)  # an average of int32 is formed of 64 bits, by Gloo
+    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 7)  # Gloo averages int32 in 64 bits
     assert 3 in first
 
 
 def test_the_bits_of_gloo() -> None:
-    """Of two numbers there is one sum, whoever forms it and wherever it is divided."""
+    """A sum of two numbers is the same, whichever rank computes it and however it is divided."""
 
     def fn() -> None:
         for numel in (LEAST // 4, 6 * PIECE // 4 + 3):
@@ -111,7 +111,7 @@ def test_the_bits_of_gloo() -> None:
 
 
 def test_a_small_sum_has_one_result() -> None:
-    """In memory, by the coordinator, alone and among others: ranks' numbers are added in one order."""
+    """In memory, through the coordinator, alone or with others: the ranks' numbers are added in one order."""
 
     def fn() -> None:
         dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -121,7 +121,7 @@ def test_a_small_sum_has_one_result() -> None:
         }
         for op in (hvd.Sum, hvd.Average):
             seen: dict[str, torch.Tensor] = {}
-            for turn in range(6):  # the first go by the coordinator, the others through memory
+            for turn in range(6):  # the first calls go through the coordinator, the others through memory
                 for name, tensor in given.items():
                     result = hvd.allreduce(tensor, name=f"{op} {name}", op=op)
                     assert torch.equal(seen.setdefault(name, result), result), (turn, name)
@@ -181,7 +181,7 @@ def test_forms(world: Ranks) -> None:
         assert close(hvd.allreduce_(transposed, op=hvd.Sum), wanted)
         integers = torch.full((numel,), 5, dtype=torch.int32)
         assert hvd.allreduce(integers, postscale_factor=0.5).unique().tolist() == [2]  # truncated once
-        # others go another way
+        # others take another path
         seen.clear()
         assert close(hvd.allreduce(sample(0, numel, torch.float32), op=hvd.Max), sample(0, numel, torch.float32))
         hvd.allreduce(torch.ones(LARGEST // 4 + 1))

@@ -1,6 +1,6 @@
-"""One contract for every kind of store, on real file systems, a real S3 server and, where there are some, others.
+"""One contract for every kind of store, on real file systems, a real S3 server and other servers if they exist.
 
-`make matrix ROWS=stores` installs servers of Google's and of Azure's storage and of HDFS, and runs this with them.
+`make matrix ROWS=stores` installs servers of Google's and Azure's storage and of HDFS, and runs these tests with them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from spark_hvd.store.row_groups import RowGroupWriter
 from tests import stores
 from tests.stores import everything, scratch
 
-s3, gs, abfs, hdfs = stores.s3, stores.gs, stores.abfs, stores.hdfs  # pytest finds fixtures among the names of a module
+s3, gs, abfs, hdfs = stores.s3, stores.gs, stores.abfs, stores.hdfs  # pytest looks for fixtures among a module's names
 REMOTE = stores.remote()
 
 
 class Unforgiving(MemoryFileSystem):
-    """Renames nothing onto a file and says nothing about it, as WebHDFS does."""
+    """Does not rename onto an existing file, and reports no error, like WebHDFS."""
 
     protocol = "unforgiving"
     store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
@@ -63,7 +63,7 @@ class Unwilling(MemoryFileSystem):
 
 
 class Losing(MemoryFileSystem):
-    """Loses what it is to rename, as where another process deletes it."""
+    """Loses a file that should be renamed, as if another process deleted it."""
 
     protocol = "losing"
     store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
@@ -75,7 +75,7 @@ class Losing(MemoryFileSystem):
 
 
 class Keeping(MemoryFileSystem):
-    """Renames nothing onto a file, and deletes none."""
+    """Neither renames onto a file nor deletes one."""
 
     protocol = "keeping"
     store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
@@ -151,7 +151,7 @@ def test_list_gives_complete_paths_that_open(store: Store) -> None:
 def test_others_writes_are_seen_at_once(store: Store) -> None:
     store.write_bytes(store.join("a"), b"1")
     assert store.list(store.url) == [store.join("a")]
-    # past the store, as another process would
+    # without the store, like another process
     other = fsspec.core.url_to_fs(store.url, **store.storage_options, skip_instance_cache=True)[0]
     other.pipe_file(store.inner_path(store.join("b")), b"2")
     assert store.list(store.url) == [store.join("a"), store.join("b")]
@@ -190,7 +190,7 @@ def test_a_block_that_raises_leaves_the_old_content_and_nothing_else(store: Stor
         file.write(os.urandom(1 << 20))
         file.flush()
         assert store.exists(path) == (old is not None)
-        assert store.list(store.join("run")) == ([path] if old is not None else [])  # no temporary is shown
+        assert store.list(store.join("run")) == ([path] if old is not None else [])  # no temporary file is listed
         raise Oops("as it was")
     assert everything(store) == ([store.inner_path(path)] if old is not None else [])
     assert old is None or store.read_bytes(path) == old
@@ -198,7 +198,7 @@ def test_a_block_that_raises_leaves_the_old_content_and_nothing_else(store: Stor
 
 
 def test_the_file_takes_what_writers_do(store: Store) -> None:
-    """torch.save, numpy, Parquet, and seeking back to mend a header."""
+    """torch.save, numpy, Parquet, and seeking back to fix a header."""
     table, tensor = pa.table({"a": [1, 2, 3]}), torch.arange(5.0)
     with store.writing(store.join("t.pt")) as file:
         torch.save({"t": tensor}, file)
@@ -234,7 +234,7 @@ def test_arrow_writes_where_the_store_reads(store: Store) -> None:
 
 
 def test_a_reader_sees_whole_files_only(store: Store) -> None:
-    """Also while the file is replaced over and over; but where a rename does not replace it may be absent."""
+    """Even while the file is replaced repeatedly; but if a rename does not replace it, it may be absent."""
     if store.url.startswith("gs"):
         pytest.skip("gcp-storage-emulator gives mixtures of two contents, to plain HTTP as well")
     path, done, seen = store.join("model"), threading.Event(), set()
@@ -322,7 +322,7 @@ def test_other_processes_see_what_is_shared(store: Store) -> None:
 def test_folders_of_databricks_take_bytes_in_order_and_have_no_locks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As /Volumes and /dbfs do: what is written there is never sought in, and nothing waits for a lock."""
+    """/Volumes and /dbfs do that: files are written without seeking, and nothing waits for a lock."""
     monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path))
 
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Strangers on the network: what they put in place of a pickle between ranks is not unpickled."""
+"""Strangers on the network: if they replace a pickle between ranks, it is not unpickled."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 GROUP = "spark_hvd/0/0/groups/spark_hvd.1.0//cpu//0"
-"""Where the ranks of the first process set that is added look for each other."""
+"""Where the ranks of the first process set look for each other."""
 HEADER = 8
-"""Bytes by which Gloo's connecting side says which of the other's connections it means."""
-MARK = "0123456789abcdef" * 32 + "." * 2000  # too large to travel with the decision
+"""Bytes by which Gloo's connecting side names the connection of the other side that it means."""
+MARK = "0123456789abcdef" * 32 + "." * 2000  # too large to be sent with the decision
 _PORT_AT = 20
-"""Of the port in what Gloo writes into the store on a host named "vm"; the name's length comes on top."""
+"""Offset of the port in what Gloo writes into the store on a host named "vm"; the name's length is added."""
 
 
 def join_with_secret() -> None:
-    """A world as a launcher makes it, with a secret that no stranger has."""
+    """Join a world as a launcher forms it, with a secret that no stranger knows."""
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     kv = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
     me = WorldLayout.from_hosts(["127.0.0.1"] * size).of_process(rank)
@@ -54,7 +54,7 @@ def sealed() -> Any:
 
 
 class Runs:
-    """A pickle that, if it is loaded, leaves a file behind."""
+    """A pickle that leaves a file behind if it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,11 +64,11 @@ class Runs:
 
 
 class Attacker(threading.Thread):
-    """Reaches rank 0's store and nothing else, has no key, and puts itself between ranks 0 and 1 of a process set.
+    """Reaches rank 0's store and nothing else, has no key, and intercepts ranks 0 and 1 of a process set.
 
     Args:
-        port: The store's.
-        evil: What to put in place of the first pickle with the mark in it; as long, or shorter.
+        port: The store's port.
+        evil: Replaces the first pickle that contains the mark; as long, or shorter.
     """
 
     def __init__(self, port: int, evil: bytes) -> None:
@@ -79,13 +79,13 @@ class Attacker(threading.Thread):
         self.listeners = [_low_listener(), _low_listener()]
 
     def run(self) -> None:
-        """Poison both addresses, take both connections, and pass on what comes, but for one pickle."""
+        """Replace both addresses, accept both connections, and forward everything but one pickle."""
         true = self.store.get(f"{GROUP}/1")
         for rank, listener in enumerate(self.listeners):
             at = _PORT_AT - len("vm") + struct.unpack("<Q", true[:8])[0]
             port = struct.pack(">H", listener.getsockname()[1])
             self.store.set(f"{GROUP}/{rank}", true[:at] + port + true[at + 2 :])
-        one, _ = self.listeners[0].accept()  # who connects to the address of rank 0 is rank 1
+        one, _ = self.listeners[0].accept()  # the peer that connects to rank 0's address is rank 1
         self.store.set("stranger/ready", "")
         zero, _ = self.listeners[1].accept()
         for each in (one, zero):
@@ -108,7 +108,7 @@ class Attacker(threading.Thread):
 
 
 def _low_listener() -> socket.socket:
-    """Of two ranks the one with the greater address connects, and Gloo compares ports with their bytes swapped."""
+    """Of two ranks, the one with the greater address connects, and Gloo compares ports with swapped bytes."""
     for port in range(0x4000, 0x8000, 0x100):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))
@@ -117,7 +117,7 @@ def _low_listener() -> socket.socket:
 
 def test_a_stranger_who_reaches_the_store_runs_no_code(tmp_path: Path) -> None:
     def victim() -> str:
-        if hvd.rank() == 0:  # this rank is a little late, so that the stranger need not be quick
+        if hvd.rank() == 0:  # this rank is a little late, so that the stranger need not be fast
             make, kv = groups.Groups.make_known, standing.current().kv
 
             def late(*args: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_stranger_who_reaches_the_store_runs_no_code(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     evil = pickle.dumps(Runs(proof))
     pickle.loads(evil).close()
-    proof.unlink()  # it does what it is to do, but not here
+    proof.unlink()  # it works, but must not run here
     with ranks(3, join=False) as world:
         world.run(join_with_secret)
         attacker = Attacker(int(world.run(lambda: os.environ["MASTER_PORT"])[0]), evil)
@@ -154,7 +154,7 @@ def test_a_stranger_who_reaches_the_store_runs_no_code(tmp_path: Path) -> None:
 
 
 def swapped(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """From now on this rank's pickles are changed on their way, after they were sealed."""
+    """From now on, change this rank's pickles in transit, after they were sealed."""
     broadcast, allgather = objects.start_broadcast, objects.start_allgather
 
     def changed(start: Any) -> Any:
@@ -189,7 +189,7 @@ def test_what_was_changed_on_its_way_is_not_unpickled(sealed: Ranks, tmp_path: P
                 data[len(data) // 2] ^= 1
             elif what == "cut":
                 data[-100:] = bytes(100)
-            elif earlier:  # the recording of a call of the same name and length
+            elif earlier:  # replay a call of the same name and length
                 return earlier[0]
             else:
                 earlier.append(true.clone())

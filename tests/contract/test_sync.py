@@ -63,7 +63,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, se
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Equality to the bit of nested state, dtypes included."""
+    """Return whether nested state is bitwise equal, dtypes included."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -230,7 +230,7 @@ def test_optimizer_state(two: Ranks, kind: str, root_steps: int, other_steps: in
         assert equal(everyones[0], everyones[1])
         assert bool(after["state"]) == (root_steps > 0) or kind in ("lbfgs", "adagrad", "sgd")
         assert after["param_groups"][0]["initial_lr"] == 0.5
-        # and both go on alike
+        # and both continue alike
         hvd.broadcast_parameters(net.state_dict(), root_rank=1)
         train(net, optimizer, 2, seed=7)
         return {name: value.clone() for name, value in net.state_dict().items()}

@@ -1,4 +1,4 @@
-"""SyncBatchNorm on 1, 2 and 3 ranks, each time against torch's BatchNorm on the joined batch."""
+"""SyncBatchNorm on 1, 2 and 3 ranks, compared with torch's BatchNorm on the joined batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_arguments(world: Ranks, arguments: dict[str, Any]) -> None:
                 compare(*pair(4, **arguments), counts, 4)
         ours, theirs = pair(4, track_running_stats=False)
         counts = [3] * hvd.size()
-        compare(ours, theirs, counts, 4)  # in eval mode each rank takes its own batch, as with torch
+        compare(ours, theirs, counts, 4)  # in eval mode each rank uses its own batch, as with torch
 
     world.run(fn)
 

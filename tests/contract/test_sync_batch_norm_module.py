@@ -40,7 +40,7 @@ def test_one_message_each_way(two: Ranks) -> None:
         batch = joined_batch([2], 4, 0).requires_grad_()
         with mock.patch("spark_hvd.torch.sync_batch_norm.allreduce", spy):
             second(first(batch)).sum().backward()
-            first(batch.detach()).sum().backward()  # the input needs no gradient: nothing is sent for it
+            first(batch.detach()).sum().backward()  # the input needs no gradient, so none is sent
             with torch.no_grad():
                 first(batch)
             first.eval()(batch).sum().backward()

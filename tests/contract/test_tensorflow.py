@@ -37,7 +37,7 @@ PRELOAD = ("tests.on_tensorflow",)
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, 240, preload=PRELOAD)  # which takes a busy machine half a minute
+    ranks = Ranks(2, 240, preload=PRELOAD)  # importing it takes half a minute on a busy machine
     yield ranks
     ranks.close()
 
@@ -49,7 +49,7 @@ def test_two_ranks(two: Ranks, case: tensorflow_cases.Case) -> None:
 
 
 def train(victim: int | None) -> dict[str, Any]:
-    """Blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle."""
+    """Train with blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle."""
     import tensorflow as tf
 
     import spark_hvd.tensorflow as hvd
@@ -97,7 +97,7 @@ def test_a_lost_rank_is_replaced_without_a_trace() -> None:
 
 
 def shares_of_threads() -> list[float]:
-    """Which part of a rank's computing in TensorFlow each of its threads does, the busiest first."""
+    """Return each thread's share of a rank's computation in TensorFlow, the busiest first."""
     import tensorflow as tf
 
     def ticks() -> dict[str, int]:
@@ -120,7 +120,7 @@ def test_a_rank_computes_in_as_many_threads_as_it_has_cores(threads: str, alone:
 
 
 def told_of(threads: int | None) -> tuple[list[str], float]:
-    """In a process that others have launched: what it is warned of, and which part its busiest thread does."""
+    """Return a process's warnings, and its busiest thread's share, if another launcher started it."""
     import logging
 
     import tensorflow as tf
@@ -140,7 +140,7 @@ def told_of(threads: int | None) -> tuple[list[str], float]:
 
 @pytest.mark.parametrize("threads", [None, 1, pytest.param(2, marks=pytest.mark.night)])
 def test_so_does_one_that_others_have_launched(threads: int | None) -> None:
-    """And one that is to run all operations in one thread is warned."""
+    """A process with one thread for all operations gets a warning."""
     with elastic_job(told_of, threads, count=1, preload=PRELOAD) as job:
         _, (told, share) = job.ranks[0].await_("value")
     assert any("one thread to run operations" in each for each in told) is (threads == 1)

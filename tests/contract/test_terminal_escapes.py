@@ -1,4 +1,4 @@
-"""What others say reaches a terminal as text and colours: printed lines, names, verdicts, summaries, errors."""
+"""Foreign text reaches a terminal as plain text and colours: printed lines, names, verdicts, summaries, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table on a real pseudo-terminal: what a person sees of it, and the state in which it leaves the terminal."""
+"""The table on a real pseudo-terminal: what a user sees, and the state in which it leaves the terminal."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ print("of", result.summary.ranks, "ranks")
 
 @dataclass
 class Seen:
-    """What is on the terminal, and what was sent to it."""
+    """What the terminal shows, and the bytes that were sent to it."""
 
     lines: list[str]
     raw: bytes
@@ -106,7 +106,7 @@ def look(
     when: Callable[[bytes, int, int], bool] = lambda raw, master, pid: True,
     source: str = PROGRAM,
 ) -> Seen:
-    """Run the program on a terminal of its own until it ends; `when` does something, and says when it has done it."""
+    """Run the program on its own terminal until it ends; `when` acts, and returns whether it has acted."""
     program = tmp_path / "program.py"
     program.write_text(source)
     pid, master = pty.fork()
@@ -123,7 +123,7 @@ def look(
         done = done or when(raw, master, pid)
         try:
             raw += os.read(master, 65536)
-        except OSError:  # the program has ended, and nobody has the terminal open any more
+        except OSError:  # the program has ended, and no process has the terminal open any more
             break
         after = termios.tcgetattr(master)
     os.waitpid(pid, 0)
@@ -156,7 +156,7 @@ def test_one_table_below_all_that_is_printed(columns: int, tmp_path: Path) -> No
     assert " ".join(table[6:8]).startswith("the run hangs: rank 1 never entered")
     assert "the program goes on" in table
     below = table[6 : table.index("the program goes on")]
-    assert below.count("train on 4 ranks") == 1  # of the summary
+    assert below.count("train on 4 ranks") == 1  # from the summary
     assert not seen.cursor_hidden
     assert seen.modes_kept
 
@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     def interrupt(raw: bytes, master: int, pid: int) -> bool:
         if b"waiting" not in raw:
             return False
-        assert b"\x1b[?25l" in raw  # the cursor is hidden meanwhile
+        assert b"\x1b[?25l" in raw  # meanwhile the cursor is hidden
         os.write(master, b"\x03")
         return True
 

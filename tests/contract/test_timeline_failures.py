@@ -1,4 +1,4 @@
-"""A timeline that fails ends itself, and says so; the collectives that it observes end well."""
+"""A timeline that fails ends and reports that; the collectives that it observes succeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that make their own process group, as for torchrun, run as they are."""
+"""Scripts that create their own process group, as for torchrun, run unchanged."""
 
 from __future__ import annotations
 

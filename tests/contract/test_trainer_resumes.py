@@ -1,4 +1,4 @@
-"""A Trainer of Transformers with the callback of docs/transformers.md: what was cut off ends as what was not."""
+"""A Transformers Trainer with the callback of docs/transformers.md: an interrupted fit ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.slow
 
-ROWS, STEPS = 100, 7  # of an epoch, on two ranks
+ROWS, STEPS = 100, 7  # per epoch, on two ranks
 
 
 def callback() -> str:
-    """The code of the page."""
+    """Return the page's code."""
     (found,) = [
         block["code"] for block in blocks(ROOT / "docs" / "transformers.md") if "on_save" in (block["code"] or "")
     ]
@@ -35,7 +35,7 @@ def callback() -> str:
 
 
 def train(code: str, folder: str, killed_after: int | None) -> list[torch.Tensor]:
-    """Train three epochs; rank 1 of the first start is killed after a step. Each rank notes the rows that it reads."""
+    """Train three epochs; rank 1 of the first start is killed after a step. Each rank records its rows."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
     hvd.init()

@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def train(how: str, begun: Path) -> float:
-    """Three epochs on two ranks. Rank 1 may stay in the second one for ever, while rank 0 waits for it, or may die."""
+    """Three epochs on two ranks. In the second, rank 1 may hang forever while rank 0 waits for it, or may die."""
     import torch
 
     import spark_hvd.torch as hvd
@@ -43,7 +43,7 @@ def train(how: str, begun: Path) -> float:
 
 
 class AtOnce(optuna.pruners.BasePruner):
-    """Prunes trials that say so."""
+    """Prunes trials that ask for it."""
 
     def prune(self, study: Any, trial: Any) -> bool:
         return bool(trial.params["how"] == "is pruned")

@@ -1,4 +1,4 @@
-"""Autotuning changes how gradients are reduced, at the same step on all ranks, and never what comes out."""
+"""Autotuning changes how gradients are reduced, at the same step on all ranks, and never the result."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def test_training_goes_on_unchanged(tmp_path: Path) -> None:
     assert len(fixed[1]) == 1, "a size that the user gave is not changed"
     rows = list(csv.DictReader(log.open()))
     assert {row["phase"] for row in rows} == {"warmup", "trial", "final"}
-    assert {row["bucket_cap_mb"] for row in rows} == {"0.5"}  # the log of the last one
+    assert {row["bucket_cap_mb"] for row in rows} == {"0.5"}  # the log of the last run

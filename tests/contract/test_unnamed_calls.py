@@ -1,4 +1,4 @@
-"""Calls without a name: matched by their order, quick when they come back, as many as you like under way."""
+"""Calls without a name: matched by their order, fast when repeated, any number in flight."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def calls_without_a_name(turn: int) -> None:
 def test_calls_without_a_name_go_through_memory_when_they_come_back(world: Ranks) -> None:
     def fn() -> None:
         wait_in_memory(10.0)
-        for turn in range(2 * RING):  # each of the made-up names twice, those of the barriers as well
+        for turn in range(2 * RING):  # each generated name twice, those of barriers as well
             calls_without_a_name(turn)
         decided = by_coordinator()
         for turn in range(20):
             calls_without_a_name(turn)
         assert by_coordinator() == decided
 
-        for turn in range(3 * RING):  # what comes in sevens never has the same name when it comes back
+        for turn in range(3 * RING):  # in a loop of seven calls, a call never gets the same name again
             shape = (turn % 7 + 1,)
             assert torch.equal(hvd.allreduce(mine(shape) * turn, op=hvd.Sum), torch.full(shape, total(turn)))
 
@@ -73,7 +73,7 @@ def test_any_number_of_calls_without_a_name_may_be_under_way(world: Ranks) -> No
 
         for turn in range(3):
             check(start(), random.Random(hvd.rank() + turn).sample(range(many), many))
-        # They do not hold up the caller, on whom other ranks may wait.
+        # They do not block the caller, for which other ranks may wait.
         handles = start() if hvd.rank() == 0 else []
         hvd.allreduce(mine((1,)), name="meanwhile")
         handles = handles or start()
@@ -89,7 +89,7 @@ def test_calls_that_wait_for_a_name_count_before_a_join(world: Ranks) -> None:
         handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum) for _ in range(2 * RING + 10 * hvd.rank())]
         hvd.join()
         results = [handle.wait().item() for handle in handles]
-        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()  # they count anew, all from the first name
+        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()  # the names restart from the first
         return results
 
     for rank, results in enumerate(world.run(fn)):

@@ -1,4 +1,4 @@
-"""Whoever waits for a work that never ends is freed when his world is over, and what he waited for is not destroyed."""
+"""A thread that waits for a work that never ends is released when its world is over; the work is not destroyed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def one_comes_late(given_up: Path) -> str:
-    """Rank 0 waits for an all-reduce that rank 1 enters only after rank 0 has given it up."""
+    """Rank 0 waits for an all-reduce that rank 1 enters only after rank 0 has given up."""
     over: list[str] = []
     said, error = torch.zeros(1), ""
     if dist.get_rank() == 0:
@@ -48,7 +48,7 @@ def one_comes_late(given_up: Path) -> str:
         wait_until(given_up.exists, 60)
         dist.all_reduce(said)
     if dist.get_rank() == 0:
-        work.wait()  # what was given up goes on, and its group is still whole
+        work.wait()  # the abandoned work continues, and its group still exists
         deadline = time.monotonic() + 5
         while any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
@@ -61,7 +61,7 @@ def all_come(rounds: int) -> list[float]:
     sums = []
     for number in range(rounds):
         if dist.get_rank() == number % 2:
-            time.sleep(0.3)  # longer than between two looks
+            time.sleep(0.3)  # longer than between two checks
         tensor = torch.ones(1)
         waits.wait_for(dist.all_reduce(tensor, async_op=True), dist.group.WORLD)
         sums.append(tensor.item())

@@ -1,4 +1,4 @@
-"""What a rank is warned of, once."""
+"""The warnings that a rank gets, once each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def warnings() -> list[str]:
-    """Those that this process logs from now on."""
+    """Collect the warnings that this process logs from now on."""
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the caller of a run learns of it, from real ranks: steps, speeds, generations; never at the ranks' expense."""
+"""What the caller of a run learns from real ranks: steps, speeds, generations; never at the ranks' expense."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def train(steps: int, pause: float = 0.0) -> list[str]:
-    """As users of Horovod write it: nothing in it tells of progress but the optimizer.
+    """Written like a Horovod program: only the optimizer reports progress.
 
     Returns:
         The modules that this process has imported.
@@ -58,7 +58,7 @@ def test_a_run_tells_how_it_went() -> None:
     assert summary.metrics == {"loss": pytest.approx(1 / 30)}
     assert result.history.ranks == [0, 1]
     *_, last = points = result.history.points(1)
-    assert len({point.total_steps for point in points}) >= 15  # in three seconds
+    assert len({point.total_steps for point in points}) >= 15  # within three seconds
     assert (last.epoch, last.step, last.metrics["loss"]) == (0, 30, pytest.approx(1 / 30))
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert {event["event"] for event in events} >= {"progress", "summary"}
@@ -68,7 +68,7 @@ def test_horovods_programs_are_seen_by_their_optimizers_steps() -> None:
     result = run_local(train, [20], verbose=0)
     assert result.summary is not None
     assert result.summary.steps == 20
-    for modules in result:  # the server from which ranks are forked imports pandas last, and each rank what comes later
+    for modules in result:  # the fork server of ranks imports pandas last, and each rank imports what comes later
         own = modules[modules.index("pandas") :]
         assert not {"encodings.idna", "torch.profiler._cupti_monitor"} & set(own)
 
@@ -108,7 +108,7 @@ def test_members_that_change_are_part_of_the_story() -> None:
 
     faults = FaultPlan.random(1, 1, ["kill"], size=2, min_step=12, max_step=12)
     result = run_elastic_local(counted, [faults], num_proc=2, verbose=0, timeout=90)
-    assert sorted(result) == [(1, 0), (1, 2)]  # the survivor did the steps after the tenth twice
+    assert sorted(result) == [(1, 0), (1, 2)]  # the survivor made the steps after the tenth twice
     assert result.summary is not None
     assert (result.summary.changes, result.summary.steps) == (1, 22)
     assert result.summary.effective_training_time is not None

@@ -1,6 +1,6 @@
-"""Half an hour on a machine with GPUs, what proves the most first: `make gpu`. Prints a table for docs/gpus.md.
+"""Half an hour on a machine with GPUs, the most important checks first: `make gpu`. Prints a table for docs/gpus.md.
 
-SPARK_HVD_TEST_DEVICE=cpu tries the scripts themselves. On a machine without pyspark the tests that need it fail.
+SPARK_HVD_TEST_DEVICE=cpu tries the scripts themselves. Without pyspark, the tests that need it fail.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Step:
     """One command.
 
     Attributes:
-        what: It proves.
-        arguments: Of Python.
-        limit: Seconds.
+        what: What it proves.
+        arguments: Arguments of Python.
+        limit: Time limit in seconds.
         env: Changes to the environment.
         under: A command that runs Python.
     """
@@ -46,13 +46,13 @@ STEPS = [
     Step("torch's own race detector", ("-m", "tests.gpu.alone"), 240, {"TORCH_CUDA_SANITIZER": "1"}),
     Step("ranks as one process", (*PYTEST, "tests/oracle/test_training.py"), 300, {"SPARK_HVD_TEST_DEVICE": DEVICE}),
     Step("what a step costs", ("-m", "benchmarks.gpu_step", "--rounds", "3"), 240),
-    # NCCL asks for kernels of other GPUs first, which is no error of ours.
+    # NCCL first requests kernels of other GPUs, which is not an error of ours.
     Step("memory errors", ("-m", "tests.gpu.alone"), 300, under=(*MEMCHECK, "--report-api-errors", "no")),
 ]
 
 
 def run(step: Step) -> str:
-    """How it has ended."""
+    """Run it, and return how it ended."""
     if step.under and which(step.under[0]) is None:
         return f"not run: there is no {step.under[0]}"
     command = [*step.under, sys.executable, *step.arguments]
@@ -65,7 +65,7 @@ def run(step: Step) -> str:
 
 
 def main() -> int:
-    """Run all steps, whatever becomes of one; returns how many have not passed."""
+    """Run all steps, even if one fails; return how many have not passed."""
     rows = []
     for step in STEPS:
         began = time.monotonic()

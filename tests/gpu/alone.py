@@ -1,7 +1,7 @@
-"""One GPU and one process: what only a device can show of the gradient reducer and of NCCL.
+"""One GPU and one process: what only a device can show about the gradient reducer and about NCCL.
 
-The reducer works over an NCCL group of one rank, and is told that it is one of two with equal gradients, so that the
-sum is twice its own. Prints a line a check. SPARK_HVD_TEST_DEVICE=cpu tries the script itself.
+The reducer works over an NCCL group of one rank, but believes that it is one of two with equal gradients, so the
+sum is twice its own. Prints one line per check. SPARK_HVD_TEST_DEVICE=cpu tries the script itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_world() -> None:
 
 
 class Late:
-    """An all-reduce that is held up on a stream of its own, and doubles the tensor at its end."""
+    """An all-reduce that is delayed on its own stream, and finally doubles the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         side = torch.cuda.Stream()
@@ -92,7 +92,7 @@ def train(
     wrap: Wrap = lambda net: net,
     sync: str = "default",
 ) -> torch.Tensor:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     torch.manual_seed(0)
     net = wrap(torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(DEVICE))
     params = list(net.parameters())
@@ -137,7 +137,7 @@ def train(
 
 
 def abort_in_flight() -> str:
-    """Groups are aborted while a kernel of theirs is on the device; the process lives on, and a new world works."""
+    """Groups are aborted while their kernel is on the device; the process survives, and a new world works."""
     seconds = []
     for _ in range(3):
         dist.destroy_process_group()
@@ -152,12 +152,12 @@ def abort_in_flight() -> str:
         began = time.monotonic()
         NcclGroups(lambda group=group: [dist.group.WORLD, group]).abort()
         seconds.append(time.monotonic() - began)
-    time.sleep(3)  # in which torch's watchdog would end this process
+    time.sleep(3)  # torch's watchdog would end this process meanwhile
     return f"abort took {max(seconds):.2f} s"
 
 
 def cost_of_the_correction() -> str:
-    """Average multiplies each bucket once more, since the host does not know whether a rank has joined."""
+    """Measure Average's extra multiplication per bucket, as the host does not know whether a rank has joined."""
     buckets = [torch.zeros(1 << 26, device=DEVICE) for _ in range(4)]
     factor, began, ended = torch.ones((), device=DEVICE), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     for event in (began, ended):
@@ -169,7 +169,7 @@ def cost_of_the_correction() -> str:
 
 
 def pinned_memory() -> str:
-    """What 1.5 GiB of pinned memory in parts of 64 MiB takes."""
+    """Measure the memory that 1.5 GiB of pinned memory takes in parts of 64 MiB."""
     before = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0)
     parts = pinned([64 << 20] * 24)
     taken = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0) - before
@@ -177,7 +177,7 @@ def pinned_memory() -> str:
 
 
 def main() -> int:
-    """Run all checks; returns how many have failed."""
+    """Run all checks; return how many have failed."""
     open_world()
     weights = train()
     scale = float(weights.abs().max())

@@ -1,7 +1,7 @@
-"""Tests on a real GPU: one device is enough, and two or more cores. `pytest -m gpu tests/gpu`.
+"""Tests on a real GPU: one device and two cores are enough. `pytest -m gpu tests/gpu`.
 
-SPARK_HVD_TEST_DEVICE=cpu runs them with the CPU in the GPU's place: that finds slips in the tests, and proves nothing
-of CUDA.
+SPARK_HVD_TEST_DEVICE=cpu runs them with the CPU in place of the GPU: that finds mistakes in the tests, and proves
+nothing about CUDA.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The kind of device under test."""
+    """Return the kind of device under test."""
     return DEVICE
 
 
 @pytest.fixture
 def two_devices(device: str) -> str:
-    """The kind of device, where every one of two ranks can have its own."""
+    """Return the kind of device, if each of two ranks can have its own."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     return device
 
 
 ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-"""For ranks that are to share a GPU, however many there are."""
+"""Return a device for ranks that share a GPU, however many there are."""

@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def rank(device: str) -> dict[str, object]:
-    """What a rank sees."""
+    """Return what a rank sees."""
     tensor = torch.ones(1000, device=device)
     total = float(hvd.allreduce(tensor * (hvd.rank() + 1), op=hvd.Sum, name="both").sum())
     if hvd.rank() == 0:

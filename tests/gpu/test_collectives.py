@@ -1,4 +1,4 @@
-"""Collectives on tensors of a GPU: by NCCL in a world of one, by Gloo and MPI between two ranks that share a device."""
+"""Collectives on GPU tensors: over NCCL in a world of one, over Gloo and MPI between two ranks that share a device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nccl_between_two_gpus(two_devices: str) -> None:
 
 
 def everything(device: str) -> None:
-    """Every collective by name, on float and integer tensors."""
+    """Call every collective by name, on float and integer tensors."""
     rank, size = hvd.rank(), hvd.size()
     for dtype in (torch.float32, torch.float16, torch.int64):
         mine = torch.arange(6, device=device).to(dtype) + rank
@@ -92,7 +92,7 @@ def test_nccl_is_refused_for_two_ranks_on_one_device(device: str) -> None:
 
 
 def on_streams(device: str) -> None:
-    """The results wait for what was queued before the call, and what follows waits for the results."""
+    """The results wait for what was queued before the call, and later work waits for the results."""
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else [None, None]
     weights = torch.eye(512, device=device) * 2
     for step in range(3):
@@ -100,7 +100,7 @@ def on_streams(device: str) -> None:
         for number in range(12):
             with torch.cuda.stream(streams[number % 2]):
                 tensor = torch.full((512, 512), float(hvd.rank() + number), device=device)
-                for _ in range(8):  # keeps the stream busy when the call is made
+                for _ in range(8):  # keep the stream busy during the call
                     tensor = tensor @ weights / 2
                 handles.append(hvd.allreduce_async(tensor, op=hvd.Sum, name=f"step.{number}"))
                 del tensor  # its memory must not be reused too soon
@@ -117,7 +117,7 @@ def test_named_collectives_and_streams(device: str, backend: str | None) -> None
 
 
 def normalizes(device: str) -> None:
-    """On a GPU by torch's own kernels; held against BatchNorm in float64."""
+    """Run torch's own kernels on a GPU, and compare with BatchNorm in float64."""
     rows = torch.split(torch.arange(6), [4, 2])[hvd.rank()]
     formats = (torch.contiguous_format, torch.channels_last)
     for dtype, close in ((torch.float64, 1e-7), (torch.float32, 1e-4), (torch.float16, 3e-2), (torch.bfloat16, 2e-1)):

@@ -1,4 +1,4 @@
-"""Commits of a training on a GPU: copied beside it, and exact."""
+"""Commits of a training on a GPU: copied at the same time, and exact."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def model_on(device: str) -> torch.nn.Module:
 
 
 def mixed_precision(device: str, overflow_at: int) -> tuple[list[float], list[float], torch.Tensor]:
-    """Losses, the scaler's scales and the last weights; rank 1's loss overflows in one step."""
+    """Return losses, the scaler's scales and the final weights; rank 1's loss overflows in one step."""
     model = model_on(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -97,7 +97,7 @@ def test_two_ranks_train_as_one_process_does(device: str) -> None:
 
 
 class OnGpu(torch.nn.Module):
-    """Gives 1 where it computes on a GPU, else 0."""
+    """Returns 1 on a GPU, else 0."""
 
     def __init__(self) -> None:
         super().__init__()

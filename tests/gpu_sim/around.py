@@ -1,4 +1,4 @@
-"""What is around a training, on simulated devices: GPUs of ranks and tasks, facts, traces, checkpoints, aborts."""
+"""What surrounds training, on simulated devices: GPUs of ranks and tasks, facts, traces, checkpoints, aborts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALONE = RankInfo(0, 1, 0, 1, 0, 1, "h")
 
 @case
 def a_ranks_own_device() -> None:
-    """Where Spark has handed out GPUs the first is the rank's; else its local rank tells."""
+    """If Spark has assigned GPUs, the first is the rank's; otherwise its local rank decides."""
     assert own_gpu.take(ALONE, GpuShare(("GPU-a", "GPU-b"))) == "0:0:0"
     assert torch.cuda.current_device() == 0, "all that it sees are its own"
     assert own_gpu.settle(RankInfo(0, 1, 3, 4, 0, 1, "h"), GpuShare(), HashStore(), "gloo") == "gloo"
@@ -81,7 +81,7 @@ def devices_of_estimators() -> None:
 
 @case
 def batches_of_estimators_on_their_way() -> None:
-    """From memory that is not pinned the host would wait until the stream has come to the copy."""
+    """With memory that is not pinned, the host would wait until the stream reaches the copy."""
     batch = torch.arange(12.0).view(3, 4)
     with observed.steps():
         (given,) = stacked([], [batch], first_device())
@@ -94,7 +94,7 @@ def batches_of_estimators_on_their_way() -> None:
 
 @case
 def facts_over_nccl_alone() -> None:
-    """A group of the user's that has nothing for the CPU."""
+    """A user's group that has no CPU backend."""
     for fact in ("short", "long" * 100):
         everyone = exchange([hvd.rank(), fact], dist.group.WORLD, first_device())
         assert everyone == [[0, fact], [1, fact]]
@@ -102,7 +102,7 @@ def facts_over_nccl_alone() -> None:
 
 @case
 def tensors_of_another_ranks_state() -> None:
-    """They are made on this rank's current device, whatever the sender's is."""
+    """They are created on this rank's current device, whatever the sender's is."""
     receivers = Receivers()
     receivers.prepare(TensorTable().flatten({"weights": mine(other_device())}))
     (made,) = receivers.in_order()
@@ -141,7 +141,7 @@ def a_timeline() -> None:
 
 
 class Backend:
-    """As ProcessGroupNCCL, as far as it is ended."""
+    """Like ProcessGroupNCCL, but only its end."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -1,7 +1,7 @@
 """Vector clocks of CUDA streams: whether each use of memory is ordered after the uses that it depends on.
 
-A stream counts its own kernels. It knows of another stream's kernels as far as it has waited for that stream, or the
-host has and launches it afterwards. Memory is told apart by storage.
+A stream counts its own kernels. It knows another stream's kernels as far as it has waited for that stream, or as
+the host has and launches it afterwards. Memory is identified by storage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Stream = tuple[int, int]
 
 @dataclass(slots=True)
 class _Storage:
-    owner: Stream  # the stream that was current when it was allocated, which may use it again once it is freed
+    owner: Stream  # the stream that was current at the allocation; it may use the memory again once it is freed
     written: tuple[Stream, int] | None = None
     used: dict[Stream, int] = field(default_factory=dict)  # the latest use by each stream
     by: str = ""  # the latest use
@@ -27,7 +27,7 @@ class Clocks:
     """All streams of a process. Every method may be called from any thread.
 
     Attributes:
-        faults: What was not in order, a sentence each.
+        faults: What was not in order, one sentence each.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Clocks:
         self._free: dict[Stream, list[_Storage]] = {}
 
     def ran(self, name: str, stream: Stream, storages: Sequence[tuple[int, bool]], where: str = "") -> int:
-        """A kernel is put on a stream; returns its number there.
+        """Record that a kernel is put on a stream; return its number there.
 
         Args:
             name: The operator.
-            stream: Where it runs.
-            storages: What it uses, and whether it writes there.
-            where: The line that called it, for the sentence about a fault.
+            stream: The stream on which it runs.
+            storages: The storages that it uses, and whether it writes to them.
+            where: The line that called it, for the description of a fault.
         """
         with self._lock:
             known = self._after_host(stream)
@@ -66,12 +66,12 @@ class Clocks:
             return now
 
     def knows(self, stream: Stream, use: tuple[Stream, int]) -> bool:
-        """Whether what is put on a stream now runs after a kernel of another."""
+        """Return whether work that is put on a stream now runs after another stream's kernel."""
         with self._lock:
             return self._known.get(stream, {}).get(use[0], 0) >= use[1]
 
     def allocated(self, storage: int, stream: Stream) -> None:
-        """Memory was handed out, for use on a stream: perhaps what was handed to that stream before, and is free."""
+        """Record that memory was allocated for use on a stream, perhaps memory that this stream had freed."""
         with self._lock:
             known = self._after_host(stream)
             for gone in self._free.pop(stream, []):
@@ -81,41 +81,41 @@ class Clocks:
             self._storages[storage] = _Storage(stream)
 
     def freed(self, storage: int) -> None:
-        """Memory was given back: the stream that it was handed to may be given it again."""
+        """Record that memory was freed: the stream for which it was allocated may get it again."""
         with self._lock:
             gone = self._storages.pop(storage, None)
             if gone is not None:
                 self._free.setdefault(gone.owner, []).append(gone)
 
     def record_stream(self, storage: int, stream: Stream) -> None:
-        """The allocator is told that a stream uses memory: freed, it is kept until that stream has come so far."""
+        """Record that a stream uses memory, which is then kept, once freed, until the stream has come this far."""
         with self._lock:
             if storage in self._storages:
                 self._storages[storage].recorded.add(stream)
 
     def recorded(self, stream: Stream) -> int:
-        """The number of a new event, at the present end of a stream."""
+        """Return the number of a new event, at the current end of a stream."""
         with self._lock:
             self._events.append(dict(self._after_host(stream)))
             return len(self._events) - 1
 
     def waits(self, stream: Stream, event: int) -> None:
-        """What is put on a stream from now on runs after an event."""
+        """Record that later work on a stream runs after an event."""
         with self._lock:
             _join(self._known.setdefault(stream, {}), self._events[event])
 
     def host_waits(self, stream: Stream) -> None:
-        """The host waits for a stream, so that all it launches later runs after it."""
+        """Record that the host waits for a stream, so everything that it launches later runs after it."""
         with self._lock:
             _join(self._host, self._known.get(stream, {}))
 
     def host_waits_for_event(self, event: int) -> None:
-        """The host waits for an event."""
+        """Record that the host waits for an event."""
         with self._lock:
             _join(self._host, self._events[event])
 
     def host_waits_for_device(self, device: int) -> None:
-        """The host waits for all streams of a device."""
+        """Record that the host waits for all streams of a device."""
         with self._lock:
             for stream, known in self._known.items():
                 if stream[0] == device:

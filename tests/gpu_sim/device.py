@@ -1,7 +1,7 @@
-"""Makes this process one with simulated CUDA devices: to be imported before torch, by a process of its own.
+"""Gives this process simulated CUDA devices: a separate process must import it before torch.
 
-``device.cpp`` gives torch devices, memory and kernels; this module listens to it, keeps the clocks, and puts streams,
-events and what else ``torch.cuda`` has into the place of those that a build for CPUs lacks.
+``device.cpp`` gives torch devices, memory and kernels; this module observes it, keeps the clocks, and replaces streams,
+events and other parts of ``torch.cuda`` that a build for CPUs lacks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ DEVICES: int = _device.sim_devices()
 
 
 class Observed:
-    """What is seen of this process between two calls of :meth:`begin`.
+    """What this process does between two calls of :meth:`begin`.
 
     Attributes:
-        clocks: Of its streams.
+        clocks: Clocks of its streams.
         own: The devices that it may allocate memory on.
-        stepping: Whether it is in the middle of steps, in which the host may wait for no device.
-        faults: What was wrong besides the order, a sentence each.
+        stepping: Whether it is in the middle of steps, in which the host must not wait for a device.
+        faults: Faults other than the order, one sentence each.
         pinned: Bytes of each allocation of pinned memory.
         kernels: The operators that ran, in order, with their streams.
     """
@@ -51,7 +51,7 @@ class Observed:
         self.begin(set(range(DEVICES)))
 
     def begin(self, own: set[int]) -> None:
-        """Forget what was seen."""
+        """Forget everything observed."""
         self.clocks = Clocks()
         self.own = own
         self.stepping = False
@@ -61,7 +61,7 @@ class Observed:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """In here the host may wait for no device."""
+        """Within this context the host must not wait for a device."""
         self.stepping = True
         try:
             yield
@@ -70,7 +70,7 @@ class Observed:
 
     @property
     def all_faults(self) -> list[str]:
-        """All that was wrong, each once."""
+        """Return all faults, each once."""
         return list(dict.fromkeys([*self.faults, *self.clocks.faults]))
 
 
@@ -78,7 +78,7 @@ observed = Observed()
 
 
 def where() -> str:
-    """The line of the package that is running, or the thread if there is none, as autograd's own have none."""
+    """Return the running line of the package, or the thread if there is none, as in autograd's own."""
     for frame in reversed(traceback.extract_stack()):
         if "/spark_hvd/" in frame.filename and "/gpu_sim/" not in frame.filename:
             return f"(spark_hvd/{frame.filename.rpartition('/spark_hvd/')[2]}:{frame.lineno}) "
@@ -141,7 +141,7 @@ _device.sim_listen(ctypes.byref(_listener))
 
 
 def stop_listening() -> None:
-    """To be called before the interpreter ends."""
+    """Stop listening; must be called before the interpreter ends."""
     _device.sim_listen(None)
 
 
@@ -158,13 +158,13 @@ def _index(device: Any = None) -> int:
 
 
 class SimulatedEvent:
-    """In the place of ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._number = 0
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """As CUDA's; with no stream it is the current one of the current device."""
+        """Do the same as CUDA's; without a stream, use the current one of the current device."""
         self._number = observed.clocks.recorded((stream or current_stream()).key)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
@@ -172,7 +172,7 @@ class SimulatedEvent:
         observed.clocks.waits((stream or current_stream()).key, self._number)
 
     def query(self) -> bool:
-        """As CUDA's; the device is never behind."""
+        """Do the same as CUDA's; the device is never behind."""
         return True
 
     def synchronize(self) -> None:
@@ -183,7 +183,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """In the place of ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
     _numbers = itertools.count(1)
 
@@ -194,7 +194,7 @@ class SimulatedStream:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What the clocks call it."""
+        """Return the clocks' name of it."""
         return self.device.index, self.number
 
     def __eq__(self, other: object) -> bool:
@@ -247,7 +247,7 @@ def device(index: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream(on: SimulatedStream | None) -> Iterator[None]:
-    """As CUDA's: the stream's device becomes the current one, too."""
+    """Do the same as CUDA's: the stream's device becomes the current one, too."""
     if on is None:
         yield
         return

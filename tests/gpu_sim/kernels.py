@@ -1,4 +1,4 @@
-"""Kernels that torch has for CUDA alone, as simulated devices run them; as particular about what they take."""
+"""Kernels that torch has for CUDA alone, for simulated devices; as strict about their arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """In what the kernels compute."""
+    """The dtype in which the kernels compute."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check(x: torch.Tensor, *vectors: torch.Tensor | None) -> list[int]:
-    """Returns all dimensions but the channels'."""
+    """Check the input, and return all dimensions but the channels'."""
     ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
     assert any(x.is_contiguous(memory_format=each) for each in _FORMATS if ranks.get(each, x.dim()) == x.dim())
     assert x.numel(), "a mean of no values"
@@ -95,4 +95,4 @@ for _name, _kernel in {
     "batch_norm_backward_reduce": _backward_reduce,
     "batch_norm_backward_elemt": _backward_elemt,
 }.items():
-    _library.impl(_name, _kernel, "CPU")  # where simulated devices have theirs
+    _library.impl(_name, _kernel, "CPU")  # where simulated devices look for theirs

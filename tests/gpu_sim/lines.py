@@ -1,4 +1,4 @@
-"""Two lines of launches on one device: buckets by autograd's thread, and named calls by the engine's."""
+"""Two sequences of launches on one device: buckets by autograd's thread, and named calls by the engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gpu_sim.steps import net, rows
 
 
 class AtItsEnd(torch.autograd.Function):
-    """The identity, whose backward calls a function: after the gradients of all parameters behind it."""
+    """The identity, whose backward calls a function after the gradients of all parameters behind it."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, call: Any) -> torch.Tensor:
@@ -38,17 +38,17 @@ def in_opposite_orders(*names: str | None) -> None:
     """Rank 0 launches its bucket before the named calls, rank 1 after them; then all ranks' launches are compared.
 
     Args:
-        names: Of the calls, that are under way together.
+        names: Names of the calls, which are in flight together.
     """
     device = first_device()
     model = net().to(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
     batch = rows(0, 0).to(device).requires_grad_()
-    model(batch).square().mean().backward()  # the plan is made
+    model(batch).square().mean().backward()  # the plan is made here
     optimizer.step()
     (bucket,) = optimizer._reducer._buckets
     handles: list[NamedHandle[torch.Tensor]] = []
-    # As large as the bucket, so that on one communicator each would be taken for the other.
+    # As large as the bucket, so that one communicator would confuse the two.
     mine = [torch.full((bucket._flat.numel(),), hvd.rank() + 1.0, device=device) for _ in names]
 
     def call() -> None:
@@ -93,10 +93,10 @@ def buckets_on_the_communicator_of_named_calls() -> None:
 
 @case
 def calls_from_several_threads_while_backward_goes_on() -> None:
-    """Every thread has its own order, and ranks have none in common.
+    """Every thread has its own order, and ranks have no common one.
 
-    Each has a stream of its own, too. On the one that training uses, a call may come after a bucket on one rank, and
-    the same bucket after the call on another: `faults_of_order` tells, and devices would hang.
+    Each also has its own stream. On the stream that training uses, a call may come after a bucket on one rank, and
+    the same bucket after the call on another: `faults_of_order` reports that, and devices would hang.
     """
     device = first_device()
     model = net().to(device)

@@ -1,4 +1,4 @@
-"""Collectives by name of tensors on simulated devices: from any thread, stream and current device."""
+"""Named collectives of tensors on simulated devices: from any thread, stream and current device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.gpu_sim.rank import EACH, case, first_device, mutant
 
 SIZE = 2
 TOTAL = 3.0
-"""The sum of what the ranks bring: rank r has r + 1."""
+"""The sum of the ranks' tensors: rank r contributes r + 1."""
 
 
 def mine(device: torch.device, rows: int = 64) -> torch.Tensor:
-    """What this rank brings, fresh from a kernel."""
+    """Return this rank's contribution, fresh from a kernel."""
     return torch.full((rows, 4), float(hvd.rank()), device=device) + 1
 
 
 def other_device() -> torch.device:
-    """One that is not current."""
+    """Return a device that is not the current one."""
     return torch.device("cuda", first_device().index + EACH - 1)
 
 
@@ -48,7 +48,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def check(result: torch.Tensor, expected: float) -> None:
-    """A kernel on the current stream uses the result, and the numbers are right."""
+    """Check the numbers, with a kernel on the current stream that uses the result."""
     used = result * 1
     torch.testing.assert_close(used.cpu(), torch.full_like(used, expected, device="cpu"))
 
@@ -212,7 +212,7 @@ def results_that_no_stream_waits_for() -> None:
 
 
 def use_in_turn() -> None:
-    """A result is used on another stream than the next call comes from, and dropped before."""
+    """A result is used on another stream than that of the next call, and dropped before."""
     side = SimulatedStream(first_device())
     for number in range(3):
         handle = hvd.allreduce_async(mine(first_device()), op=hvd.Sum, name=f"dropped {number}")

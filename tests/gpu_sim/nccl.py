@@ -1,7 +1,7 @@
-"""NCCL between ranks with simulated devices: Gloo moves the numbers, and streams of its own keep NCCL's order.
+"""NCCL between ranks with simulated devices: Gloo moves the numbers, and separate streams keep NCCL's order.
 
-As with ProcessGroupNCCL, a collective runs on a stream of its group and device, after what the caller's current stream
-of that device holds, and only `wait` has the then current stream wait for it.
+As with ProcessGroupNCCL, a collective runs on its own stream for its group and device, after the work on the caller's
+current stream of that device, and only `wait` makes the then current stream wait for it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from tests.gpu_sim.device import DEVICES, SimulatedEvent, SimulatedStream, curre
 from tests.gpu_sim.order import Communicator, Launch
 
 launches: list[Launch] = []
-"""The collectives that this rank has started, in their order."""
+"""The collectives that this rank has started, in order."""
 _streams: dict[tuple[Any, int], SimulatedStream] = {}
 _started: dict[Communicator, list[tuple[SimulatedStream, int]]] = {}
 
 
 def forget() -> None:
-    """Forget what was started; the clocks begin anew, too."""
+    """Forget what was started; the clocks restart, too."""
     launches.clear()
     _started.clear()
 
 
 def _note(group: Any, name: str, first: torch.Tensor, own: SimulatedStream, moment: int) -> None:
-    """Note a launch, and what its stream knows of those on other communicators."""
+    """Record a launch, and what its stream knows of those on other communicators."""
     communicator = getattr(group, "group_name", "default"), own.device.index % (DEVICES // 2)
     after = []
     for other, started in _started.items():
         known = [number for number, use in enumerate(started) if observed.clocks.knows(own.key, (use[0].key, use[1]))]
         if other != communicator and known:
             after.append((other, known[-1]))
-    size = "" if name == "all_to_all_single" else f" of {first.numel()}"  # which differs there
-    what = f"{name}{size} {first.dtype} {where().rpartition(':')[0]})"  # by whom: numbers may be the same
+    size = "" if name == "all_to_all_single" else f" of {first.numel()}"  # the size differs there
+    what = f"{name}{size} {first.dtype} {where().rpartition(':')[0]})"  # with the caller, as numbers may be the same
     launches.append(Launch(communicator, dist.get_world_size(group), what, after))
     _started.setdefault(communicator, []).append((own, moment))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU on the same memory."""
+    """Return a CPU tensor on the same memory."""
     assert tensor.is_contiguous(), "NCCL takes contiguous tensors only"
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
@@ -53,15 +53,15 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedWork:
-    """In the place of ``ProcessGroupNCCL``'s work."""
+    """Replaces the work of ``ProcessGroupNCCL``."""
 
     def __init__(self, under_way: Any, after: Callable[[], None], device: torch.device, held: Sequence[Any]) -> None:
         self._under_way, self._after, self._device = under_way, after, device
-        self._held: Sequence[Any] = held  # as torch does: until somebody waits
+        self._held: Sequence[Any] = held  # like torch: until a thread waits
         self.event = SimulatedEvent()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait; the numbers are there, too, afterwards."""
+        """Let the current stream wait; the numbers are complete afterwards, too."""
         current_stream(self._device).wait_event(self.event)
         if self._under_way is not None:
             self._under_way.wait()
@@ -111,7 +111,7 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
-    """As torch's."""
+    """Do the same as torch's."""
     if not tensor.is_cuda:
         return _all_reduce(tensor, op, group, async_op)
     memory = on_host(tensor)
@@ -126,7 +126,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
 
 
 def broadcast(tensor: torch.Tensor, src: Any = None, group: Any = None, async_op: bool = False) -> Any:
-    """As torch's."""
+    """Do the same as torch's."""
     if not tensor.is_cuda:
         return _broadcast(tensor, src, group, async_op)
     memory = on_host(tensor)
@@ -134,7 +134,7 @@ def broadcast(tensor: torch.Tensor, src: Any = None, group: Any = None, async_op
 
 
 def all_gather(outs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """As torch's."""
+    """Do the same as torch's."""
     if not tensor.is_cuda:
         return _all_gather(outs, tensor, group, async_op)
     memory, targets = on_host(tensor), [on_host(out) for out in outs]
@@ -160,7 +160,7 @@ def _of_two(name: str) -> Callable[..., Any]:
 
 
 def _reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, op: Any = _SUM, group: Any = None, **options: Any) -> Any:
-    """Gloo has none that is asynchronous: an all-reduce of a copy, and the rank's own part of it."""
+    """Gloo has no asynchronous one: all-reduce a copy, and take the rank's own part."""
     total = on_host(tensor).clone()
 
     def after() -> None:

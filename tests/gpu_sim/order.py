@@ -1,4 +1,4 @@
-"""Whether ranks can come to the end of what they have launched on NCCL: a pure function of all their launches."""
+"""Whether ranks can complete everything that they have launched on NCCL: a pure function of all launches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 Communicator = tuple[str, int]
 """A group's name and a device, counted within the rank."""
 Place = tuple[Communicator, int]
-"""A collective: its communicator, and how many were launched there before."""
+"""A collective: its communicator, and the number of earlier launches there."""
 
 
 class Launch(NamedTuple):
     """A collective that a rank has launched.
 
     Attributes:
-        communicator: Where.
-        size: Ranks in it.
+        communicator: Its communicator.
+        size: Number of ranks in it.
         what: What is launched; the same on all ranks.
         after: The collectives of other communicators that its stream waits for, the last of each.
     """
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 def as_launches(told: Sequence[Any]) -> list[Launch]:
-    """Launches out of what JSON has made of them."""
+    """Restore launches from JSON."""
     return [
         Launch((group, device), size, what, [((name, number), count) for (name, number), count in after])
         for (group, device), size, what, after in told
@@ -36,11 +36,11 @@ def as_launches(told: Sequence[Any]) -> list[Launch]:
 
 
 def faults_of_order(ranks: Sequence[Sequence[Launch]]) -> list[str]:
-    """What would hang on real devices, a sentence each.
+    """Return what would hang on real devices, one sentence each.
 
-    A communicator takes part in one collective after the other, so all its ranks launch the same in the same order.
-    Those of two communicators may be launched in any order, as their kernels run side by side; unless streams wait for
-    each other so that, on all ranks together, each kernel waits for the other.
+    A communicator runs one collective after the other, so all its ranks must launch the same ones in the same order.
+    Those of two communicators may be launched in any order, as their kernels run at the same time; unless streams wait
+    for each other so that, over all ranks, each kernel waits for the other.
 
     Args:
         ranks: The launches of each rank, in their order.

@@ -1,9 +1,9 @@
-"""One rank of two whose devices are simulated: runs the cases of some modules, and prints what came of each.
+"""One of two ranks with simulated devices: runs the cases of some modules, and prints each result.
 
     python -m tests.gpu_sim.rank steps named worlds:commits    # all of two modules, and one case of another
 
-A case fails by an exception, and by anything that a real device would have punished at some time: see ``Observed``.
-A mutant is a case in which the product is broken on purpose: it fails if that is not noticed.
+A case fails by an exception, and by anything that a real device would punish at some time: see ``Observed``.
+A mutant is a case that breaks the product on purpose: it fails if that is not noticed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.gpu_sim import kernels, nccl, reached  # noqa: F401  isort: skip
 import torch  # isort: skip
 
 LIMIT = 220
-"""Seconds of all cases."""
+"""Time limit of all cases, in seconds."""
 EACH = DEVICES // 2
-"""Devices of a rank: rank r has those from r * EACH."""
+"""Devices per rank: rank r has those from r * EACH."""
 
 Case = Callable[[], Any]
 cases: list[tuple[str, Case, str | None]] = []
@@ -40,7 +40,7 @@ def case(call: Case) -> Case:
 
 
 def mutant(expected: str) -> Callable[[Case], Case]:
-    """A case that must end with a fault or an error in which `expected` occurs; any, if that is empty."""
+    """A case that must end with a fault or an error that contains `expected`; any, if that is empty."""
 
     def decorate(call: Case) -> Case:
         cases.append((call.__name__, call, expected))
@@ -55,7 +55,7 @@ def first_device() -> torch.device:
 
 
 def verdict(call: Case, expected: str | None) -> str | None:
-    """Run a case, and say what is wrong; None: nothing."""
+    """Run a case, and return what is wrong; None: nothing."""
     first = first_device().index
     torch.cuda.set_device(first)
     observed.begin(set(range(first, first + EACH)))
@@ -82,14 +82,14 @@ def main(modules: Sequence[str]) -> None:
 
     hvd.init()
     recipe.carries = lambda group: True
-    # As the module that cases import, which this one is not while it is __main__.
+    # The module that cases import, which differs from this one while it is __main__.
     from tests.gpu_sim import rank as shared
 
     for module in modules:
         importlib.import_module(f"tests.gpu_sim.{module.partition(':')[0]}")
     for name, call, expected in shared.cases:
         module = call.__module__.rpartition(".")[2]
-        if {module, f"{module}:{name}"} & set(modules):  # others are there because these import from them
+        if {module, f"{module}:{name}"} & set(modules):  # others exist because these import from them
             began = time.monotonic()
             fault = verdict(call, expected)
             print(json.dumps([name, fault, [] if expected is not None else nccl.launches]), flush=True)

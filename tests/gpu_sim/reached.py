@@ -1,6 +1,6 @@
-"""Which lines that are written for CUDA have run: those that name a part of it, and what is done where they say so.
+"""Which lines written for CUDA have run: those that name a part of it, and those in branches that they guard.
 
-Modules are compiled with a mark before each such line, which costs nothing elsewhere, in whatever thread they run.
+Modules are compiled with a mark before each such line. Other lines cost nothing more, in whatever thread they run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("spark_hvd", "runner/rank", "estimators/training", "estimators/transform")
-"""Where tensors are on devices. What the others say of GPUs is about settings and numbers, and runs without any."""
+"""Where tensors are on devices. What other modules say about GPUs is settings and numbers, and runs without any."""
 ELSEWHERE = ("spark_hvd/transport/mpi", "spark_hvd/mxnet", "spark_hvd/jax")
 """What needs MPI, MXNet or JAX on a device, which nothing here simulates."""
 _WORDS = re.compile(r"cuda|on_gpu|nccl|record_stream|pinned|pin_memory|has_kernels", re.IGNORECASE)
@@ -26,17 +26,17 @@ reached: set[tuple[str, int]] = set()
 
 
 def written_for_cuda(path: Path) -> list[ast.stmt]:
-    """The lines of a file that are written for CUDA, as the tree of :func:`parsed` has them."""
+    """Return the lines of a file that are written for CUDA, from the tree of :func:`parsed`."""
     return list(_marked(parsed(path).body, inside=False))
 
 
 def parsed(path: Path) -> ast.Module:
-    """A file's tree."""
+    """Parse a file."""
     return ast.parse(path.read_text())
 
 
 def files() -> list[str]:
-    """All files that may hold such lines, below the project's folder."""
+    """Return all files that may contain such lines, below the project's folder."""
     found = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     return sorted(
         path for path in found if not path.startswith((*ELSEWHERE, "spark_hvd/runner", "spark_hvd/estimators"))
@@ -61,7 +61,7 @@ def _marked(body: Sequence[ast.stmt], *, inside: bool) -> Iterator[ast.stmt]:
 
 
 def _says(line: ast.stmt) -> bool:
-    """Whether a line, without what is nested in it and without types, names a part of CUDA."""
+    """Return whether a line, without nested lines and types, names a part of CUDA."""
     heads: list[Any] = [line]
     if isinstance(line, ast.If | ast.While):
         heads = [line.test]
@@ -124,11 +124,11 @@ class _Finder:
 
 
 watched: dict[str, list[int]] = {}
-"""The lines of each file that are written for CUDA."""
+"""Mark the lines of each file that are written for CUDA."""
 
 
 def watch() -> None:
-    """Watch all modules of the package that are imported from now on."""
+    """Observe all modules of the package that are imported from now on."""
     for name in files():
         lines = [line.lineno for line in written_for_cuda(ROOT / name)]
         if lines:

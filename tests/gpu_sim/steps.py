@@ -1,4 +1,4 @@
-"""Steps of DistributedOptimizer on simulated devices: two ranks, held against one process on the rows of both."""
+"""Steps of DistributedOptimizer on simulated devices: two ranks, compared with one process on the rows of both."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.gpu_sim.rank import case, first_device, mutant
 
 WIDTH = 16
 SETTLED = 2
-"""Steps after which the plan is made, and nothing is to wait for a device any more."""
+"""Number of steps after which the plan exists, and nothing should wait for a device any more."""
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The same on every rank, on the CPU."""
+    """Return a net, the same on every rank, on the CPU."""
     torch.manual_seed(1)
     return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4)])
 
 
 def rows(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A rank's rows of a step."""
+    """Return a rank's rows for a step."""
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step * 10 + rank), dtype=dtype)
 
 
@@ -38,7 +38,7 @@ def square(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def alone(steps: int, passes: int, dtype: torch.dtype, loss: Loss) -> list[torch.Tensor]:
-    """The weights that one process gets from the rows of both ranks."""
+    """Return the weights that one process gets from the rows of both ranks."""
     model = net(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -110,13 +110,13 @@ def predivided() -> None:
 
 @case
 def large_numbers_in_float16() -> None:
-    """Their average is a number of float16, and their sum is none. NCCL divides, and no kernel of ours before it."""
+    """Float16 can represent their average, but not their sum. NCCL divides, with no kernel of ours before it."""
     device = first_device()
     layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.float16).to(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     batch = torch.full((1, 64), 200.0, device=device, dtype=torch.float16)
     for step in range(3):
-        optimizer.zero_grad(set_to_none=step < 2)  # the gradients of the last step are made in their places
+        optimizer.zero_grad(set_to_none=step < 2)  # the last step's gradients are already in their places
         loss = (layer(batch) * 200).sum()
         before = len(observed.kernels)
         loss.backward()
@@ -125,7 +125,7 @@ def large_numbers_in_float16() -> None:
         assert layer.weight.grad is not None
         assert layer.weight.grad.cpu().eq(40_000).all()
         scaled = [name for name in kernels[: kernels.index("nccl::all_reduce")] if name.startswith("aten::mul")]
-        assert scaled == ["aten::mul.Tensor"] or scaled == ["aten::mul"], scaled  # of the loss
+        assert scaled == ["aten::mul.Tensor"] or scaled == ["aten::mul"], scaled  # from the loss
 
 
 @case
@@ -154,7 +154,7 @@ def backward_on_a_stream_of_its_own() -> None:
 
 @case
 def some_parameters_have_no_gradient_in_some_steps() -> None:
-    """Which the host has to ask the device for, on the ranks that lack one; so steps may wait here."""
+    """The host must ask the device for them, on the ranks that lack one; so steps may wait here."""
     device = first_device()
     used, unused = net(), torch.nn.Linear(WIDTH, WIDTH)
     params = [*used.parameters(), *unused.parameters()]
@@ -187,7 +187,7 @@ def some_parameters_have_no_gradient_in_some_steps() -> None:
 
 @case
 def clipped_and_scaled() -> None:
-    """Reduced gradients are there after backward, for GradScaler and clipping; neither waits more than alone."""
+    """Reduced gradients are ready after backward, for GradScaler and clipping; neither adds a wait."""
     device = first_device()
     model = net().to(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.002)
@@ -204,7 +204,7 @@ def clipped_and_scaled() -> None:
 def wait_for_nobody(self: FlatBucket) -> None:
     work, self._work = self._work, None
     assert work is not None
-    work._under_way.wait()  # the numbers come; no stream waits for them
+    work._under_way.wait()  # the numbers arrive; no stream waits for them
 
 
 def wait_on_another_stream(self: FlatBucket) -> None:

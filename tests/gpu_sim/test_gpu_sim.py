@@ -1,4 +1,4 @@
-"""What is written for CUDA, run without a GPU: see tests/gpu_sim/device.cpp."""
+"""Code written for CUDA, run without a GPU: see tests/gpu_sim/device.cpp."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HERE = Path(__file__).resolve().parent
 MODULES = ["steps", "named", "worlds", "lines", "around"]
 RANKS = 2
 NEVER = 10
-"""Lines written for CUDA that may stay without a run: it only falls."""
+"""Number of lines written for CUDA that may remain without a run; it only falls."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The simulated devices, compiled."""
+    """Compile the simulated devices."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         if os.environ.get("CI"):
@@ -47,7 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names_of(module: str) -> list[str]:
-    """The names of a module's cases. To import it here would load torch without the devices."""
+    """Return the names of a module's cases. Importing it here would load torch without the devices."""
     return re.findall(r"^@(?:case|mutant\(.*\))\ndef (\w+)", (HERE / f"{module}.py").read_text(), re.MULTILINE)
 
 
@@ -55,7 +55,7 @@ CASES = [name for module in MODULES for name in names_of(module)]
 
 
 class Told(NamedTuple):
-    """What came of all cases.
+    """The results of all cases.
 
     Attributes:
         verdicts: What is wrong with each, by rank, and by the comparison of ranks.
@@ -68,7 +68,7 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="session")
 def told(library: Path) -> Told:
-    """What the ranks said of each case: two processes run all of them, as most of their time goes into imports."""
+    """Return the ranks' results: two processes run all cases, as imports take most of their time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -84,7 +84,7 @@ def told(library: Path) -> Told:
         )
         for rank in range(RANKS)
     ]
-    with ThreadPoolExecutor(RANKS) as pool:  # both are read, or one might wait for its reader and the other for it
+    with ThreadPoolExecutor(RANKS) as pool:  # read both, otherwise one might wait for its reader and the other for it
         ends = list(pool.map(subprocess.Popen.communicate, ranks))
     said: dict[str, list[str | None]] = {}
     launched: dict[str, list[list[Launch]]] = {}
@@ -107,7 +107,7 @@ def told(library: Path) -> Told:
     return Told(said, reached)
 
 
-@pytest.mark.timeout(600)  # the first of them compiles, and runs all, beside other tests
+@pytest.mark.timeout(600)  # the first one compiles, and runs everything, next to other tests
 @pytest.mark.parametrize("case", CASES)
 def test_on_simulated_devices(case: str, told: Told) -> None:
     for rank, fault in enumerate(told.verdicts[case]):

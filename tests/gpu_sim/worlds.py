@@ -28,7 +28,7 @@ from tests.gpu_sim.steps import WIDTH, net, rows, square
 
 
 def one_joins_early(device: torch.device) -> None:
-    """Rank 1 has no more data; rank 0 goes on alone."""
+    """Rank 1 has no more data; rank 0 continues alone."""
     if hvd.rank() == 0:
         check(hvd.allreduce(mine(device), op=hvd.Sum, name="alone"), 1.0)
         handles = [hvd.allreduce_async(mine(device), op=hvd.Sum, name=f"alone {k}") for k in range(3)]
@@ -85,12 +85,12 @@ def stand_ins_on_the_device_of_the_engine() -> None:
 
     with mock.patch.object(NegotiatedQueue, "join", join):
         one_joins_early(first_device())
-    if hvd.rank() == 0:  # whose device is the engine's by chance
+    if hvd.rank() == 0:  # its device is the engine's by chance
         raise AssertionError("another rank's")
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """Like pynvml's."""
 
 
 @case
@@ -171,7 +171,7 @@ def with_two_devices() -> tuple[torch.nn.Module, torch.nn.Module]:
 
 @case
 def a_model_on_two_devices() -> None:
-    """As the second example of docs/gpus.md: held against one process on the rows of both ranks."""
+    """The second example of docs/gpus.md, compared with one process on the rows of both ranks."""
     for op, dtype in ((hvd.Average, torch.float32), (hvd.Sum, torch.float32)):
         lower, upper = with_two_devices()
         params = [*lower.parameters(), *upper.parameters()]
@@ -215,12 +215,12 @@ class Held(torch.autograd.Function):
 
 
 def two_branches(pause: float) -> None:
-    """Autograd's threads of two GPUs come to the hooks at once: one while the other starts its all-reduce.
+    """Autograd's threads of two GPUs reach the hooks at once: one while the other starts its all-reduce.
 
-    Ranks have equal gradients and do not exchange them: without the lock they might wait for each other for ever.
+    Ranks have equal gradients and do not exchange them: without the lock they might wait for each other forever.
 
     Args:
-        pause: Seconds that the first all-reduce leaves the other thread to come in.
+        pause: Seconds that the first all-reduce leaves the other thread to enter.
     """
     first, second = torch.nn.Linear(WIDTH, 4).to(first_device()), torch.nn.Linear(WIDTH, 4).to(other_device())
     params = [*first.parameters(), *second.parameters()]
@@ -286,7 +286,7 @@ def parameters_that_ranks_divide_otherwise() -> None:
 def normalize(
     dtype: torch.dtype, shape: tuple[int, ...], split: tuple[int, int], memory: torch.memory_format, close: float
 ) -> None:
-    """Held against one process on the rows of both ranks, whose parts are of these sizes."""
+    """Compare with one process on the rows of both ranks, whose parts have these sizes."""
     device, (first, second) = first_device(), split
     mine = slice(0, first) if hvd.rank() == 0 else slice(first, first + second)
     layer = hvd.SyncBatchNorm(shape[0]).to(device)
@@ -312,7 +312,7 @@ def normalize(
         assert exact.grad is not None
         assert out.dtype == here.grad.dtype == dtype
         torch.testing.assert_close(out.detach().cpu().double(), expected[mine].detach(), rtol=close, atol=close)
-        unit = exact.grad.abs().max()  # large numbers come to nearly nothing in sums
+        unit = exact.grad.abs().max()  # large numbers nearly cancel out in sums
         torch.testing.assert_close(here.grad.cpu().double() / unit, exact.grad[mine] / unit, rtol=close, atol=close)
     for ours, theirs in ((layer.running_mean, alone.running_mean), (layer.running_var, alone.running_var)):
         assert ours is not None

@@ -1,4 +1,4 @@
-"""Worlds of two and of three ranks, and of one rank for each of up to two GPUs; each serves the whole folder."""
+"""Worlds of two and three ranks, and of one rank per GPU for up to two; each serves the whole folder."""
 
 from __future__ import annotations
 

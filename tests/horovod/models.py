@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 
 def make(cls: Any, options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    torch.manual_seed(hvd.rank())  # other weights on every rank
+    torch.manual_seed(hvd.rank())  # different weights on every rank
     model = network()
     inner = cls(model.parameters(), **accepted(cls, options))
     return model, hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())

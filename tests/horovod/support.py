@@ -1,4 +1,4 @@
-"""What the ports of Horovod's tests share: lasting worlds, sample tensors, expected reductions, process sets."""
+"""What the ports of Horovod's tests share: long-lived worlds, sample tensors, expected reductions, process sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import spark_hvd.torch as hvd
 from tests.ranks import Ranks
 
 SECONDS = 90.0
-"""Until a collective fails that some rank never joined."""
+"""Seconds until a collective fails that some rank never joined."""
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -25,18 +25,18 @@ OPS = [hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product]
 _TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 ROUNDING = {torch.float16: 0.3, torch.bfloat16: 0.3, torch.float32: 1e-5, torch.float64: 1e-13}
-"""By how much a scaled sum of a few numbers up to 50 may be off, also where the numbers nearly cancel out."""
+"""Allowed error of a scaled sum of a few numbers up to 50, even if the numbers nearly cancel out."""
 
 
 class LastingWorld:
-    """Ranks that serve many tests. They start when first needed; a test that fails costs them their life."""
+    """Ranks that serve many tests. They start when first needed; a test that fails ends them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call fn(*args) on every rank; results in rank order."""
+        """Call fn(*args) on every rank; return results in rank order."""
         if self._ranks is None:
             self._ranks = Ranks(self.size, timeout=SECONDS)
         try:
@@ -49,14 +49,14 @@ class LastingWorld:
         """End the ranks."""
         if self._ranks is not None:
             for process in self._ranks.processes:
-                process.kill()  # they may wait for one another, and have answers left to give
+                process.kill()  # they may wait for each other, with answers not sent yet
             self._ranks.close()
             self._ranks = None
 
 
 @contextlib.contextmanager
 def lasting(size: int) -> Iterator[LastingWorld]:
-    """A LastingWorld for the duration of a with statement."""
+    """Run a LastingWorld for the duration of a with statement."""
     world = LastingWorld(size)
     try:
         yield world
@@ -65,7 +65,7 @@ def lasting(size: int) -> Iterator[LastingWorld]:
 
 
 def needs_gpus(count: int) -> Callable[[Any], Any]:
-    """Mark a test as one for machines with so many GPUs."""
+    """Mark a test as one for machines with this many GPUs."""
     missing = torch.cuda.device_count() < count
 
     def mark(test: Any) -> Any:
@@ -75,7 +75,7 @@ def needs_gpus(count: int) -> Callable[[Any], Any]:
 
 
 def everyones(dtype: torch.dtype, *shape: int, most: int = 30, seed: int = 1234) -> list[torch.Tensor]:
-    """The tensors of all ranks, known to each: whole numbers from -most (0 if unsigned) to most, random by rank."""
+    """Return the tensors of all ranks, known to each: random whole numbers from -most (0 if unsigned) to most."""
     generator = torch.Generator().manual_seed(seed)
     least = 0 if dtype in (torch.uint8, torch.bool) else -most
     values = torch.randint(least, most + 1, (hvd.size(), *shape), generator=generator)
@@ -83,12 +83,12 @@ def everyones(dtype: torch.dtype, *shape: int, most: int = 30, seed: int = 1234)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in a dtype in which small ones can be computed exactly."""
+    """Return the same numbers in a dtype in which small ones can be computed exactly."""
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """What the reduction of these tensors is, by definition."""
+    """Return the reduction of these tensors by definition."""
     stack = torch.stack([wide(tensor) for tensor in tensors])
     results: dict[Any, Callable[[], torch.Tensor]] = {
         hvd.Sum: lambda: stack.sum(0),
@@ -101,19 +101,19 @@ def reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Wide values in a narrower dtype: integers by truncation toward zero."""
+    """Return wide values in a narrower dtype: integers by truncation toward zero."""
     if dtype == torch.bool:
         return values != 0
     return (values if dtype.is_floating_point or dtype.is_complex else values.trunc()).to(dtype)
 
 
 def check(result: torch.Tensor, expected: torch.Tensor, slack: float = 0.0) -> None:
-    """Same dtype, same shape, same numbers: exactly for whole numbers, else to the precision of the dtype.
+    """Check for the same dtype, shape and numbers: exact if whole, otherwise to the precision of the dtype.
 
     Args:
-        result: What a collective gave.
-        expected: What it should have given.
-        slack: An absolute error to allow for besides.
+        result: The result of a collective.
+        expected: The expected result.
+        slack: An absolute error to allow besides.
     """
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
@@ -122,14 +122,14 @@ def check(result: torch.Tensor, expected: torch.Tensor, slack: float = 0.0) -> N
 
 
 def rows_of_rank(rows: int, size: int, rank: int) -> slice:
-    """Which rows of a reducescatter are a rank's: the first rows % size ranks get one more."""
+    """Return which rows of a reducescatter are a rank's: the first rows % size ranks get one more."""
     counts = [rows // size + (other < rows % size) for other in range(size)]
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 @contextlib.contextmanager
 def halves() -> Iterator[Any]:
-    """Two process sets, of the even ranks and of the odd ones; gives the one that I am in."""
+    """Make two process sets, of the even ranks and of the odd ones; return the one that includes this rank."""
     even = hvd.add_process_set(list(range(0, hvd.size(), 2)))
     odd = hvd.add_process_set(list(range(1, hvd.size(), 2)))
     yield odd if hvd.rank() % 2 else even

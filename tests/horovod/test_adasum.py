@@ -1,4 +1,4 @@
-"""Adasum: the sum of orthogonal vectors, the average of parallel ones, in pairs of neighbours; at any magnitude."""
+"""Adasum: the sum of orthogonal vectors, the average of parallel ones, in pairs of neighbours; of any magnitude."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def combined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def adasum(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """Neighbours first, then the results of neighbours."""
+    """Combine neighbours first, then the results of neighbours."""
     vectors = [vector.double() for vector in vectors]
     while len(vectors) > 1:
         vectors = [combined(vectors[i], vectors[i + 1]) for i in range(0, len(vectors), 2)]
@@ -123,7 +123,7 @@ def test_very_small_numbers(two: LastingWorld) -> None:
             tiny = torch.finfo(dtype).tiny
             direction = torch.randn(1024, dtype=torch.float64).abs() * tiny * 4
             result = hvd.allreduce((direction * (1 + hvd.rank())).to(dtype), op=hvd.Adasum).double()
-            # the squares may vanish, then it is a sum; whatever it is, it lies between average and sum
+            # the squares may vanish, which makes it a sum; in any case it lies between average and sum
             assert bool(result.isfinite().all())
             assert bool((result >= direction * 1.5 - 2 * tiny).all())
             assert bool((result <= direction * 3 + 2 * tiny).all())

@@ -1,4 +1,4 @@
-"""allgather: equal and other numbers of rows, every dtype; asynchronous, out of order, empty, 0-dim."""
+"""allgather: equal and different numbers of rows, every dtype; asynchronous, out of order, empty, 0-dim."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_scalars_count_as_one_row(three: LastingWorld) -> None:
     def fn() -> None:
         assert hvd.allgather(torch.tensor(hvd.rank() * 1.5)).tolist() == [0.0, 1.5, 3.0]
         assert hvd.synchronize(hvd.allgather_async(torch.tensor(True), name="flag")).tolist() == [True] * 3
-        # beside tensors of one dimension
+        # next to one-dimensional tensors
         mine = torch.tensor(7) if hvd.rank() == 1 else torch.full((2,), hvd.rank())
         assert hvd.allgather(mine, name="beside").tolist() == [0, 0, 7, 2, 2]
 
@@ -105,7 +105,7 @@ def test_another_order_on_every_rank(three: LastingWorld) -> None:
             shuffle(order)
             handles = {}
             for number in order:
-                rows = (number + hvd.rank() + step) % 4  # other shapes under the same name in every step
+                rows = (number + hvd.rank() + step) % 4  # different shapes under the same name in every step
                 handles[number] = hvd.allgather_async(torch.full((rows, 2), number), name=f"rows{number}")
             for number in reversed(range(40)):
                 total = sum((number + rank + step) % 4 for rank in range(3))

@@ -54,7 +54,7 @@ def test_integer_average_truncates_toward_zero(three: LastingWorld) -> None:
 
 
 def test_averages_whose_sum_leaves_the_range(three: LastingWorld) -> None:
-    """What docs/collectives.md says of them."""
+    """docs/collectives.md describes them."""
 
     def fn() -> None:
         size = hvd.size()
@@ -166,7 +166,7 @@ def test_hundred_handles_in_reverse(three: LastingWorld) -> None:
 def test_another_order_on_every_rank(three: LastingWorld) -> None:
     def fn() -> None:
         shuffle = random.Random(hvd.rank()).shuffle
-        for step in range(3):  # the same names again: the second time they may be known already
+        for step in range(3):  # the same names again, which may be known the second time
             order = list(range(60))
             shuffle(order)
             handles = {}
@@ -335,7 +335,7 @@ def test_sparse(three: LastingWorld) -> None:
                 assert gathered.is_sparse
                 assert gathered.is_coalesced()
                 check(gathered.to_dense(), expected[number], slack=1e-6)
-        # a row of another number of entries on each rank, none on rank 0, all at one place
+        # rows with different numbers of entries per rank, none on rank 0, all at one position
         rows = torch.sparse_coo_tensor(torch.zeros(1, rank, dtype=torch.int64), torch.ones(rank, 2), (3, 2))
         total = hvd.synchronize(hvd.sparse_allreduce_async(rows, name="rows", op=hvd.Sum))
         assert total.to_dense().tolist() == [[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]]

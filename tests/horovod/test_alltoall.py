@@ -1,4 +1,4 @@
-"""alltoall: equal and given splits, every dtype; asynchronous, out of order; splits that do not fit."""
+"""alltoall: equal and unequal splits, every dtype; asynchronous, out of order; splits that do not match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def exchanged(tensors: list[torch.Tensor], splits: list[list[int]]) -> torch.Tensor:
-    """What I receive when rank r sends splits[r][i] rows of tensors[r] to rank i."""
+    """Return what this rank receives when rank r sends splits[r][i] rows of tensors[r] to rank i."""
     parts = [tensor.split(counts)[hvd.rank()] for tensor, counts in zip(tensors, splits, strict=True)]
     return torch.cat(parts)
 
@@ -125,7 +125,7 @@ def test_splits_that_do_not_fit(three: LastingWorld) -> None:
             with pytest.raises(ValueError, match=text):
                 hvd.alltoall(torch.ones(size), splits)
         with pytest.raises((TypeError, ValueError), match="splits"):
-            hvd.alltoall(torch.ones(size), torch.ones(size))  # splits in floating point
+            hvd.alltoall(torch.ones(size), torch.ones(size))  # floating-point splits
         with pytest.raises(ValueError, match="0-dim"):
             hvd.alltoall(torch.tensor(1.0))
         alive()

@@ -1,4 +1,4 @@
-"""Gradients through the collectives: of the sum of all ranks' losses, with other gradients coming in on every rank."""
+"""Gradients through the collectives: of the sum of all ranks' losses, with each rank's own incoming gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaf(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def incoming(result: torch.Tensor) -> torch.Tensor:
-    """What comes back to each rank: its number, counted from one."""
+    """Return each rank's incoming gradient: its number, counted from one."""
     return torch.full_like(result, 1.0 + hvd.rank())
 
 
@@ -46,7 +46,7 @@ def test_allreduce(three: LastingWorld, op: Any, expected: float) -> None:
             assert result.requires_grad
             result.backward(incoming(result))
             check_gradient(mine, expected)
-        # alike on all ranks, as in Horovod's tests: size times as much for Sum, as much for Average
+        # equal on all ranks, as in Horovod's tests: size times as much for Sum, the same for Average
         mine = leaf(torch.float32, 17)
         hvd.allreduce(mine, op=op).sum().backward()
         check_gradient(mine, expected / 2)
@@ -140,7 +140,7 @@ def test_allgather(three: LastingWorld, mean: bool) -> None:
         for dtype, dim in itertools.product(DTYPES, (1, 2, 3)):
             mine = leaf(dtype, counts[rank], *[5] * (dim - 1))
             gathered = hvd.allgather(mine, **options)
-            # rank k gives (k + 1) times the number of the rank that a row is from
+            # rank k's gradient is (k + 1) times the number of the rank that a row comes from
             owners = torch.cat([torch.full((count,), 1.0 + other) for other, count in enumerate(counts)]).to(dtype)
             gathered.backward(incoming(gathered) * owners.reshape(-1, *[1] * (dim - 1)))
             check_gradient(mine, 6.0 * (rank + 1) / (size if mean else 1))
@@ -189,7 +189,7 @@ def test_alltoall(three: LastingWorld) -> None:
                 received, given = hvd.alltoall(mine, splits)
                 counts = given.tolist()
                 assert not given.requires_grad
-            # what came from rank i goes back with 10 * me + i
+            # what came from rank i returns with 10 * me + i
             marks = torch.tensor([10.0 * rank + other for other in range(size) for _ in range(counts[other])])
             received.backward(marks.to(dtype).reshape(-1, *[1] * (dim - 1)).expand_as(received))
             wanted = torch.tensor([10.0 * other + rank for other in range(size) for _ in range(splits[other])])
@@ -273,7 +273,7 @@ def test_process_sets(three: LastingWorld) -> None:
 
 def test_the_gradient_of_all_losses(three: LastingWorld) -> None:
     def fn() -> None:
-        """A chain of collectives, against the same computed in one process with no collective at all."""
+        """A chain of collectives, compared with the same in one process without collectives."""
         rank, size = hvd.rank(), hvd.size()
         torch.manual_seed(0)
         inputs = [torch.randn(6, 3, dtype=torch.float64) for _ in range(size)]
@@ -309,7 +309,7 @@ def test_no_gradient_where_none_is_asked_for(three: LastingWorld) -> None:
             assert not call(torch.ones(3, dtype=torch.int64)).requires_grad
             with torch.no_grad():
                 assert not call(torch.ones(3, requires_grad=True)).requires_grad
-        # the loss of one rank alone needs the gradient: the others take part all the same
+        # only one rank's loss needs the gradient, but the others take part
         mine = torch.ones(3, requires_grad=True)
         result = hvd.allreduce(mine, op=hvd.Sum)
         result.backward(torch.full((3,), float(hvd.rank() == 1)))

@@ -1,4 +1,4 @@
-"""Horovod's dialect: its gradients, its joins, its errors, where the world speaks it; ranks that differ do not meet."""
+"""Horovod's dialect: its gradients, joins and errors, if the world uses it; ranks that differ do not connect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN, HOROVOD = {"dialect": "spark_hvd"}, {"dialect": "horovod"}
 
 @pytest.fixture
 def horovods(three: LastingWorld) -> Iterator[LastingWorld]:
-    """Ranks that speak it for a test; rank 0 decides for all what joined ranks contribute, so all wait for it."""
+    """Let ranks use it for a test; rank 0 decides for all what joined ranks contribute, so all wait for it."""
 
     def speak(settings: dict[str, str]) -> None:
         hvd.init(**settings)
@@ -46,7 +46,7 @@ def test_gradients(horovods: LastingWorld) -> None:
     def fn() -> None:
         rank, size = hvd.rank(), hvd.size()
         x = everyones(torch.float64, 6, 2)[rank]
-        total = size * (size + 1) / 2  # of the gradients that the ranks' results have
+        total = size * (size + 1) / 2  # of the gradients of the ranks' results
         for call, expected in (
             (lambda x: hvd.allgather(x, name="g"), total / size),
             (lambda x: hvd.grouped_allgather([x, x], name="g")[1], total / size),
@@ -136,7 +136,7 @@ def test_the_optimizer(horovods: LastingWorld) -> None:
 
 
 def test_handles_are_ints(horovods: LastingWorld) -> None:
-    """They go into arrays and tensors and come back as other ints; each is waited for once."""
+    """They are put into arrays and tensors and come back as other ints; each is waited for once."""
 
     def fn() -> None:
         x = torch.full((2,), hvd.rank() + 1.0)

@@ -1,4 +1,4 @@
-"""What does not fit together raises the same error on every rank, and the job goes on; so do a rank's own mistakes."""
+"""Mismatched calls raise the same error on every rank, and the job continues, also after a rank's own mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Call = Callable[[int], Any]
 
-# What is called on rank r, and words of which each must be in the error.
+# The call on rank r, and words that must be in its error.
 MISMATCHES: dict[str, tuple[Call, list[str]]] = {
     "allreduce_shape": (
         lambda r: hvd.allreduce(torch.ones([17 + r] * 3), name="op"),
@@ -175,7 +175,7 @@ def test_mismatch_among_others_in_flight(three: LastingWorld) -> None:
 
 def test_mismatch_of_what_went_well_before(three: LastingWorld) -> None:
     def fn() -> None:
-        for step in range(6):  # what is agreed on once must be compared again
+        for step in range(6):  # what ranks have agreed on once must be compared again
             odd = step % 2 and hvd.rank() == 1
             mine = torch.ones(4 if odd else 3)
             if step % 2:
@@ -183,7 +183,7 @@ def test_mismatch_of_what_went_well_before(three: LastingWorld) -> None:
                     hvd.allreduce(mine, op=hvd.Sum, name="weights")
             else:
                 assert hvd.allreduce(mine, op=hvd.Sum, name="weights").tolist() == [3.0] * 3
-        # and another shape on all ranks is none
+        # and another shape on all ranks is not an error
         for count in (3, 5, 3):
             assert hvd.allreduce(torch.ones(count), op=hvd.Sum, name="weights").tolist() == [3.0] * count
 
@@ -233,7 +233,7 @@ def test_duplicate_name(three: LastingWorld, start: str) -> None:
             "reducescatter": [30.0 + 3 * rank],
         }.get(start, [30.0, 33.0, 36.0])
         handle = None
-        # rank 0 alone cannot have ended it when it asks for the second; then the others have the last one's turn
+        # rank 0 alone cannot have ended it when it asks for the second; then it is the others' turn for the last one
         for turn in range(hvd.size()):
             if rank == turn:
                 handle = call(mine)
@@ -282,7 +282,7 @@ def test_wrong_arguments(three: LastingWorld) -> None:
         with pytest.raises(ValueError, match="op=0"):
             hvd.allreduce_async(torch.ones(1), op=0)
         with pytest.raises(TypeError, match="bool"):
-            hvd.allreduce_async(torch.tensor([True]))  # no average of truth values
+            hvd.allreduce_async(torch.tensor([True]))  # truth values have no average
         with pytest.raises(TypeError, match="complex"):
             hvd.allreduce_async(torch.tensor([1j]), op=hvd.Max)
         alive()
@@ -294,7 +294,7 @@ def test_own_mistake_under_a_name(three: LastingWorld) -> None:
     def fn() -> None:
         if hvd.rank() == 1:
             with pytest.raises(TypeError, match="bool"):
-                hvd.allreduce(torch.tensor([True]), name="loss")  # refused before anyone heard of it
+                hvd.allreduce(torch.tensor([True]), name="loss")  # refused before it was sent
         assert hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum, name="loss").tolist() == [3.0]
 
     three.run(fn)

@@ -1,4 +1,4 @@
-"""Grouped allreduce, allgather and reducescatter: lists of tensors that travel as one."""
+"""Grouped allreduce, allgather and reducescatter: lists of tensors that are sent as one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMBERS = 5
 
 
 def groups(dtype: torch.dtype, *shape: int, most: int = 30) -> list[list[torch.Tensor]]:
-    """Five tensors of every rank: groups[member][rank]."""
+    """Return five tensors of every rank: groups[member][rank]."""
     return [everyones(dtype, *shape, most=most, seed=member) for member in range(MEMBERS)]
 
 

@@ -1,4 +1,4 @@
-"""join: a rank that has no more data lets the others go on, and is told who came last."""
+"""join: a rank without more data lets the others continue, and learns which rank joined last."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def both(first: torch.Tensor, second: torch.Tensor, op: object) -> list[torch.Tensor]:
-    """Two allreduces in flight at once, under the same names every time."""
+    """Start two allreduces at once, under the same names every time."""
     handles = [hvd.allreduce_async(first, name="a", op=op), hvd.allreduce_async(second, name="b", op=op)]
     return [hvd.synchronize(handle) for handle in handles]
 
 
 def joined_together(first: int) -> None:
-    """Join; all ranks must be told the same rank, and not the one that joined first."""
+    """Join; all ranks must get the same rank, and not the one that joined first."""
     last = hvd.join()
     assert last in range(hvd.size())
     assert last != first

@@ -1,4 +1,4 @@
-"""What is left: entering again, barriers, objects, handles, the timeline, flags, SyncBatchNorm, a world of one."""
+"""The rest: entering again, barriers, objects, handles, the timeline, flags, SyncBatchNorm, a world of one."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_handles(three: LastingWorld) -> None:
         handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="handle")
         result = handle.wait(timeout=20)
         assert result.tolist() == [3.0] * 3
-        assert handle.wait() is result  # as often as one likes
+        assert handle.wait() is result  # as often as you like
         assert hvd.synchronize(handle) is result
         assert handle.poll() is True
         assert hvd.poll(handle) is True
-        # a handle that nobody keeps ends all the same
+        # a handle without references ends anyway
         for number in range(20):
             hvd.allreduce_async_(torch.ones(3), name=f"dropped{number}")
         for number in range(20):
@@ -120,7 +120,7 @@ def test_handles(three: LastingWorld) -> None:
                     again = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name=f"dropped{number}")
                     break
                 except hvd.DuplicateNameError:
-                    time.sleep(0.001)  # its end reaches the ranks at times of their own
+                    time.sleep(0.001)  # its end reaches the ranks at different times
             assert hvd.synchronize(again).tolist() == [3.0] * 3
 
     three.run(fn)
@@ -235,7 +235,7 @@ def test_timeline(three: LastingWorld, tmp_path: Path) -> None:
 def test_timeline_started_twice(three: LastingWorld, tmp_path: Path) -> None:
     def fn(path: str) -> None:
         hvd.start_timeline(path)
-        if hvd.rank() == 0:  # whose calls count
+        if hvd.rank() == 0:  # its calls count
             with pytest.raises(ValueError, match="stop_timeline"):
                 hvd.start_timeline(path)
         for _ in range(2):
@@ -321,7 +321,7 @@ def test_sync_batch_norm(three: LastingWorld, options: dict[str, Any]) -> None:
                     torch.testing.assert_close(buffer, other)
             ours.eval()
             oracle.eval()
-            if ours.track_running_stats:  # else every batch is normalised by its own statistics
+            if ours.track_running_stats:  # otherwise every batch is normalised by its own statistics
                 torch.testing.assert_close(ours(whole.detach()), oracle(whole.detach()))
 
     three.run(fn, options)
@@ -373,7 +373,7 @@ def test_sync_batch_norm_gpu(gpus: LastingWorld) -> None:
             ours, oracle = hvd.SyncBatchNorm(4).to(device), torch.nn.BatchNorm1d(4).to(device)
             factors = torch.randn(shape, device=device)
             if shape[0] * shape[2] == 1:
-                continue  # one value a channel has no variance
+                continue  # one value per channel has no variance
             result, expected = ours(mine), oracle(all_of_it)
             torch.testing.assert_close(result, expected[rank : rank + 1])
             torch.testing.assert_close(ours.running_mean, oracle.running_mean)

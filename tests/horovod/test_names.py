@@ -1,4 +1,4 @@
-"""The package ``horovod`` made of our modules: in drivers, in ranks, beside another one, and its command."""
+"""The package ``horovod`` made of our modules: in drivers, in ranks, next to a real one, and its command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def python(code: str, *arguments: str, path: Path | None = None) -> subprocess.C
 
 @pytest.mark.slow
 def test_every_name_is_found_and_says_what_is_not_there() -> None:
-    """In a process of its own: all modules of the table, all of their names, and what is refused."""
+    """In its own process: all modules of the table, all of their names, and what is refused."""
     done = python("""
 import importlib, sys
 import spark_hvd.horovod
@@ -103,7 +103,7 @@ def test_another_horovod_is_not_shadowed_silently(tmp_path: Path) -> None:
     done = python("import horovod, spark_hvd.horovod", path=tmp_path)
     assert "ImportError" in done.stderr
     assert str(real) in done.stderr
-    # Ours as a package of its own is no other one, and finds everything by itself.
+    # Our own package is not mistaken for another one, and finds everything by itself.
     ours = WHEEL
     done = python("import horovod.torch as hvd, horovod; hvd.init(); print(hvd.size(), horovod.__version__)", path=ours)
     assert (done.stdout, done.stderr) == ("1 0.28.1\n", "")
@@ -124,7 +124,7 @@ def test_a_script_runs_on_ranks(tmp_path: Path) -> None:
 
 
 def test_the_dialect_is_the_runs(tmp_path: Path) -> None:
-    """A script has it that imports horovod; who mixes both names is told; a module of the script may import it."""
+    """A script that imports horovod uses it; mixing both names raises; a script's module may import it."""
     show = "import os; print('dialect', os.environ.get('SPARK_HVD_DIALECT'))\n"
     (tmp_path / "helper.py").write_text("import horovod.torch as hvd\n")
     for text, dialect, words in (
@@ -171,7 +171,7 @@ def test_options_of_horovodrun(tmp_path: Path) -> None:
 
 
 def test_run_of_horovod(capfd: pytest.CaptureFixture[str]) -> None:
-    """In this process, since a run finds what it is to start in its driver's modules."""
+    """In this process, since a run finds the function to start in its driver's modules."""
     from spark_hvd.runner.compat.horovod import run_here
 
     def train(scale: float) -> Any:

@@ -1,4 +1,4 @@
-"""DistributedOptimizer as Horovod's tests use it; the tests of how it plans its buckets are in tests/contract."""
+"""DistributedOptimizer as Horovod's tests use it; tests/contract tests how it plans its buckets."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_step_after_synchronize_does_not_reduce_again(three: LastingWorld) -> No
             optimizer.zero_grad()
             (model.weight * (hvd.rank() + 1)).sum().backward()
             optimizer.synchronize()
-            model.weight.grad.fill_(float(hvd.rank()))  # what I change afterwards stays mine
+            model.weight.grad.fill_(float(hvd.rank()))  # later changes stay local
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 optimizer.step()
@@ -210,7 +210,7 @@ def test_process_set(three: LastingWorld) -> None:
                 optimizer.zero_grad()
                 model(torch.full((1, 3), inputs[rank])).sum().backward()
                 optimizer.step()
-            # ranks 0 and 2 average 1 and 3 if they are the set; who is alone or outside keeps what is his
+            # ranks 0 and 2 average 1 and 3 if they form the set; a rank alone or outside keeps its own
             average = 2.0 if half == 0 and rank != 1 else inputs[rank]
             steps = 0.25 * (1 + 1.9)
             torch.testing.assert_close(model.weight.detach(), before["weight"] - steps * average)

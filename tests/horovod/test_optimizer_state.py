@@ -64,7 +64,7 @@ def test_broadcast_state_takes_the_options_of_the_root(three: LastingWorld) -> N
         }
         for cls in optimizer_classes():
             if cls.__name__ == "Adafactor":
-                continue  # takes no such pairs, and refuses some of these numbers
+                continue  # accepts no such pairs, and refuses some of these numbers
             model, optimizer = make(cls, roots if hvd.rank() == 0 else others)
             train(model, optimizer, seed=hvd.rank())
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -74,7 +74,7 @@ def test_broadcast_state_takes_the_options_of_the_root(three: LastingWorld) -> N
                     assert type(value) is type(wanted), (cls, name)
                     assert value == wanted, (cls, name)
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            train(model, optimizer, seed=hvd.rank())  # and they are of use
+            train(model, optimizer, seed=hvd.rank())  # and they can be used
             zero, *rest = on_all_ranks(model.state_dict())
             assert all(equal(zero, other) for other in rest), cls
 

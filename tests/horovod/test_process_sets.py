@@ -1,4 +1,4 @@
-"""Process sets: what they are, and every collective within one, beside others."""
+"""Process sets: what they are, and every collective within one, next to others."""
 
 from __future__ import annotations
 
@@ -210,14 +210,14 @@ def test_barrier(three: LastingWorld, tmp_path: Path) -> None:
                 odd_is_through.touch()
             elif hvd.rank() == 0:
                 deadline = time.monotonic() + 20
-                while not odd_is_through.exists():  # the barrier of the odd ranks does not wait for me
+                while not odd_is_through.exists():  # the barrier of the odd ranks does not wait for this rank
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 zero_arrives.touch()
                 hvd.barrier(mine)
             else:
                 hvd.barrier(mine)
-                assert zero_arrives.exists()  # mine did
+                assert zero_arrives.exists()  # this rank's did
 
     three.run(fn, str(tmp_path))
 
@@ -260,7 +260,7 @@ def test_overlapping_sets_have_names_of_their_own(three: LastingWorld) -> None:
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [0, 2], [1, 2])]
         for step in range(3):
             order = [*sets, hvd.global_process_set]
-            order = order[rank:] + order[:rank]  # another order on every rank
+            order = order[rank:] + order[:rank]  # a different order on every rank
             handles = {
                 each.process_set_id: hvd.allreduce_async(
                     torch.tensor([10**rank + step]), op=hvd.Sum, name="same", process_set=each

@@ -1,8 +1,8 @@
 """Horovod's own test files, unchanged, on us: ``PYTHONPATH=. python tests/horovod/upstream.py CHECKOUT [FILE ...]``.
 
-CHECKOUT is a clone of horovod/horovod; nothing of it is kept here. Each file is run by pytest on two ranks (those below
-test/single on one, those of test/integration in a driver of Spark) in which ``horovod`` is ours, and what became of its
-tests is printed, failures by a line. A test that calls a function of Horovod's own insides is skipped, and says which.
+CHECKOUT is a clone of horovod/horovod; none of it is kept here. pytest runs each file on two ranks (those below
+test/single on one, those of test/integration in a Spark driver) with ``horovod`` replaced by ours, and the results
+are printed, failures on one line each. A test that calls Horovod's internal functions is skipped, and says which.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ EXCLUDED = {
 }
 """Tests that cannot pass, by patterns of class and name, and why."""
 SECONDS = int(os.environ.get("UPSTREAM_SECONDS", "850"))
-"""For a file; UPSTREAM_SECONDS gives a slow machine more."""
+"""Time limit per file; UPSTREAM_SECONDS raises it for a slow machine."""
 PATIENCE = float(os.environ.get("UPSTREAM_PATIENCE", "1"))
-"""By which the times that the tests of integration wait, 5 to 30 s, are multiplied: for a busy machine."""
+"""Factor for the waiting times of the integration tests, 5 to 30 s, on a busy machine."""
 
 
 def main(checkout: str, *files: str) -> None:
-    """Run the files and print what became of them."""
+    """Run the files and print the results."""
     root = Path(checkout).resolve() / "test"
     for name in files or FILES:
         path = next(path for path in (root / name, *root.glob(f"*/{Path(name).name}")) if path.exists())
@@ -109,7 +109,7 @@ def report(name: str, results: list[Path], seconds: float, log: str) -> None:
 
 
 def rank(path: str, folder: str) -> int:
-    """One rank's pytest."""
+    """Run one rank's pytest."""
     import pytest
 
     from spark_hvd.horovod.start import switch_on
@@ -134,9 +134,9 @@ def rank(path: str, folder: str) -> int:
 
 
 class Adapted:
-    """Test files as they run here, and their tests without those that cannot pass.
+    """Adapts test files to this environment, and removes tests that cannot pass.
 
-    What they define travels by value: neither they nor what they import is found by Spark's workers. Their
+    What they define is pickled by value: Spark's workers find neither them nor what they import. Their
     LightningModules lose a hook that Lightning 2 refuses, and that they do not need.
     """
 
@@ -144,7 +144,7 @@ class Adapted:
         self._root = root
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Their modules are loaded."""
+        """Process their modules, which are loaded now."""
         import cloudpickle
         import pytest
 
@@ -162,7 +162,7 @@ class Adapted:
 
 
 class Insides(types.ModuleType):
-    """A module of Horovod's that is its own affair: whatever is called of it skips the test."""
+    """A module internal to Horovod: any call of it skips the test."""
 
     def __getattr__(self, name: str) -> Any:
         import pytest
@@ -196,11 +196,11 @@ INSIDES = {
         "to_petastorm_fn",
     ),
 }
-"""Modules that the test files import; with names, only these, in modules that are ours."""
+"""Return modules that the test files import; with names, only these, in our modules."""
 
 
 def add_insides() -> None:
-    """Have the imports of Horovod's own insides succeed."""
+    """Make imports of Horovod's internals succeed."""
     import importlib
 
     from spark_hvd.runner import RunError
@@ -228,14 +228,14 @@ def add_insides() -> None:
             ours.MIN_PL_VERSION = "1.3.8"  # type: ignore[attr-defined]
         else:
             module.__path__ = []
-            module.TOTAL_BUFFER_MEMORY_CAP_GIB = 4  # GiB; by which one more rank is chosen in a test
+            module.TOTAL_BUFFER_MEMORY_CAP_GIB = 4  # GiB; by which a test chooses one more rank
             sys.modules[name] = module
             above, _, last = name.rpartition(".")
             setattr(sys.modules.get(above) or importlib.import_module(above), last, module)
 
 
 def helpers() -> dict[str, dict[str, object]]:
-    """What the test files' own support imports of Horovod's launcher and of packages that are not installed."""
+    """Provide what the test files' support imports of Horovod's launcher and of packages that are not installed."""
     import threading
     import unittest.mock
 
@@ -260,7 +260,7 @@ def helpers() -> dict[str, dict[str, object]]:
 
 
 def cluster_variables(folder: str) -> dict[str, str]:
-    """What a standalone cluster of the wheel's own scripts needs; it writes below ``folder``."""
+    """Return the variables that a standalone cluster of the wheel's own scripts needs; it writes below ``folder``."""
     import pyspark
 
     from tests.jvm import SHORT_LIVED
@@ -272,9 +272,9 @@ def cluster_variables(folder: str) -> dict[str, str]:
 
 
 def in_shell(command: str) -> tuple[str, int]:
-    """What a command prints, and its exit code; one that starts a daemon has ended once that works.
+    """Return a command's output and exit code; one that starts a daemon has ended once the daemon works.
 
-    The tests wait 5 seconds for what a daemon says, which a busy machine takes to start a JVM.
+    The tests wait 5 seconds for a daemon's output, but a busy machine may need longer to start a JVM.
     """
     done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = done.stdout.rpartition("logging to ")[2].strip()
@@ -295,7 +295,7 @@ def in_rank(command: str) -> int:
     from spark_hvd.world import launcher
 
     class Messages:
-        """Has ``empty`` as the queue in which Horovod's states find what the driver tells them."""
+        """Has ``empty``, like the queue in which Horovod's states find the driver's messages."""
 
         @staticmethod
         def empty() -> bool:
@@ -303,7 +303,7 @@ def in_rank(command: str) -> int:
             return installed is None or not installed.update_wanted
 
     State._host_messages = Messages()  # type: ignore[attr-defined]
-    # Each attempt of a task is a host to Horovod's driver.
+    # Each attempt of a task is a host for Horovod's driver.
     os.environ["HOROVOD_HOSTNAME"] = f"{os.uname().nodename}-{os.getpid()}"
     _, script, *arguments = shlex.split(command)
     if "--discovery-wait" in arguments:
@@ -317,7 +317,7 @@ def in_rank(command: str) -> int:
 
 
 def installed(name: str) -> bool:
-    """Whether a module can be found."""
+    """Return whether a module can be found."""
     import importlib.util
 
     return importlib.util.find_spec(name) is not None

@@ -1,7 +1,7 @@
-"""Horovod's examples, unchanged, on us: ``PYTHONPATH=. python tests/horovod/upstream_examples.py CHECKOUT``.
+"""Horovod's examples, unchanged, on our package: ``PYTHONPATH=. python tests/horovod/upstream_examples.py CHECKOUT``.
 
-CHECKOUT is a clone of horovod/horovod. Digits of scikit-learn stand in for MNIST, modules made here for torchvision and
-Keras' loader.
+CHECKOUT is a clone of horovod/horovod. Digits of scikit-learn replace MNIST, and modules written here replace
+torchvision and Keras' loader.
 """
 
 from __future__ import annotations
