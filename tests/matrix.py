@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 HERE = "{}.{}".format(*sys.version_info)
 TORCH = "torch==2.13.0"
-"""That of constraints.txt, where it is said which wheel that is; others may bring CUDA along."""
+"""The pin of constraints.txt, which says which wheel that is; others may bring CUDA."""
 EXTRAS = "spark,lightning,mpi,petastorm"
 TOOLS = ("pytest", "pytest-timeout")
 LOWEST = (
@@ -61,7 +61,7 @@ MXNET = (
     "click>=8.1",
     "rich>=13.7",
 )
-"""What spark_hvd needs, around a numpy below its floor: MXNet uses names that 1.24 lacks; pyarrow 26 wants numpy 2."""
+"""What spark_hvd needs, with a numpy below its floor: MXNet uses names that 1.24 lacks; pyarrow 26 needs numpy 2."""
 SHOWN = ("pyspark", "torch", "pyarrow", "pandas", "numpy", "lightning")
 SMOKE = ("tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py")
 DEFAULT = ("spark35", "newest", "client", "mxnet", "jax")
@@ -71,13 +71,13 @@ JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_
 PANDAS_SMOKE = ("tests/smoke.py", "tests/contract/test_reader_values.py", "-k", "not petastorm and not connect")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
 CLIENTS = ("4.0", "4.1", "4.2")
-"""Versions of pyspark-client and of PySpark's Connect server, each of which is tried with each."""
+"""Versions of pyspark-client and of PySpark's Connect server; each client is tried with each server."""
 DATABRICKS_SMOKE = ("tests/databricks_smoke.py",)
 DATABRICKS = ("databricks-connect", "pyarrow<26", "pandas<3")
-"""As runner/spark/needed.py has it. Up to Python 3.11 it wants numpy below 2, with which pyarrow 26 does not work."""
+"""As in runner/spark/needed.py. Up to Python 3.11 it needs numpy below 2, with which pyarrow 26 does not work."""
 ICEBERG_SMOKE = ("tests/iceberg_smoke.py",)
 ICEBERG = "snowpark-connect-deps-iceberg"
-"""Iceberg's jars for Spark 3.5: the only ones in a package of Python's. Of Delta's there is none."""
+"""Iceberg's jars for Spark 3.5: the only ones in a Python package. There is none with Delta's."""
 STORES = ("moto[server]>=5", "gcp-storage-emulator")
 STORES_SMOKE = ("tests/stores_smoke.py", "tests/contract/test_stores.py")
 HADOOP = "pyspark-3.0.1"
@@ -87,13 +87,13 @@ STORES_BESIDE = (
     ("tar", "xzf", f"hadoop/{HADOOP}.tar.gz", "-C", "hadoop", "--strip-components=3", f"{HADOOP}/deps/jars"),
     ("rm", f"hadoop/{HADOOP}.tar.gz"),
 )
-"""Servers that are no packages of Python's: of Azure's storage, and of HDFS, whose jars no later PySpark has."""
+"""Servers that are not Python packages: of Azure's storage, and of HDFS, whose jars no later PySpark has."""
 LEFT_OUT = ("test_docs_site", "test_wheel")
-"""Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
+"""Test modules that do not depend on a row's versions, and need tools in our versions."""
 
 
-_building_servers = threading.Lock()  # rows have them in common
-_installing = threading.Lock()  # setuptools writes the metadata of an editable install beside pyproject.toml
+_building_servers = threading.Lock()  # rows share them
+_installing = threading.Lock()  # setuptools writes the metadata of an editable install next to pyproject.toml
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def build(row: Row, extras: str | None) -> None:
     subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
-    # The tests of a row import a part of what is installed, which Python compiles when it is first imported.
+    # The tests of a row import a part of what is installed, which Python compiles at the first import.
     install = [row.executable, "-m", "pip", "install", "-qq", "--no-compile"]
     if extras is None:
         subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)

@@ -31,7 +31,7 @@ _OTHER_COMPARISON: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 _DROPPED = (ast.Expr, ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
 _PATIENCE = 30.0
-"""Seconds that tests get besides three times what they take on the code as it is."""
+"""Seconds that tests get besides three times what they take on the unchanged code."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
             assert node.end_col_offset is not None
             start, stop = offsets[node.lineno - 1] + node.col_offset, offsets[node.end_lineno - 1] + node.end_col_offset
             mutant = Mutant(path, node.lineno, kind, start, stop, text)
-            with contextlib.suppress(SyntaxError):  # not every change can stand everywhere
+            with contextlib.suppress(SyntaxError):  # not every change is valid everywhere
                 compile(mutant.of(source), path, "exec")
                 found.append(mutant)
     return found

@@ -1,6 +1,6 @@
-"""The API for MXNet on two ranks, in an environment of its own: the row `mxnet` of tests/matrix.py.
+"""The API for MXNet on two ranks, in its own environment: the row `mxnet` of tests/matrix.py.
 
-It is not in the default tests, whose names begin with ``test_``, because MXNet needs an old numpy.
+The default tests, whose names begin with ``test_``, exclude it, because MXNet needs an old numpy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def trained(make: Any, share: slice, size: int, steps: int = 4) -> list[Any]:
     net.hybridize()
     trainer = make(net.collect_params())
     images, wanted = inputs(3, 8)
-    net(images[share]).wait_to_read()  # in inference, which lays weights out as oneDNN likes them
+    net(images[share]).wait_to_read()  # in inference, which lays out weights as oneDNN prefers
     for _ in range(steps):
         with autograd.record():
             loss = gluon.loss.L2Loss()(net(images[share]), wanted[share])
@@ -125,7 +125,7 @@ def test_operations_before_and_after_are_in_order_although_mxnet_runs_them_later
         for step in range(5):
             value = nd.full((700, 700), hvd.rank() + step)
             for _ in range(6):
-                value = nd.dot(value, heavy)  # under way still
+                value = nd.dot(value, heavy)  # still in flight
             reader = nd.dot(value, heavy) + 0  # reads what the next line writes over
             hvd.allreduce_(value)
             after = nd.dot(value, heavy)
@@ -139,7 +139,7 @@ def test_operations_before_and_after_are_in_order_although_mxnet_runs_them_later
 
 
 def test_two_ranks_train_as_one_on_the_whole_batch(world: Ranks) -> None:
-    """Of convolutions, whose shapes the first batch tells; nothing but rounding differs."""
+    """With convolutions, whose shapes follow from the first batch; only rounding differs."""
 
     def body() -> dict[str, list[Any]]:
         half = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
@@ -194,7 +194,7 @@ def test_a_module_trains_with_an_optimizer_around_another(world: Ranks) -> None:
         module.update()
         return start, optimizer.inside.num_update, [float(module.get_params()[0]["only_weight"].asscalar())]
 
-    # Rank 0 starts from 1. Gradients: 1 - 0 and 1 - 2, of which the average is 0; then nothing moves.
+    # Rank 0 starts from 1. Gradients are 1 - 0 and 1 - 2, with average 0; so nothing changes.
     assert world.run(body) == [(1.0, 1, [1.0])] * 2
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_done_is_said(world: Ranks) -> None:
 
 def test_run_local_starts_ranks_that_import_it_by_horovods_name() -> None:
     def body() -> float:
-        importlib.import_module("spark_hvd.horovod")  # Horovod's names are there from now on
+        importlib.import_module("spark_hvd.horovod")  # Horovod's names exist from now on
         hvd = importlib.import_module("horovod.mxnet")
         hvd.init()
         return float(hvd.allreduce(nd.array([hvd.rank() + 1.0]), op=hvd.Sum).asscalar())

@@ -58,7 +58,7 @@ class RankError(AssertionError):
 class Ranks:
     """A world of real processes that stays up between calls.
 
-    Functions are sent by value if their module is registered with cloudpickle.register_pickle_by_value.
+    Functions are pickled by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Uses every feature once, as a user does. tests/matrix.py runs this on each combination of versions.
 
-It is not in the default tests, whose names begin with ``test_``, because those cover far more.
+The default tests, whose names begin with ``test_``, exclude it, because those cover far more.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_tables_in_memory(spark: SparkSession) -> None:
-    """Their values, also where PySpark takes them by pandas: a null of whole numbers, times, lists, structs."""
+    """Values are unchanged, even if PySpark uses pandas for them: null integers, times, lists, structs."""
     table = pa.table(
         {
             "id": pa.array(range(8), pa.uint8()),
@@ -280,7 +280,7 @@ def test_command_line_on_spark(tmp_path: Path) -> None:
 
 
 def test_connect() -> None:
-    """On Spark Connect, in a process of its own, where this PySpark has a server and its packages are there."""
+    """On Spark Connect, in its own process, if this PySpark has a server and its packages are installed."""
     import pyspark
 
     if int(pyspark.__version__.partition(".")[0]) < 4:

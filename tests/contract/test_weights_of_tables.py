@@ -1,4 +1,4 @@
-"""Weights of sharded tables that a program replaces, gathers with an optimizer's state, or clips."""
+"""Weights of sharded tables if a program replaces them, gathers them with an optimizer's state, or clips them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assign_a_parameter(model: Any, whole: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("assign", [assign_by_loading, assign_a_parameter])
 def test_an_assigned_weight_is_a_table_too(world: Ranks, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
-    rows = 6 * 2  # as many on each of two ranks, and of three
+    rows = 6 * 2  # equally many on each of two or three ranks
 
     def fn() -> None:
         whole = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,7 @@ def test_state_that_has_as_many_entries_as_a_rank_has_rows(world: Ranks) -> None
 
 
 def test_clipping_by_the_norm_of_all_ranks(world: Ranks) -> None:
-    """As docs/embeddings.md shows it."""
+    """As in docs/embeddings.md."""
 
     def fn() -> None:
         whole = torch.randn(8, DIM, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Windows over series come to ranks: each once an epoch, cut when its batch is made, whatever the ranks are."""
+"""Windows over series: each once per epoch, cut when its batch is created, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED: dict[str, Any] = {"keys": ["key"], "order_by": "time", "columns": ["x", "
 
 
 def table_of(lengths: dict[str, int]) -> pa.Table:
-    """Values tell of which series and time they are."""
+    """Return a table whose values encode their series and time."""
     rows = [(key, time, 1000.0 * ord(key) + time) for key, each in lengths.items() for time in range(each)]
     mixed = np.random.default_rng(0).permutation(len(rows))
     keys, times, values = ([rows[at][column] for at in mixed] for column in range(3))
@@ -32,12 +32,12 @@ def table_of(lengths: dict[str, int]) -> pa.Table:
 
 
 def starts_of(lengths: dict[str, int], stride: int = 1, length: int = 24) -> list[int]:
-    """The first value of each window."""
+    """Return the first value of each window."""
     return [1000 * ord(key) + time for key, each in lengths.items() for time in range(0, each - length + 1, stride)]
 
 
 def read(batch: dict[str, Any]) -> list[int]:
-    """The first values of a batch, all of whose windows are as they should be."""
+    """Return the first values of a batch, after checking all of its windows."""
     x = np.asarray(batch["x"])
     assert x.dtype == np.float32
     assert x.shape[1] == 24

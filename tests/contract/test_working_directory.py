@@ -1,4 +1,4 @@
-"""Processes that we start import nothing from the directory that the program works in, and all that it could import."""
+"""Processes that we start import nothing from the program's working directory, but all that the program can import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(run_local(names, num_proc=1, verbose=0))
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory where others have put modules under the names of those that everybody imports."""
+    """A directory where other users have put modules under the names of common ones."""
     folder = tmp_path / "shared"
     folder.mkdir()
     for name in ("pickle", "json", "psutil", "torch", "fsspec", "socket"):

@@ -1,4 +1,4 @@
-"""Hosts and clusters for the tests of this folder, started once a session: modules that share one come together."""
+"""Hosts and clusters for the tests of this folder, started once per session: modules that share one run together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLUSTERS = ["two_slots", "two_hosts"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one cluster follow each other; then come those that make their own."""
+    """Put tests of one cluster next to each other, and tests that start their own last."""
 
     def place(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", [])
@@ -28,14 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skips where hosts cannot be made."""
+    """Skip tests where hosts cannot be created."""
     if (reason := why_not()) is not None:
         pytest.skip(f"hosts cannot be made here: {reason}")
 
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[contextlib.ExitStack]:
-    """What ends the cluster that runs; an application has one master, so another cluster ends it first."""
+    """A function that ends the running cluster; an application has one master, so another cluster ends it first."""
     with contextlib.ExitStack() as stack:
         yield stack
 

@@ -1,7 +1,7 @@
-"""Hosts made of Linux network namespaces: each with its own address, name, hosts file, /dev/shm and a cable to pull.
+"""Hosts made of Linux network namespaces: each with its own address, name, hosts file, /dev/shm and a cable to cut.
 
-They hang on one bridge, which also has an address for the driver. Everything is named after the bridge, whose creation
-the kernel lets only one process win, so several test processes can have hosts at the same time.
+They are connected to one bridge, which also has an address for the driver. Everything is named after the bridge,
+which the kernel lets only one process create, so several test processes can have hosts at the same time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NETNS = Path("/etc/netns")
 _NOT_OF_HOSTS = ("GLOO_SOCKET_IFNAME", "SPARK_LOCAL_IP", "SPARK_PUBLIC_DNS", "SPARK_WORKER_DIR", "SPARK_LOCAL_DIRS")
 _DEAD_MAC = "02:00:00:00:de:ad"
 _BLOCKED = "213"
-"""Routing table of traffic that is sent to a machine that does not exist."""
+"""Routing table for traffic to a machine that does not exist."""
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here, or None."""
+    """Return why hosts cannot be created here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc", "setpriv", "unshare"):
@@ -52,7 +52,7 @@ class Names:
     resolve_to: str = "own"
 
     def hosts_file(self, name: str, address: str) -> str:
-        """The content of /etc/hosts."""
+        """Return the content of /etc/hosts."""
         own = {"own": f"{address} {name}\n", "loopback": f"127.0.1.1 {name}\n", "nothing": ""}[self.resolve_to]
         return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{own}"
 
@@ -63,8 +63,8 @@ class Host:
 
     Attributes:
         name: Its host name and that of its network namespace.
-        address: Its address on eth0; IPv6 where hosts have no other.
-        second: Its address on eth1, or None where there is one network only.
+        address: Its address on eth0; IPv6 if hosts have no other.
+        second: Its address on eth1, or None if there is only one network.
         cables: The bridge's ends of eth0 and eth1.
     """
 
@@ -75,10 +75,10 @@ class Host:
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def command(self, *command: str) -> list[str]:
-        """A command line that runs ``command`` on this host, with the same process id."""
+        """Return a command line that runs ``command`` on this host, with the same process id."""
         setup = f'hostname {self.name}; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
         inside = ["unshare", "--uts", "--ipc", "sh", "-c", setup, "sh", *command]
-        # A test process that is killed takes its hosts' processes along.
+        # If a test process is killed, so are its hosts' processes.
         return ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.name, *inside]
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
@@ -91,7 +91,7 @@ class Host:
         return done.stdout
 
     def start(self, *command: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a process here; it ends with the host at the latest."""
+        """Start a process here; it ends no later than the host."""
         with log.open("ab") as file:
             process = subprocess.Popen(self.command(*command), stdout=file, stderr=file, env=environment(env))
         self._started.append(process)
@@ -102,11 +102,11 @@ class Host:
         return sh("ip", "-n", self.name, *arguments)
 
     def pids(self) -> list[int]:
-        """The processes that run here."""
+        """Return the processes that run here."""
         return [int(line) for line in sh("ip", "netns", "pids", self.name).split()]
 
     def end_processes(self) -> None:
-        """Kill whatever runs here, and wait until it is gone."""
+        """Kill everything that runs here, and wait until it has ended."""
         deadline = time.monotonic() + 10
         while (pids := self.pids()) and time.monotonic() < deadline:
             for pid in pids:
@@ -120,7 +120,7 @@ class Host:
 
 
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    """This process' environment without what holds for its own host only."""
+    """Return this process's environment without the variables that are specific to its own host."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_OF_HOSTS}
     return {**kept, **(changes or {})}
 
@@ -130,7 +130,7 @@ class Hosts:
     """A network of hosts; made by :func:`make_hosts`.
 
     Attributes:
-        number: Of this network; the third byte of its addresses.
+        number: Number of this network, the third byte of its addresses.
         driver: The driver's address, on the bridge.
         hosts: The hosts.
         six: Whether addresses are IPv6.
@@ -145,11 +145,11 @@ class Hosts:
         return self.hosts[index]
 
     def at(self, address: str) -> Host:
-        """The host with an address."""
+        """Return the host with an address."""
         return next(host for host in self.hosts if host.address == address)
 
     def cut(self, host: Host) -> None:
-        """Pull the host's cables."""
+        """Disconnect the host."""
         for cable in host.cables:
             sh("ip", "link", "set", cable, "down")
 
@@ -171,14 +171,14 @@ class Hosts:
         subprocess.run(["ip", "-n", host.name, family, "route", "flush", "table", _BLOCKED], capture_output=True)
 
     def shape(self, host: Host, rate: str, burst: str = "256kb") -> None:
-        """Limit what goes out of and into the host to a rate such as "100mbit"."""
+        """Limit the host's outgoing and incoming traffic to a rate such as "100mbit"."""
         limit = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
         for index, cable in enumerate(host.cables):
             sh("tc", "qdisc", "replace", "dev", cable, *limit)
             sh("tc", "-n", host.name, "qdisc", "replace", "dev", f"eth{index}", *limit)
 
     def block(self, host: Host, to: str, ports: str | None = None) -> None:
-        """Lose, without a word, what the host sends to an address, as a firewall does that drops packets.
+        """Silently drop what the host sends to an address, like a firewall.
 
         Args:
             host: The sender.
@@ -197,11 +197,11 @@ class Hosts:
 def make_hosts(
     count: int, *, names: Sequence[Names] = (), two_networks: bool = False, six: bool = False
 ) -> Iterator[Hosts]:
-    """Make hosts, and unmake them with all that runs on them.
+    """Create hosts, and remove them with everything that runs on them.
 
     Args:
-        count: How many.
-        names: What the name of each resolves to.
+        count: Number of hosts.
+        names: What each host's name resolves to.
         two_networks: Whether each has an eth1 in a second network, on the same bridge.
         six: Whether they have IPv6 addresses instead of IPv4 addresses.
     """
@@ -225,7 +225,7 @@ def make_hosts(
             undo.callback(sh, "ip", "netns", "del", host.name)
             undo.callback(host.end_processes)
             undo.callback(_forget_names, host)
-            undo.callback(_remove_cables, host)  # with the namespace they would go too, but at the kernel's leisure
+            undo.callback(_remove_cables, host)  # the namespace would remove them too, but later
             hosts.hosts.append(host)
             _connect(host, bridge)
         for index, host in enumerate(hosts.hosts):
@@ -248,7 +248,7 @@ def _bridge() -> tuple[int, str]:
 
 
 def _abandoned(bridge: str) -> bool:
-    """Whether a bridge's process was killed before it could tidy up."""
+    """Return whether a bridge's process was killed before it could clean up."""
     try:
         owner = Path("/sys/class/net", bridge, "ifalias").read_text().split()
     except OSError:
@@ -257,7 +257,7 @@ def _abandoned(bridge: str) -> bool:
 
 
 def _sweep(number: int, bridge: str) -> None:
-    """Remove hosts of a process that was killed; theirs were killed along with it."""
+    """Remove hosts of a process that was killed; their processes were killed along with it."""
     for line in sh("ip", "netns", "list").splitlines():
         if (name := line.split()[0]).startswith(f"hvd{number}-"):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -272,7 +272,7 @@ def _remove_cables(host: Host) -> None:
 
 def _connect(host: Host, bridge: str) -> None:
     host.ip("link", "set", "lo", "up")
-    _remove_cables(host)  # of an earlier test that was killed: the number is ours alone
+    _remove_cables(host)  # of an earlier test that was killed, because this number is ours alone
     for index, (cable, address) in enumerate(zip(host.cables, (host.address, host.second), strict=False)):
         assert address is not None
         nic = f"eth{index}"

@@ -1,6 +1,6 @@
-"""A program whose Spark speaks IPv6 only, between two hosts without IPv4; prints what the ranks say as JSON.
+"""A program whose Spark uses IPv6 only, between two hosts without IPv4; prints the ranks' results as JSON.
 
-A program of its own, because the driver's JVM must be told so when it starts: `python -m tests.multihost.ipv6_program`.
+A separate program, because the driver's JVM needs this setting at its start: `python -m tests.multihost.ipv6_program`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from spark_hvd.runner import run
-from tests.conftest import SHORT_LIVED  # sets SPARK_LOCAL_IP, which is set otherwise here
+from tests.conftest import SHORT_LIVED  # sets SPARK_LOCAL_IP, which has another value here
 from tests.multihost.hosts import make_hosts
 from tests.multihost.standalone import bracketed, make_cluster
 
@@ -32,11 +32,11 @@ def fn() -> tuple[str, float, float]:
 
 
 def main() -> None:
-    """Make hosts and a cluster, and run."""
+    """Create hosts and a cluster, and run."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with tempfile.TemporaryDirectory(prefix="ipv6-") as folder, make_hosts(2, six=True) as net:
         os.environ["SPARK_LOCAL_IP"] = bracketed(net.driver)
-        os.environ["SPARK_PREFER_IPV6"] = "true"  # else PySpark looks for its JVM at 127.0.0.1
+        os.environ["SPARK_PREFER_IPV6"] = "true"  # otherwise PySpark looks for its JVM at 127.0.0.1
         six = f"-Djava.net.preferIPv6Addresses=true {SHORT_LIVED}"
         os.environ["PYSPARK_SUBMIT_ARGS"] = f'--driver-java-options "{six}" pyspark-shell'
         settings: dict[str, Any] = {"spark.executor.extraJavaOptions": six}

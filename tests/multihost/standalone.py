@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOME = Path(pyspark.__file__).parent
 _PORT = 7077
 DRIVER_PORTS = {"spark.driver.port": "7078", "spark.driver.blockManager.port": "7079"}
-"""Fixed, so that tests can block the hub's port, which is above 49151, and leave Spark's alone."""
+"""Fixed, so that tests can block the hub's port, which is above 49151, without blocking Spark's."""
 
 
 @dataclass(eq=False)
@@ -35,9 +35,9 @@ class Cluster:
 
     Attributes:
         net: Its hosts.
-        cores: Task slots of each.
-        folder: For logs and work; all hosts see it.
-        session: The application's.
+        cores: Task slots of each host.
+        folder: A folder for logs and work; all hosts see it.
+        session: The application's session.
     """
 
     net: Hosts
@@ -48,11 +48,11 @@ class Cluster:
 
     @property
     def master(self) -> str:
-        """The master's URL."""
+        """Return the master's URL."""
         return f"spark://{bracketed(self.net.driver)}:{_PORT}"
 
     def start_worker(self, host: Host) -> None:
-        """Start the host's worker daemon; executors come by themselves."""
+        """Start the host's worker daemon; executors start by themselves."""
         work = self.folder / host.name
         env = {
             **_daemon_env(self.net),
@@ -68,18 +68,18 @@ class Cluster:
         )
 
     def executor(self, host: Host) -> psutil.Process:
-        """The executor's JVM on a host."""
+        """Return the executor's JVM on a host."""
         return next(
             process for process in self.processes(host) if "CoarseGrainedExecutorBackend" in command_line(process)
         )
 
     def ranks(self, host: Host) -> list[psutil.Process]:
-        """The rank processes on a host: what fork servers have forked there."""
+        """Return the rank processes on a host: those that fork servers have forked there."""
         servers = {process.pid: process for process in self.processes(host) if "forkserver" in command_line(process)}
         return [process for process in servers.values() if process.ppid() in servers]
 
     def processes(self, host: Host) -> list[psutil.Process]:
-        """The processes on a host."""
+        """Return the processes on a host."""
         found = []
         for pid in host.pids():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -87,7 +87,7 @@ class Cluster:
         return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
     def make_whole(self, timeout: float = 60.0) -> None:
-        """Mend what a test has broken, and wait until every slot is there again."""
+        """Undo what a test has broken, and wait until every slot is available again."""
         for host in self.net.hosts:
             self.net.mend(host)
             if self.workers[host.name].poll() is not None:
@@ -106,13 +106,13 @@ class Cluster:
 
 @contextlib.contextmanager
 def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> Iterator[Cluster]:
-    """Start a cluster over hosts and an application on it; end both.
+    """Start a cluster on hosts and an application on it; end both.
 
     Args:
         net: The hosts.
-        folder: For logs and work.
+        folder: A folder for logs and work.
         cores: Task slots of each host.
-        **settings: Of the application.
+        **settings: Settings of the application.
     """
     cluster = Cluster(net, cores, folder)
     with contextlib.ExitStack() as undo:
@@ -126,7 +126,7 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 env=environment({**_daemon_env(net), "SPARK_LOCAL_IP": net.driver}),
             )
         undo.callback(end, master)
-        # A worker or an application that finds no master gives up after a minute.
+        # A worker or an application without a master gives up after a minute.
         wait_until(lambda: listens(net.driver, _PORT), 120.0)
         for host in net.hosts:
             cluster.start_worker(host)
@@ -137,10 +137,10 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 "spark.driver.host": bracketed(net.driver),
                 "spark.driver.bindAddress": bracketed(net.driver),
                 "spark.executor.memory": "768m",
-                # Else stop() waits two minutes for a cleaner that asks an executor which a test has cut off.
+                # Otherwise stop() waits two minutes for a cleaner that asks an executor which a test has cut off.
                 "spark.cleaner.referenceTracking.blocking": "false",
-                # An executor fetches a job's closure from the driver or from another that has it. Where a test has
-                # blocked the way to that one, Spark tries the next after two minutes, three times.
+                # An executor fetches a job's closure from the driver or from another that has it. If a test has
+                # blocked the connection to that one, Spark tries the next after two minutes, three times.
                 "spark.shuffle.io.connectionTimeout": "3s",
                 "spark.shuffle.io.maxRetries": "0",
                 **DRIVER_PORTS,
@@ -149,7 +149,7 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
         )
         undo.callback(cluster.session.stop)
         for host in net.hosts:
-            # First, with its cable in: Spark would wait two minutes for an executor that a test has cut off.
+            # First, connected again: Spark would wait two minutes for an executor that a test has cut off.
             undo.callback(host.end_processes)
             undo.callback(net.mend, host)
         cluster.wait_for_slots(len(net.hosts) * cores)
@@ -157,12 +157,12 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
 
 
 def bracketed(address: str) -> str:
-    """An address as Spark wants it as a host: brackets round IPv6."""
+    """Return an address as Spark expects a host: with brackets round IPv6."""
     return f"[{address}]" if ":" in address else address
 
 
 def _daemon_env(net: Hosts) -> dict[str, str]:
-    # The master would give up a worker after a minute without heartbeats, which hosts that were cut off need again.
+    # The master would drop a worker after a minute without heartbeats, but hosts that were cut off are needed again.
     options = f"-Dspark.worker.timeout=600 {SHORT_LIVED}" + (" -Djava.net.preferIPv6Addresses=true" if net.six else "")
     return {
         "SPARK_HOME": str(_HOME),

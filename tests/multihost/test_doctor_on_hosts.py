@@ -1,4 +1,4 @@
-"""The doctor on two hosts: both are looked at, and a blocked way is named."""
+"""The doctor on two hosts: it examines both, and names a blocked connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def broken(two_hosts: Cluster) -> Iterator[Cluster]:
-    """For what a test breaks, to be mended after it."""
+    """Let a test break something, and repair it afterwards."""
     yield two_hosts
     two_hosts.make_whole()
 

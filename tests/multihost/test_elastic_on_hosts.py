@@ -1,4 +1,4 @@
-"""Elastic runs on several hosts: one that is cut off is gone on without, and taken in again when it is back."""
+"""Elastic runs on several hosts: they continue without a host that is cut off, and take it back when it returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.multihost.standalone import Cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GOES_ON = 20.0
-"""Seconds within which survivors of a vanished host train again: 7 of silence, and much for a busy machine."""
+"""Seconds within which survivors of a vanished host train again: 7 of silence, and many for a busy machine."""
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_run_ends_with_its_last_rank_also_while_a_host_is_cut_off(cluster: Clu
     returned = []
 
     def fn() -> tuple[Result, bytes, float]:
-        return train(job), bytes(5 << 20), time.time()  # more than one message of the hub's
+        return train(job), bytes(5 << 20), time.time()  # more than one message of the hub
 
     def body() -> None:
         values = run_elastic(fn, num_proc=2, min_num_proc=1, spark=cluster.session, rejoin_timeout=15, timeout=100)

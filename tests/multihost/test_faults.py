@@ -55,7 +55,7 @@ def reduce_by_name_for_ever(started: str) -> None:
 
 
 class Background:
-    """A run in a thread of its own: the error it ends with, and when."""
+    """A run in its own thread: the error with which it ends, and when."""
 
     def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any) -> None:
         self.error: BaseException | None = None
@@ -86,11 +86,11 @@ class Background:
 def cluster(two_slots: Cluster) -> Iterator[Cluster]:
     two_slots.make_whole()
     yield two_slots
-    two_slots.session.sparkContext.cancelAllJobs()  # of a test that has failed
+    two_slots.session.sparkContext.cancelAllJobs()  # left by a test that has failed
 
 
 def wait_started(cluster: Cluster, folder: Path) -> dict[int, Host]:
-    """Wait until both ranks have noted their start; which host each is on."""
+    """Wait until both ranks have recorded their start; return the host of each."""
     notes = wait_until(lambda: len(found := sorted(folder.iterdir())) == 2 and found, 60.0)
     hosts = {host.name: host for host in cluster.net.hosts}
     return {int(rank): hosts[name] for rank, name in (note.name.split("@") for note in notes)}
@@ -177,7 +177,7 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
     cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65534")
     training = Background(cluster, reduce_for_ever, str(tmp_path))
-    victim = wait_started(cluster, tmp_path)[1]  # they have met at rank 0
+    victim = wait_started(cluster, tmp_path)[1]  # they have connected through rank 0
     cluster.net.cut(victim)
     cut = time.monotonic()
     error = training.join(60)
@@ -212,7 +212,7 @@ def test_a_host_that_is_cut_off_before_the_run_is_named(cluster: Cluster) -> Non
     assert time.monotonic() - started < 60, "start_timeout"
 
 
-# Last, since a connection that was cut for so long takes long to come back.
+# Last, since a connection that was cut for so long takes long to recover.
 def test_a_host_whose_cable_is_pulled_is_named_in_time_and_ends_its_own_ranks(cluster: Cluster, tmp_path: Path) -> None:
     training = Background(cluster, reduce_for_ever, str(tmp_path))
     victim = wait_started(cluster, tmp_path)[1]

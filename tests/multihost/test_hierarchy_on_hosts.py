@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce between real hosts: the sums are right, and each host's link carries them once."""
+"""Hierarchical all-reduce between real hosts: the sums are correct, and each host's link carries them once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sums(levels: bool) -> dict[str, Any]:
-    """What a rank sums by name and in buckets, and what its host's link carries of it, in multiples of its bytes."""
+    """Return a rank's named and bucket sums, and the bytes on its host's link, in multiples of the sums' bytes."""
     from pathlib import Path
 
     import torch

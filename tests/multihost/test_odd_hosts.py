@@ -1,4 +1,4 @@
-"""``run`` on hosts as they are found: names that resolve to the loopback or to nothing, and a second network."""
+"""``run`` on imperfect hosts: names that resolve to the loopback or to nothing, and a second network."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ranks_meet_whatever_their_hosts_names_resolve_to(odd: Cluster) -> None:
 
         by_name = hvd().synchronize(hvd().allreduce_async(torch.ones(4), op=hvd().Sum, name="x"))
         again = torch.ones(1)
-        dist.all_reduce(again, group=dist.new_group([0, 1], backend="gloo"))  # made by user code, later
+        dist.all_reduce(again, group=dist.new_group([0, 1], backend="gloo"))  # created by user code, later
         return socket.gethostname(), own_name_gives(), float(by_name.mean()), float(again)
 
     ranks = run(fn, num_proc=2, spark=odd.session, start_timeout=60)

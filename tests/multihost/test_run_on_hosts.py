@@ -1,4 +1,4 @@
-"""``run`` and a fit on two hosts: who sits where, and what the ranks do together."""
+"""``run`` and a fit on two hosts: where each rank is, and what the ranks do together."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_named_collectives_and_the_optimizer_cross_hosts(two_hosts: Cluster, bac
         import torch
 
         names = [f"gradient {index}" for index in range(20)]
-        mine = names if hvd().rank() % 2 else names[::-1]  # each rank in an order of its own
+        mine = names if hvd().rank() % 2 else names[::-1]  # each rank in its own order
         handles = {name: hvd().allreduce_async(torch.ones(100), op=hvd().Sum, name=name) for name in mine}
         totals = [float(hvd().synchronize(handles[name]).mean()) for name in names]
         torch.manual_seed(hvd().rank())

@@ -1,4 +1,4 @@
-"""What a case of the oracle is, and how hypothesis makes one up: data only, so that a case prints itself."""
+"""A case of the oracle, and how hypothesis generates it: data only, so that a case prints itself."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ ZEROING = (
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what is done before gradients are zeroed, how they are, what is done then, and between passes.
+    """One step: actions before gradients are zeroed, how they are, actions after that, and between passes.
 
     Attributes:
         before: Names of :data:`BETWEEN_STEPS` and :data:`ON_GRADS`.
         zeroing: One of :data:`ZEROING`.
         after: As `before`.
         between_passes: Names of :data:`ON_GRADS`.
-        end: "step", or "skip", which is a backward without a step, or "sam": one, a move uphill, and another one.
-        branch: Who uses all of the model's layers: "all", "none" or "some", which is the ranks of odd numbers.
+        end: "step", or "skip", a backward without a step, or "sam": a step, a move uphill, and another step.
+        branch: Which ranks use all of the model's layers: "all", "none" or "some", which means odd ranks.
     """
 
     before: tuple[str, ...]
@@ -77,18 +77,18 @@ class Case:
 
     Attributes:
         ranks: World size.
-        seed: Of weights and rows.
+        seed: Seed of weights and rows.
         dtype: "float64" or "mixed".
-        parts: Of the model, see :class:`tests.oracle.training.Net`.
-        loss: A name of torch.nn.functional's.
-        reduction: Of the loss.
-        optimizer: A name of torch.optim's.
-        optimizers: How many share the parameters.
-        passes: Backward passes a step.
+        parts: Parts of the model, see :class:`tests.oracle.training.Net`.
+        loss: Name of a loss in torch.nn.functional.
+        reduction: Reduction of the loss.
+        optimizer: Name of an optimizer in torch.optim.
+        optimizers: Number of optimizers that share the parameters.
+        passes: Backward passes per step.
         clip: Whether gradients are clipped.
-        bucket_cap_mb: Of DistributedOptimizer.
-        shared_memory: Of DistributedOptimizer.
-        steps: In order.
+        bucket_cap_mb: Option of DistributedOptimizer.
+        shared_memory: Option of DistributedOptimizer.
+        steps: The steps, in order.
     """
 
     ranks: int
@@ -123,7 +123,7 @@ STEPS = st.builds(
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any case."""
+    """Generate any case."""
     parts = draw(st.sets(st.sampled_from(("tied", "sparse", "frozen norm", "sync norm", "checkpoint", "ema"))))
     optimizer = draw(st.sampled_from(FOR_SPARSE if "sparse" in parts else DENSE))
     return Case(
@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
         loss=draw(st.sampled_from(("mse_loss", "smooth_l1_loss", "huber_loss", "cross_entropy"))),
         reduction=draw(st.sampled_from(("mean", "sum"))),
         optimizer=optimizer,
-        # A closure zeroes all gradients, those too that the other optimizer is reducing, which is refused.
+        # A closure zeroes all gradients, even those that the other optimizer is reducing, which is refused.
         optimizers=1 if optimizer == "LBFGS" else draw(st.sampled_from((1, 1, 1, 2))),
         passes=1 if optimizer == "LBFGS" else draw(st.sampled_from((1, 1, 2, 3))),
         clip=draw(st.booleans()),

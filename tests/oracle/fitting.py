@@ -1,4 +1,4 @@
-"""A fit on ranks that write down which rows they were shown, and one process that takes the same rows step by step."""
+"""A fit on ranks that record their rows, and one process that takes the same rows step by step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class FitCase:
     """A training.
 
     Attributes:
-        rows: How many there are.
-        partitions: Of the DataFrame.
+        rows: Number of rows.
+        partitions: Partitions of the DataFrame.
         batch_size: Rows in a rank's batch.
-        epochs: Passes.
+        epochs: Number of epochs.
         stored: Whether the rows are written to a store.
-        shuffle: Whether each epoch draws anew.
-        drop_last: Whether a last batch that is not full is left out.
+        shuffle: Whether each epoch has a new order.
+        drop_last: Whether an incomplete last batch is dropped.
         weights: Whether rows have weights, of which some are 0.
-        loss: A name of torch.nn's, or "function".
-        reduction: Of the loss.
-        passes: Batches of a step.
-        momentum: Of SGD.
+        loss: Name of a loss in torch.nn, or "function".
+        reduction: Reduction of the loss.
+        passes: Batches per step.
+        momentum: Momentum of SGD.
     """
 
     rows: int
@@ -70,7 +70,7 @@ fit_cases = st.builds(
 
 
 def numbers(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features whose first is the number of the row, labels between 0 and 1, and weights."""
+    """Return features, the first of which is the row's number, labels between 0 and 1, and weights."""
     draw = np.random.default_rng(rows)
     features = draw.normal(size=(rows, FEATURES)).astype("float32")
     numbered = np.concatenate([np.arange(rows, dtype="float32")[:, None], features], 1)
@@ -79,21 +79,21 @@ def numbers(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def loss_of(case: FitCase) -> Any:
-    """What an estimator is given."""
+    """Return the loss to pass to an estimator."""
     if case.loss == "function":
         return functional.mse_loss
     return getattr(nn, case.loss)(reduction=case.reduction)
 
 
 class Seen(nn.Module):
-    """A linear model that writes down which rows it is trained on, a line a batch and a file a rank."""
+    """A linear model that records the rows on which it is trained: a line per batch, a file per rank."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder, self.net = str(folder), linear()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows (rows, 1 + features), the first of which numbers them."""
+        """Score rows (rows, 1 + features), the first of which numbers them."""
         import spark_hvd.torch as hvd
 
         if self.training and hvd.is_initialized():
@@ -103,7 +103,7 @@ class Seen(nn.Module):
 
 
 def steps_seen(folder: Path, case: FitCase, ranks: int) -> list[list[list[int]]]:
-    """The rows of all ranks in each step of each epoch; each row once in an epoch, in shards that differ by a row."""
+    """Return all ranks' rows in each step of each epoch; each row once per epoch, in shards that differ by a row."""
     files = [[[*map(int, line.split())] for line in (folder / str(rank)).read_text().splitlines()]
              for rank in range(ranks)]  # fmt: skip
     each = case.rows // ranks
@@ -122,7 +122,7 @@ def steps_seen(folder: Path, case: FitCase, ranks: int) -> list[list[list[int]]]
 
 
 def alone(case: FitCase, epochs: Sequence[Sequence[list[int]]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What one process makes of the same rows: weights, and the mean loss of each epoch."""
+    """Return one process's results on the same rows: weights, and the mean loss of each epoch."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=case.momentum)
     features, label, weight = numbers(case.rows)

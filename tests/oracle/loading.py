@@ -1,4 +1,4 @@
-"""A data set of any columns and partitions, and what loaders give of it, held against the DataFrame's own rows."""
+"""A data set of any columns and partitions, whose loaders are compared with the DataFrame's own rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 TINY = 2.0**-140
-"""A number that float32 has only as a denormal one."""
+"""A number that is denormal in float32."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of columns.
+    """A type of column.
 
     Attributes:
         spark: Its name in Spark.
-        values: Some of its values, the odd ones first.
-        numpy: What a value is in a batch of numpy's.
-        nullable: Whether a null is a value in a batch too; that of a time is none in torch's.
+        values: Some of its values, unusual ones first.
+        numpy: A value's type in a numpy batch.
+        nullable: Whether a batch can hold a null; with torch, a null time becomes no value.
     """
 
     spark: str
@@ -89,16 +89,16 @@ class DataCase:
     """A data set and how it is read.
 
     Attributes:
-        partitions: Rows of each partition.
-        kinds: Of the columns, names of :data:`KINDS`.
-        nulls: Whether there are nulls where these are values.
-        seed: Of the values.
-        door: "frame" or "files", as Spark writes them.
+        partitions: Number of rows of each partition.
+        kinds: Types of the columns, names in :data:`KINDS`.
+        nulls: Whether there are nulls where the type allows them.
+        seed: Seed of the values.
+        door: "frame", or "files" as written by Spark.
         batch_size: Rows in a rank's batch.
-        shuffle: Of the loader.
-        drop_last: Of the loader.
-        window_rows: Of the loader.
-        tensors: Whether batches are torch's.
+        shuffle: Option of the loader.
+        drop_last: Option of the loader.
+        window_rows: Option of the loader.
+        tensors: Whether batches are torch tensors.
     """
 
     partitions: tuple[int, ...]
@@ -114,7 +114,7 @@ class DataCase:
 
     @property
     def rows(self) -> int:
-        """Of all partitions."""
+        """Number of rows in all partitions."""
         return sum(self.partitions)
 
 
@@ -134,7 +134,7 @@ data_cases = st.builds(
 
 
 def frame_of(spark: SparkSession, case: DataCase) -> DataFrame:
-    """The rows, numbered in a column "row", in partitions of these sizes."""
+    """Return the rows, numbered in a column "row", in partitions of these sizes."""
     draw, first, parts = np.random.default_rng(case.seed), 0, []
     for count in case.partitions:
         part = []
@@ -156,7 +156,7 @@ def frame_of(spark: SparkSession, case: DataCase) -> DataFrame:
 
 
 def read(name: str, case: DataCase) -> Any:
-    """Two epochs of batches on this rank, or the text of the error."""
+    """Return two epochs of batches on this rank, or the text of the error."""
     import spark_hvd.torch as hvd
     from spark_hvd import DataError
 
@@ -176,7 +176,7 @@ def _plain(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_loaded(case: DataCase, rows: Sequence[Any], ranks: Sequence[Any]) -> None:
-    """Each row comes once an epoch, as it is in the DataFrame, in equal steps of shards that differ by a row."""
+    """Each row occurs once per epoch, unchanged, in equal steps of shards that differ by a row."""
     size = len(ranks)
     if case.rows < size:
         assert all("rows for" in text or "row for" in text for text in ranks), ranks

@@ -1,4 +1,4 @@
-"""One training in TensorFlow, by a tape or by Keras' fit, run by each of n ranks or by one process on all rows."""
+"""One training in TensorFlow, by a tape or by Keras' fit, on each of n ranks or in one process with all rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 RANKS, ROWS = 2, 4
-"""Ranks, and rows of each in a step."""
+"""Number of ranks, and rows of each in a step."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class TapeCase:
     """A training.
 
     Attributes:
-        seed: Of weights and rows.
-        loop: "tape", "tape in a function", "optimizer" (a distributed one beside a plain tape) or "fit" of Keras.
-        optimizer: A name of keras.optimizers'.
-        clipnorm: Of the optimizer; None for none.
-        sparse_as_dense: Of what reduces gradients.
-        steps: How many.
+        seed: Seed of weights and rows.
+        loop: "tape", "tape in a function", "optimizer" (a distributed one with a plain tape) or "fit" of Keras.
+        optimizer: Name of an optimizer in keras.optimizers.
+        clipnorm: Option of the optimizer; None for none.
+        sparse_as_dense: Option of the tape or optimizer.
+        steps: Number of steps.
         frozen: Whether the first dense layer is not trained.
-        passes: Backward passes a step, of an optimizer.
+        passes: Backward passes per step of an optimizer.
     """
 
     seed: int
@@ -51,7 +51,7 @@ tape_cases = st.builds(
 
 
 def trained(case: TapeCase, rank: int | None) -> list[np.ndarray[Any, Any]]:
-    """The weights after all steps, of a rank or, for None, of the process that has everybody's rows."""
+    """Return the weights after all steps of a rank or, for None, of the process with all rows."""
     import keras
     import tensorflow as tf
 
@@ -100,7 +100,7 @@ def trained(case: TapeCase, rank: int | None) -> list[np.ndarray[Any, Any]]:
 
 
 def _dense(base: Any) -> Any:
-    """The optimizer for gradients as dense as their variables: of a table's row that a batch has twice, Keras on
+    """The optimizer for gradients as dense as their variables: if a batch has a table's row twice, Keras on
     TensorFlow squares the two parts apart, and the distributed optimizer their sum."""  # fmt: skip
 
     class Dense(base):  # type: ignore[misc] # Any

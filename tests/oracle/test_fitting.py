@@ -1,6 +1,6 @@
-"""A fit of an estimator is what one process makes of the same rows, step by step: weights and history.
+"""An estimator's fit equals that of one process on the same rows, step by step: weights and history.
 
-Cases are made up by hypothesis, the same ones in each run. `SPARK_HVD_NIGHT=5000` tries a fiftieth as many of each.
+Hypothesis generates the cases, the same in each run. `SPARK_HVD_NIGHT=5000` tries a fiftieth as many of each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 
 
 def some(cases: int) -> Callable[[Any], Any]:
-    """So many cases, the same in each run."""
+    """Return settings for so many cases, the same in each run."""
     return settings(
         max_examples=-(-NIGHT // 50) or cases,
         derandomize=not NIGHT,
@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(36_000 if NIGHT else 300)]
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
-    """Two ranks that stay."""
+    """Two long-lived ranks."""
     backend = Warm()
     yield backend
     backend.close()
@@ -68,7 +68,7 @@ class Made:
         self._store = folders.mktemp("store")
 
     def frame(self, case: FitCase) -> DataFrame:
-        """Of the rows of :func:`numbers`."""
+        """Return a DataFrame with the rows of :func:`numbers`."""
         features, label, weight = (each.tolist() for each in numbers(case.rows))
         rows = list(zip(features, label, weight, strict=True))
         schema = "features array<float>, label float, weight float"
@@ -76,11 +76,11 @@ class Made:
         return frame.repartition(case.partitions) if case.partitions > 1 else frame.coalesce(1)
 
     def folder(self) -> Path:
-        """A new one."""
+        """Return a new folder."""
         return self._folders.mktemp("seen")
 
     def settings(self, case: FitCase, warm: Warm) -> dict[str, Any]:
-        """Of an estimator of any framework."""
+        """Return settings for an estimator of any framework."""
         where = {"store": Store.create(self._store), "backend": warm} if case.stored else {"num_proc": 2}
         return {
             **where,
@@ -176,7 +176,7 @@ def test_keras(made: Made, warm: Warm, case: FitCase) -> None:
     keras = pytest.importorskip("keras")
     from spark_hvd.estimators import KerasEstimator
 
-    # Keras' layers are compiled, so that none writes down what it sees: one step has all rows.
+    # Keras' layers are compiled, so none can record its rows: one step has all of them.
     case = replace(case, batch_size=200, drop_last=False, passes=1, loss="MSELoss", reduction="mean")
     start = linear()
     model = keras.Sequential([keras.layers.Input((1 + fitting.FEATURES,)), keras.layers.Dense(1)])

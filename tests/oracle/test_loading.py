@@ -1,6 +1,6 @@
-"""Loaders of `data=` give each row of a DataFrame once an epoch, exactly as it is, whatever its columns and partitions.
+"""Loaders of `data=` yield each row of a DataFrame once per epoch, unchanged, for any columns and partitions.
 
-Cases are made up by hypothesis, the same ones in each run, several a run. `SPARK_HVD_NIGHT=5000` tries a tenth as many.
+Hypothesis generates the cases, the same in each run, several per run. `SPARK_HVD_NIGHT=5000` tries a tenth as many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(loading)
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 TOGETHER = 6
-"""Data sets of a run, at most: the first of hypothesis' examples has but one, the simplest."""
+"""Maximum number of data sets in a run: hypothesis' first example has only one, the simplest."""
 
 
 @pytest.mark.timeout(36_000 if NIGHT else 300)

@@ -1,6 +1,6 @@
-"""TensorFlow's tape, and Keras on TensorFlow, on two ranks are what one process makes of the rows of both.
+"""TensorFlow's tape, and Keras on TensorFlow, on two ranks equal one process with the rows of both.
 
-Cases are made up by hypothesis, the same ones in each run. `SPARK_HVD_NIGHT=5000` tries a fiftieth as many.
+Hypothesis generates the cases, the same in each run. `SPARK_HVD_NIGHT=5000` tries a fiftieth as many.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(RANKS, timeout=300, preload=("tests.on_tensorflow",))  # a busy machine takes its time
+    ranks = Ranks(RANKS, timeout=300, preload=("tests.on_tensorflow",))  # it is slow on a busy machine
     yield ranks
     ranks.close()
 
 
 def both(case: TapeCase) -> None:
-    """Train on this rank's rows, and alone on all rows: the same weights."""
+    """Train on this rank's rows, and in one process on all rows: the weights must agree."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import spark_hvd.torch as hvd
 

@@ -1,6 +1,6 @@
-"""n ranks on their rows give what one process gives on all of them, whatever a user does between two steps.
+"""n ranks on their rows compute the same as one process on all rows, whatever a user does between two steps.
 
-Cases are made up by hypothesis, the same ones in each run. `SPARK_HVD_NIGHT=20000` runs so many, and others each time.
+Hypothesis generates the cases, the same in each run. `SPARK_HVD_NIGHT=20000` runs that many, different each time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tests.ranks import SECONDS, Ranks
 
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 PATIENCE = 10 * SECONDS if NIGHT else SECONDS
-"""Seconds that a case may take: whole nights are run beside other work."""
+"""Time limit of a case in seconds: whole nights run while other work does."""
 RENEWED_AFTER = 500
-"""Cases: groups of processes are never given back."""
+"""Maximum cases: process groups are never returned."""
 
 
 class Worlds:
-    """Ranks that stay up from case to case."""
+    """Ranks that live from case to case."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, Ranks] = {}
         self._counts: dict[int, int] = {}
 
     def run(self, case: Case) -> list[tuple[bool, Any]]:
-        """What each rank has come to; after a failure the next case gets new ranks."""
+        """Return each rank's results; after a failure the next case gets new ranks."""
         size = case.ranks
         if size not in self._worlds:
             self._worlds[size], self._counts[size] = Ranks(size, timeout=PATIENCE), 0
@@ -57,7 +57,7 @@ def worlds() -> Iterator[Worlds]:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """One rank's part."""
+    """Run one rank's part."""
     import spark_hvd.torch as hvd
 
     def distribute(optimizer: torch.optim.Optimizer) -> Any:
@@ -108,7 +108,7 @@ def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     derandomize=not NIGHT,
     database=None,
     deadline=None,
-    # A failing case ends its ranks: to make it smaller takes minutes.
+    # A failing case ends its ranks, so shrinking it takes minutes.
     phases=[Phase.generate, Phase.shrink] if NIGHT else [Phase.generate],
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""One training program, run by each of n ranks on its rows or by one process on those of all."""
+"""One training program, run by each of n ranks on its rows or by one process on all rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.oracle.cases import Case, Step
 
 ROWS = 3
-"""Of a rank in a pass."""
+"""Rows of a rank per pass."""
 DEVICE = os.environ.get("SPARK_HVD_TEST_DEVICE", "cpu")
-"""Where models are trained; ranks share the GPU where there is one."""
+"""The device of the models; ranks share the GPU if there is one."""
 
 
 class Net(nn.Module):
@@ -47,7 +47,7 @@ class Net(nn.Module):
             self.to(getattr(torch, case.dtype))
 
     def forward(self, words: torch.Tensor, pixels: torch.Tensor, branches: torch.Tensor | None) -> torch.Tensor:
-        """Scores (rows, 3) of words (rows, 4) and pixels (rows, 2, 3, 3); of branches (rows, 1) 1 is for yes."""
+        """Return scores (rows, 3) of words (rows, 4) and pixels (rows, 2, 3, 3); in branches (rows, 1), 1 means yes."""
         seen = self.conv(pixels.to(self.conv.weight.dtype))
         if "sync norm" in self.parts:
             seen = self.norm(seen)
@@ -66,13 +66,13 @@ class Net(nn.Module):
 
 
 class Training:
-    """One process' part in a case.
+    """One process's part in a case.
 
     Args:
-        case: What is trained.
-        rank: This rank's number, None for the process that has everybody's rows.
-        distribute: Makes an optimizer a distributed one.
-        norm: The class of a norm that is synchronized.
+        case: The training.
+        rank: This rank's number, None for the process that has all rows.
+        distribute: Makes an optimizer distributed.
+        norm: The class of a synchronized norm.
     """
 
     def __init__(self, case: Case, rank: int | None, distribute: Any, norm: type[nn.Module]) -> None:
@@ -90,7 +90,7 @@ class Training:
         self.losses: list[float] = []
 
     def run(self) -> dict[str, Any]:
-        """Train; the losses of all passes, weights, buffers and optimizer states."""
+        """Train; return the losses of all passes, weights, buffers and optimizer states."""
         for number, step in enumerate(self.case.steps):
             if DEVICE != "cpu" and number % 2:  # gradients, if there are some, move too
                 self.model.cpu().to(DEVICE)
@@ -133,7 +133,7 @@ class Training:
             self.averaged.update_parameters(self.model)
 
     def _graded(self) -> list[torch.nn.Parameter]:
-        """Those that are no optimizer's have gradients of their rank's rows alone."""
+        """Parameters of no optimizer have gradients of their rank's rows alone."""
         params = (param for each in self.optimizers for group in each.param_groups for param in group["params"])
         return [param for param in params if param.grad is not None]
 
@@ -206,7 +206,7 @@ class Training:
         model = self.model
         if action == "cast there and back":
             dtypes = {id(param): param.dtype for param in model.parameters()}
-            model.float()  # less would make much of a difference of one bit
+            model.float()  # in a lower precision, a difference of one bit would grow
             model.double()
             for param in model.parameters():
                 _cast(param, dtypes[id(param)])
@@ -230,10 +230,10 @@ class Training:
             for each in self.optimizers:
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
         elif action == "grads swapped":
-            # For its rows' gradient no parameter gets one that is everybody's, nor one that another optimizer reduces.
+            # No parameter gets a gradient of all ranks' rows for its own, nor one that another optimizer reduces.
             for each in self.optimizers:
                 params = [param for group in each.param_groups for param in group["params"]]
-                # Of the branch only some ranks have one.
+                # Only some ranks have a gradient of the branch.
                 shared = [param for param in params if param not in set(model.branch.parameters())]
                 _do_to_grads(action, [param for param in shared if param.grad is not None])
         else:
@@ -282,6 +282,6 @@ def _optimizer(name: str, params: list[torch.nn.Parameter]) -> torch.optim.Optim
     if name == "LBFGS":
         options = {"max_iter": 4, "line_search_fn": "strong_wolfe", "tolerance_change": 1e-3}
     elif name not in ("SGD", "ASGD", "Rprop", "Adafactor"):
-        options = {"eps": 1e-4}  # a gradient that is zero but for rounding moves nothing then
+        options = {"eps": 1e-4}  # then a gradient that is zero but for rounding changes nothing
     made: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.01, **options)
     return made

@@ -1,4 +1,4 @@
-"""What the table of reports names exists; and what no other test shows of them."""
+"""Everything that the table of reports names exists; and the reports that no other test covers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows(step: int) -> torch.Tensor:
 
 
 def test_broadcasting_the_state_of_an_optimizer_changes_nothing_of_it(two: Ranks) -> None:
-    """No step is made for it, which Adam would count."""
+    """It makes no step, which Adam would count."""
 
     def fn() -> bool:
         net = model()
@@ -78,7 +78,7 @@ def test_broadcasting_the_state_of_an_optimizer_changes_nothing_of_it(two: Ranks
 
 
 def test_a_last_step_of_fewer_passes_and_the_next_epoch(two: Ranks) -> None:
-    """Ten batches in steps of four, twice: the last two of an epoch are a step of their own, as in one process."""
+    """Ten batches in steps of four, twice: the last two of an epoch form their own step, as in one process."""
 
     def train(net: nn.Module, optimizer: Any, parts: list[slice]) -> dict[str, torch.Tensor]:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a rank of a test has of a data set."""
+"""What a test's rank has of a data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def table_of(name: str, seed: tuple[int, int] | None = None) -> Any:
-    """All rows of this rank, in the order of an epoch."""
+    """Return all rows of this rank, in an epoch's order."""
     from spark_hvd.data.handed import source_of
     from spark_hvd.data.units import order_of
 

@@ -1,7 +1,7 @@
-"""A Spark standalone cluster on loopback under a test's control: workers come, are decommissioned, and are killed.
+"""A Spark standalone cluster on loopback, controlled by a test: workers join, are decommissioned, and are killed.
 
-Its hosts are loopback addresses, 127.0.0.2 and so on: Spark and the elastic run take them for different hosts, while
-ranks meet on 127.0.0.1, as on one machine they may.
+Its hosts are loopback addresses, 127.0.0.2 and so on: Spark and the elastic run treat them as different hosts, while
+ranks connect on 127.0.0.1, as they may on one machine.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ElasticCluster:
     """A running cluster.
 
     Attributes:
-        folder: For logs and work.
-        port: The master's.
+        folder: A folder for logs and work.
+        port: The master's port.
         workers: The daemon on each host.
         cores: Its slots.
-        decommissioned: Hosts whose worker is still there, but gets nothing to do.
-        session: The application's.
+        decommissioned: Hosts whose worker still exists, but gets no work.
+        session: The application's session.
     """
 
     folder: Path
@@ -61,16 +61,16 @@ class ElasticCluster:
     session: SparkSession = field(init=False)
 
     def __post_init__(self) -> None:
-        # A process that ends with its parent ends with the thread that has started it, and a test's thread is short.
+        # A process that ends with its parent ends with the thread that started it, and a test's thread is short-lived.
         self.starter = ThreadPoolExecutor(1, "starter")
 
     @property
     def master(self) -> str:
-        """The master's URL."""
+        """Return the master's URL."""
         return f"spark://{_DRIVER}:{self.port}"
 
     def add_worker(self, host: str, cores: int = 1) -> None:
-        """Start a worker daemon; an executor comes by itself."""
+        """Start a worker daemon; an executor starts by itself."""
         assert host not in self.workers
         work = self.folder / f"{host}-{time.monotonic_ns()}"
         options = ["--host", host, "--webui-port", "0", "-c", str(cores), "-m", "1g", "-d", str(work), self.master]
@@ -78,12 +78,12 @@ class ElasticCluster:
         self.cores[host] = cores
 
     def kill_workers(self) -> None:
-        """All hosts are lost."""
+        """Lose all hosts."""
         for host in [*self.workers]:
             self.kill_worker(host)
 
     def kill_worker(self, host: str) -> None:
-        """A host is lost: its worker, executor and ranks are killed all at once."""
+        """Lose a host: its worker, executor and ranks are killed at once."""
         worker = self.workers.pop(host)
         self.decommissioned.discard(host)
         everything = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
@@ -93,25 +93,25 @@ class ElasticCluster:
         worker.wait(10)
 
     def kill_executor(self, host: str) -> None:
-        """The executor's JVM is killed; Spark starts another in its place."""
+        """Kill the executor's JVM; Spark replaces it."""
         self.executor(host).kill()
 
     def decommission_worker(self, host: str) -> None:
-        """The worker, and its executor, will go, and are told so; no executor is started there any more."""
+        """Decommission the worker and its executor: both are told, and no executor is started there any more."""
         self.workers[host].send_signal(signal.SIGPWR)
         self.decommissioned.add(host)
 
     def decommission_executor(self, host: str) -> None:
-        """The executor will go, and is told so."""
+        """Decommission the executor: it is told that it will end."""
         self.executor(host).send_signal(signal.SIGPWR)
 
     def executor(self, host: str) -> psutil.Process:
-        """The executor's JVM on a host."""
+        """Return the executor's JVM on a host."""
         below = psutil.Process(self.workers[host].pid).children(recursive=True)
         return next(process for process in below if "CoarseGrainedExecutorBackend" in command_line(process))
 
     def provide(self, **cores: int) -> None:
-        """Have exactly these hosts, with so many slots each; ``h2`` is 127.0.0.2."""
+        """Provide exactly these hosts, with so many slots each; ``h2`` is 127.0.0.2."""
         wanted = {f"127.0.0.{name[1:]}": number for name, number in cores.items()}
         for host in [*self.workers]:
             if self.workers[host].poll() is not None:
@@ -150,11 +150,11 @@ class ElasticCluster:
 
 @contextlib.contextmanager
 def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
-    """Start a master and an application that has no executors yet; end it all.
+    """Start a master and an application without executors; end both.
 
     Args:
-        folder: For logs and work.
-        **settings: Of the application.
+        folder: A folder for logs and work.
+        **settings: Settings of the application.
     """
     with socket.create_server((_DRIVER, 0)) as free:
         port = free.getsockname()[1]
@@ -185,10 +185,10 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
 
 
 class Progress:
-    """What the ranks of a job have noted so far, and a file that ends it.
+    """What the ranks of a job have recorded so far, and a file that ends it.
 
     Args:
-        folder: For both.
+        folder: A folder for both.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -196,7 +196,7 @@ class Progress:
         self.until = folder / "until"
 
     def wait(self, condition: Callable[[Line], bool], timeout: float = 60.0) -> Line:
-        """Wait until a line is noted of which a condition is true, and return it."""
+        """Wait until a recorded line satisfies a condition, and return it."""
         deadline = time.monotonic() + timeout
         while not (found := [line for line in read(self.log) if condition(line)]):
             if time.monotonic() > deadline:
@@ -205,13 +205,13 @@ class Progress:
         return found[0]
 
     def end(self) -> None:
-        """Let the job return after its present epoch."""
+        """Let the job return after its current epoch."""
         self.until.touch()
 
 
 @contextlib.contextmanager
 def directed(progress: Progress, script: Callable[[Progress], None]) -> Iterator[None]:
-    """While a job runs within this context, do to its cluster what a script says; then let the job end.
+    """While a job runs within this context, let a script change its cluster; then let the job end.
 
     Raises:
         Exception: What the script raised.

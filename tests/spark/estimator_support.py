@@ -24,7 +24,7 @@ _stores: list[Scratch] = []
 
 
 class Watched(LocalBackend):
-    """A backend that tells what whoever watches the last fit has learnt of its losses and metrics."""
+    """A backend that records the losses and metrics that observers of the last fit have received."""
 
     metrics: Mapping[str, float]
 
@@ -35,12 +35,12 @@ class Watched(LocalBackend):
 
 
 def means(row: Mapping[str, float]) -> dict[str, float]:
-    """The losses and metrics of a row of a history."""
+    """Return the losses and metrics of a row of a history."""
     return {name: row[name] for name in row.keys() - {"epoch", "lr", "seconds", "rows_per_second", "restarts"}}
 
 
 def numbers(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features (rows, 3), a value that depends on them, and whether it is above 0; all float32."""
+    """Return features (rows, 3), a value that depends on them, and whether it is above 0; all float32."""
     generator = np.random.default_rng(seed)
     features = generator.normal(size=(rows, 3)).astype("float32")
     value = (features @ np.array([1.0, -2.0, 0.5], dtype="float32") + 0.1).astype("float32")
@@ -48,7 +48,7 @@ def numbers(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np
 
 
 def frame(spark: SparkSession, rows: int = ROWS, partitions: int = 1) -> DataFrame:
-    """The same as a DataFrame: features array<float>, value double, late int, weight float, held boolean."""
+    """Return the same as a DataFrame: features array<float>, value double, late int, weight float, held boolean."""
     features, value, late = numbers(rows)
     data = [(features[i].tolist(), float(value[i]), int(late[i]), float(i % 3), i % 4 == 0, i) for i in range(rows)]
     schema = "features array<float>, value double, late int, weight float, held boolean, row int"
@@ -57,13 +57,13 @@ def frame(spark: SparkSession, rows: int = ROWS, partitions: int = 1) -> DataFra
 
 
 def linear(outputs: int = 1) -> nn.Module:
-    """A linear model, always with the same weights."""
+    """Return a linear model, always with the same weights."""
     torch.manual_seed(7)
     return nn.Linear(3, outputs)
 
 
 def estimator(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
-    """An estimator of `value` from `features`, two ranks, quiet, not shuffled."""
+    """Return an estimator of `value` from `features`, two ranks, quiet, not shuffled."""
     model = linear() if model is None else model
     settings: dict[str, Any] = {
         "model": model,
@@ -82,7 +82,7 @@ def estimator(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
 
 
 def ordered(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
-    """The same, with a store: files keep the order of the rows, which the reference depends on."""
+    """Return the same with a store: files keep the order of the rows, on which the reference depends."""
     if not _stores:
         _stores.append(Scratch("fits"))
     return estimator(model, **{"store": Store.create(_stores[0].path), **changed})
@@ -102,7 +102,7 @@ def reference(
     after_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
     after_epoch: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Weights after training as the ranks would, in this process: mean gradient of the ranks' batches, then a step."""
+    """Return weights trained like the ranks, in this process: the mean gradient of the ranks' batches, then a step."""
     model = linear() if model is None else model
     maker = optimizer(model.parameters())
     each = rows // ranks
@@ -126,6 +126,6 @@ def reference(
 
 
 def same(model: nn.Module, weights: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    """Weights agree."""
+    """Check that weights agree."""
     for name, value in model.state_dict().items():
         assert (value - weights[name]).abs().max() < tolerance, (name, value, weights[name])

@@ -1,4 +1,4 @@
-"""Rows and a module for the tests of TorchModel.transform, and what it has to append."""
+"""Rows and a module for the tests of TorchModel.transform, and the expected columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def hundred_rows(spark: SparkSession) -> DataFrame:
-    """Rows with id, a (float), b (double), whole (int), label (double, 0 1 2), features (vector of a, b)."""
+    """Return rows with id, a (float), b (double), whole (int), label (double, 0 1 2), features (vector of a, b)."""
     frame = spark.range(0, 100, 1, 2).selectExpr(
         "id", "cast(id as float) a", "id / 2 as b", "cast(id as int) whole", "cast(id % 3 as double) label"
     )

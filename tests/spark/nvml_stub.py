@@ -1,7 +1,7 @@
-"""A machine with five boards, as NVML tells of it: imported into fork servers, so that torch sees them in ranks.
+"""A machine with five GPUs, as NVML describes it: imported into fork servers, so that torch sees them in ranks.
 
-torch itself reads CUDA_VISIBLE_DEVICES and asks NVML; only NVML's answers and the driver's are made up. The first two
-boards are those that Spark calls 0 and 1, two have UUIDs, the last is cut into slices.
+torch itself reads CUDA_VISIBLE_DEVICES and asks NVML; only the answers of NVML and the driver are made up. The first
+two GPUs are those that Spark calls 0 and 1, two have UUIDs, the last is divided into slices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def visible() -> list[str]:
 
 
 def board(number: int) -> int:
-    """Of a device that a rank sees."""
+    """Return the GPU behind a rank's device."""
     name = visible()[number]
     return 4 if name.startswith("MIG-") else int(name) if name.isdigit() else UUIDS.index(name)
 
 
 def count() -> int:
-    """As the driver counts: of several slices it gives a process one."""
+    """Count like the driver: of several slices it gives a process one."""
     return min(1, len(visible())) if "MIG-" in "".join(visible()) else torch.cuda._device_count_nvml()
 
 

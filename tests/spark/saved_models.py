@@ -1,4 +1,4 @@
-"""What tests/data/saved holds, as `python -m tests.spark.saved_models` saved it before files moved into folders."""
+"""Saves the content of tests/data/saved: `python -m tests.spark.saved_models`, run before files moved into folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVED = Path(__file__).parents[1] / "data" / "saved"
 
 
 class Doubling(L.LightningModule):
-    """Learns to double; saved by reference, as no pickle of a function's code outlives a version of Python."""
+    """Learns to double; pickled by reference, because a pickle of code fails on other versions of Python."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What supports ranks is killed while they train on a cluster: they go on, or end, and nothing is left."""
+"""Processes that ranks depend on are killed while they train on a cluster: runs continue, or end cleanly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticCluster]:
 
 
 def fork_server(hosts: ElasticCluster) -> psutil.Process:
-    """That of the executor, which is in its command line; its parent may have been killed."""
+    """Return the executor's fork server, whose command line names the executor; its parent may have been killed."""
     anchor = str(hosts.executor(HOST).pid)
     return next(each for each in fork_servers() if anchor in command_line(each).split())
 
@@ -42,7 +42,7 @@ def python_daemon(hosts: ElasticCluster) -> psutil.Process:
 
 
 def python_worker(hosts: ElasticCluster) -> psutil.Process:
-    return next(each for each in python_daemon(hosts).children() if command_line(each))  # the last may be a zombie yet
+    return next(each for each in python_daemon(hosts).children() if command_line(each))  # the last may be a zombie
 
 
 def executor(hosts: ElasticCluster) -> psutil.Process:
@@ -95,11 +95,11 @@ def test_ranks_go_on_as_they_are_when_the_daemon_of_their_task_is_killed(hosts: 
     ranks = {line.process for line in read(progress.log)}
     assert len(ranks) == 2
     wait_until(lambda: not any(map(lives, ranks)), 60)
-    hosts.kill_workers()  # Spark would go on with the workers, which have no daemon any more
+    hosts.kill_workers()  # Spark would continue with the workers, which have no daemon any more
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process, and not only what its parent has yet to ask for."""
+    """Return whether such a process exists and is not a zombie."""
     try:
         return command_line(psutil.Process(pid)) != ""
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Columns: which types become which tensors, and what Arrow receives of them."""
+"""Columns: which types become which tensors, and the values that Arrow gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line from outside: programs that are started, interrupted and asked for their exit codes."""
+"""The command line from outside: programs that are started and interrupted, and their exit codes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_script_on_spark_with_files(folder: Path, tmp_path_factory: pytest.Tem
 def test_under_spark_submit(folder: Path) -> None:
     submit = str(Path(sys.executable).parent / "spark-submit")
     arguments = ["--master", "local[2]", *CONF, str(cli.__file__), "run", "-np", "2", "train.py", "exit"]
-    # Spark's own script looks for a Python with pyspark, before any program of ours
+    # Spark's own script looks for a Python with pyspark before it runs any program of ours
     code, out, err = finish(["env", f"PYSPARK_PYTHON={sys.executable}", submit, *arguments], folder)
     assert code == 3, err
     assert "[0] __main__ ['exit'] beside 2.0" in out

@@ -1,4 +1,4 @@
-"""Programs for TorchDistributor and HorovodRunner run with another import alone."""
+"""Programs for TorchDistributor and HorovodRunner run with only another import."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_data_frame_is_read_as_by_pysparks_loader(spark: SparkSession) -> None
         [((rows,), torch.int64), ((rows,), torch.float64), ((rows, 2), torch.float32)] for rows in (50, 50, 20)
     ]
     assert sorted({*one, *two}) == list(range(200))
-    assert len({*one}) == len({*two}) == 100  # and the first twenty again
+    assert len({*one}) == len({*two}) == 100  # the first twenty repeated
     assert one[100:] == one[:20]
 
 

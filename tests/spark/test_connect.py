@@ -1,4 +1,4 @@
-"""Over Spark Connect: this program is a client, and the cluster two executors behind a server of its own."""
+"""Over Spark Connect: this program is a client, and the cluster has two executors behind a separate server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ cloudpickle.register_pickle_by_value(estimator_support)
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A client of a server that has the cluster of the other tests."""
+    """Start a client of a server that has the cluster of the other tests."""
     import pyspark
 
     if int(pyspark.__version__.partition(".")[0]) < 4:
@@ -57,7 +57,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     settings = {"spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s"}  # and not 15 s after a lost executor
     folder = tmp_path_factory.mktemp("connect")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it, for good
+        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it permanently
         with connect_server(Path(pyspark.__file__).parent, folder, settings) as address:
             session = SparkSession.builder.remote(address).create()
             yield session
@@ -65,7 +65,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 
 class Stream(io.StringIO):
-    """Calls a function with all that has been written, at every write."""
+    """Calls a function with everything written so far, at every write."""
 
     def __init__(self, seen: Callable[[str], None]) -> None:
         super().__init__()

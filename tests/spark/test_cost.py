@@ -1,4 +1,4 @@
-"""A real run on Spark says at its end what it has cost, and what other numbers of ranks would have cost."""
+"""A real run on Spark reports at its end what it has cost, and what other numbers of ranks would have cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(steps: int) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(steps):
-        time.sleep(0.04 if hvd.rank() else 0.02)  # rank 1 is the one that the other waits for
+        time.sleep(0.04 if hvd.rank() else 0.02)  # the other rank waits for rank 1
         optimizer.zero_grad()
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()

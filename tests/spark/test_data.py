@@ -1,4 +1,4 @@
-"""A DataFrame's rows come to the ranks of a run: each row to one rank, whatever its partitions are like."""
+"""A DataFrame's rows reach the ranks of a run: each row goes to one rank, whatever the partitions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ids_of(name: str, seed: tuple[int, int] | None = None) -> list[int]:
 
 
 def folder_of(name: str) -> str:
-    """Where the rows are, all of which have come."""
+    """Return the folder of the rows, all of which have arrived."""
     from spark_hvd.data.handed import source_of
 
     source = source_of(name)
@@ -56,7 +56,7 @@ def test_every_row_comes_to_one_rank(spark: SparkSession, aqe: str) -> None:
     with_aqe = spark.conf.get("spark.sql.adaptive.enabled")
     spark.conf.set("spark.sql.adaptive.enabled", aqe)
     try:
-        df = spark.range(0, 3000, 1, 5).join(spark.range(0, 9000, 3, 2), "id")  # has a shuffle of its own
+        df = spark.range(0, 3000, 1, 5).join(spark.range(0, 9000, 3, 2), "id")  # has its own shuffle
         shares = run(ids_of, ("train",), num_proc=2, data={"train": df}, spark=spark)
     finally:
         spark.conf.set("spark.sql.adaptive.enabled", with_aqe)
@@ -72,7 +72,7 @@ def test_several_ranks_of_a_task_share_its_rows(spark: SparkSession) -> None:
 
 
 def partitions(spark: SparkSession, sizes: list[int]) -> DataFrame:
-    """A frame whose partitions have so many rows."""
+    """Return a DataFrame whose partitions have these numbers of rows."""
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
     rows = spark.sparkContext.parallelize(parts, len(parts)).flatMap(lambda part: [(each,) for each in part])
@@ -92,7 +92,7 @@ def test_partitions_of_any_size(spark: SparkSession, sizes: list[int]) -> None:
 
 
 def ids_of_shards() -> list[list[list[int]]]:
-    """Of each data set the batches of this rank."""
+    """Return this rank's batches of each data set."""
     import spark_hvd.torch as hvd
 
     hvd.init()
@@ -152,12 +152,12 @@ def test_several_data_sets_of_every_kind(spark: SparkSession, tmp_path: Path) ->
     }
     (_, one, url), (_, other, _) = shares
     assert one == other
-    assert one["none"] == one["train"]  # where there is no row, the types are the same
+    assert one["none"] == one["train"]  # without rows, the types are the same
     assert url == str(files)
 
 
 def test_a_table_keeps_its_values_in_spark(spark: SparkSession, session_zone: str) -> None:
-    """Also times without a zone that the session's has twice or not at all."""
+    """Even times without a zone that occur twice or not at all in the session's time zone."""
     times = [datetime.datetime(2024, 3, 10, 2, 30), datetime.datetime(2024, 11, 3, 1, 30)]
     small, large = [2**32 - 1, 0], [2**63 - 1, 1]
     table = pa.table(
@@ -204,7 +204,7 @@ def test_a_table_that_spark_cannot_have_names_the_column(spark: SparkSession, co
 def session_zone(spark: SparkSession) -> Iterator[str]:
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     yield "America/New_York"
-    spark.conf.unset("spark.sql.session.timeZone")  # a default that is set is another setting to later tests
+    spark.conf.unset("spark.sql.session.timeZone")  # setting a default differs from not setting it, for later tests
 
 
 def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Pat
         assert sorted(one + other) == list(range(1000))
     assert epochs[0] != epochs[1]
     assert sorted(held + rest) == list(range(500))
-    # A rank has the same rows in each epoch, but for those of the unit that it shares with the next rank.
+    # A rank has the same rows in each epoch, except those of the unit that it shares with the next rank.
     assert len(set(epochs[0]) ^ set(epochs[1])) <= 4
 
 
@@ -339,7 +339,7 @@ def test_rows_go_with_who_is_killed(spark: SparkSession, tmp_path: Path, whom: s
             time.sleep(1)
 
     def holder_of(folder: Path) -> int:
-        """The process that holds the folder's lock."""
+        """Return the process that holds the folder's lock."""
         opened = Path("/proc").glob("[0-9]*/fd/*")
         return next(int(fd.parts[2]) for fd in opened if os.path.realpath(fd) == os.path.realpath(folder))
 

@@ -1,4 +1,4 @@
-"""Which data sets a run takes and which it refuses; columns of any name come to ranks under that name."""
+"""Which data sets a run accepts and which it refuses; columns of any name reach ranks under that name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_names_that_differ_by_case_in_a_session_of_its_own(spark: SparkSession) 
     exact = spark.newSession()
     exact.conf.set("spark.sql.caseSensitive", "true")
     cased = exact.range(8).select(F.col("id").alias("a"), (F.col("id") * 2).alias("A"))
-    with ThreadPoolExecutor(1) as pool:  # where the first session is the active one
+    with ThreadPoolExecutor(1) as pool:  # the first session is the active one there
         shares = pool.submit(run, fn, num_proc=2, data={"train": cased}, spark=spark, verbose=0).result()
     assert sorted(row for share in shares for row in share) == [(i, 2 * i) for i in range(8)]
 

@@ -1,4 +1,4 @@
-"""The doctor on real applications: one that is well, and some that are not."""
+"""The doctor on real applications: one healthy one, and some broken ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> Non
     report = spark_hvd.doctor(
         spark, num_proc=2, store=str(tmp_path / "store"), network=spark_hvd.Network(ports="42000-42999")
     )
-    # this machine may be short of something that is no fault of ours; nothing else may be found
+    # this machine may lack resources; nothing else may be found
     scarce = {"memory", "disk", "/dev/shm", "cores", "open files"}
     assert [f for f in report.findings if f.level is not Level.OK and f.check not in scarce] == []
     assert report.ok
@@ -45,7 +45,7 @@ def test_errors_are_collected_and_named(spark: SparkSession, tmp_path: Path, mon
         (tmp_path / f"{name}.py").write_text("raise ImportError('a shadow of it')")
     monkeypatch.setitem(spark.sparkContext.environment, "PYTHONPATH", str(tmp_path))
     (tmp_path / "file").write_text("")
-    with daemon_of(spark, "pyspark.daemon"):  # which imports nothing that has a shadow
+    with daemon_of(spark, "pyspark.daemon"):  # imports nothing that is shadowed
         report = doctor(spark, num_proc=5, store=str(tmp_path / "file" / "store"))
     assert not report.ok
     errors = {(finding.check, finding.found.split(" ")[0]): finding for finding in report.errors}
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused(spark: SparkSession) -> None:
 def test_two_executors(cluster: SparkSession, tmp_path: Path) -> None:
     report = doctor(cluster, store=str(tmp_path), backend="mpi")
     assert report.ok, str(report)
-    assert "2 there" in of("slots", report.findings).found
+    assert "2 available" in of("slots", report.findings).found
     assert "over mpi" in of("all-reduce", report.findings).found
     assert "all ranks together may return" in of("return values", report.findings).found
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +120,7 @@ def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> Non
         assert "were handed the same GPU 0" in shared.found
     finally:
         session.stop()
-    report = doctor(session, 2)  # nothing can be asked of it any more
+    report = doctor(session, 2)  # it answers nothing any more
     assert [(finding.check, finding.level) for finding in report.findings] == [("settings", Level.ERROR)]
     assert "this check crashed" in report.findings[0].found
 

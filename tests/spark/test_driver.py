@@ -51,7 +51,7 @@ def reduce_one() -> float:
 
 
 def test_too_few_slots_fails_at_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_SETTLE", 600.0)  # who waited would do so for longer than a test may take
+    monkeypatch.setattr(slots, "_SETTLE", 600.0)  # a run that waits would do so for longer than a test may take
     with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
         run(lambda: 1, num_proc=3, spark=spark)
 
@@ -73,7 +73,7 @@ def test_no_session() -> None:
 
 
 def wait_for(file: Path, work: threading.Thread) -> None:
-    """Wait until the work has made a file, however long its processes take to start."""
+    """Wait until the work has created a file, however long its processes take to start."""
     while not file.exists():
         assert work.is_alive(), "it ended without"
         time.sleep(0.05)
@@ -133,7 +133,7 @@ def test_spark_itself_cannot_travel(spark: SparkSession) -> None:
 
 
 def blocking_python(tmp_path: Path, module: str, error: str) -> str:
-    """A Python interpreter in which importing one module raises an error, as on an executor that lacks it."""
+    """Make a Python interpreter in which importing one module raises, as on an executor that lacks it."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
             import sys
@@ -159,7 +159,7 @@ def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, m
     told = rf"would run {python}, .* No module named 'spark_hvd'\. This program runs {sys.executable}"
     with pytest.raises(SetupError, match=told):
         run(lambda: 1, num_proc=2, spark=spark)
-    for place in (job, on_spark):  # as on a cluster, of whose hosts nothing is known
+    for place in (job, on_spark):  # as on a cluster whose hosts are unknown
         monkeypatch.setattr(place, "choose_python", lambda spark: None)
     with pytest.raises(
         SetupError, match=rf"No module named 'spark_hvd'; Python {sys.version.split()[0]} \(.*\) on host"
@@ -173,7 +173,7 @@ def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, m
     "error",
     [
         "ModuleNotFoundError: No module named 'torch'",
-        "OSError: libcudart.so.12: cannot open shared object file",  # as a torch for CUDA raises it without CUDA
+        "OSError: libcudart.so.12: cannot open shared object file",  # a torch for CUDA raises this without CUDA
     ],
 )
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_torch_missing_on_an_executor(
 
 
 def cut_off(*partitions: int) -> Any:
-    """A task for which the driver's published port leads nowhere, as behind a firewall, and which soon knows."""
+    """Make a task unable to reach the driver's published port, as behind a firewall, and to notice soon."""
 
     def make(module: str, function: str, spec: bytes, payload: bytes, **_: Any) -> Any:
         def wrapped(batches: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ids and amounts through a fit, transform and pyfunc in the dtype that is asked for: no digit is lost on the way."""
+"""Ids and amounts pass through a fit, transform and pyfunc in the requested dtype, without losing a digit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = [16_777_217, 16_777_219, 16_777_221, 16_777_223]
 
 
 class Checks(nn.Module):
-    """Fails where an id or an amount is another."""
+    """Fails if an id or an amount differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Checks(nn.Module):
     def forward(self, ids: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
         assert ids.dtype == torch.int64
         assert amount.dtype == torch.float64
-        # Some are asked for with zeros, of which outputs' shapes are learned.
+        # Some are requested with zeros, which reveal the outputs' shapes.
         assert not ids.any() or (set(ids.tolist()) <= set(IDS) and bool((amount == 12345678901.25).all()))
         return self.scale * (ids % 2).float()
 

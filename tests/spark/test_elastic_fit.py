@@ -1,4 +1,4 @@
-"""Elastic fits whose ranks are killed: the others go on in memory, with each row used once an epoch."""
+"""Elastic fits whose ranks are killed: the others continue in memory, with each row used once per epoch."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 class Counts(nn.Module):
-    """Its weights are how often each row was trained on, whatever becomes of ranks, at a learning rate of 1.
+    """Its weights count how often each row was trained on, whatever happens to ranks, at a learning rate of 1.
 
-    The loss is the sum over the rows of a batch on all ranks: its gradient is 1 for each of them.
+    The loss is the sum over a batch's rows on all ranks: its gradient is 1 for each of them.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Counts(nn.Module):
 
 
 class Total(nn.Module):
-    reduction = "sum"  # says that ranks' losses add up
+    reduction = "sum"  # declares that ranks' losses add up
 
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return output.sum()
@@ -84,7 +84,7 @@ def each_row_once_an_epoch(fitted: Any) -> None:
 
 
 class Dies(Callback):
-    """Kills ranks: (generation, rank) -> the batch, counted over all epochs, after which."""
+    """Kills ranks: maps (generation, rank) to the batch, counted over all epochs, after which to kill it."""
 
     def __init__(self, deaths: dict[tuple[int, int], int]) -> None:
         self.deaths = deaths
@@ -107,11 +107,11 @@ class AllDie(Callback):
             time.sleep(60)
 
     def strike(self) -> None:
-        """All ranks are about to be killed, and have come so far."""
+        """Wait until all ranks have reached this point, then kill them."""
 
 
 class AllDieOnce(AllDie):
-    """Does that in the first start of the ranks alone."""
+    """Does that only in the first start of the ranks."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -121,13 +121,13 @@ class AllDieOnce(AllDie):
             super().on_batch_end(state)
 
     def strike(self) -> None:
-        self.mark.touch()  # only now: a rank that saw it earlier would leave the others waiting
+        self.mark.touch()  # only now, because a rank that saw it earlier would leave the others waiting
 
 
 class DiesSometime(Callback):
-    """Kills a rank of generations 1 to 3 at a moment of its own, and stops when they have gone on in the fifth.
+    """Kills a rank of generations 1 to 3 at different moments, and stops once they have continued in the fifth.
 
-    In each of them: whether a newcomer makes a generation more depends on how soon it is there.
+    In each of them, the arrival time of a newcomer decides whether it forms another generation.
     """
 
     def __init__(self, seed: int) -> None:
@@ -147,7 +147,7 @@ class DiesSometime(Callback):
 
 
 class Notes(Callback):
-    """Tells a script of each step, and trains until the script has ended."""
+    """Reports each step to a script, and trains until the script has ended."""
 
     def __init__(self, log: Path, until: Path) -> None:
         self.log, self.until = log, until
@@ -214,7 +214,7 @@ def test_all_ranks_are_lost_at_once_after_a_checkpoint(df: DataFrame, tmp_path: 
 
 
 class Raises(Callback):
-    """On rank 1, in the second epoch, again and again."""
+    """Raises on rank 1, in the second epoch, repeatedly."""
 
     def on_epoch_begin(self, state: TrainState) -> None:
         if (state.rank, state.epoch) == (1, 1):

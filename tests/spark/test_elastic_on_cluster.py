@@ -1,4 +1,4 @@
-"""Elastic runs and the application they run in: its settings, its memory, executors that come as they are wanted."""
+"""Elastic runs and their application: its settings, its memory, executors that start on demand."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_failure_names_its_executor(cluster: SparkSession) -> None:
 
     with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host \S+, executor \d+\)") as caught:
         run_elastic(fails, num_proc=2, spark=cluster, verbose=0)
-    assert all(failure.executor.isdigit() for failure in caught.value.failures)  # tests before may have lost executors
+    assert all(failure.executor.isdigit() for failure in caught.value.failures)  # earlier tests may have lost executors
 
 
 def rows_of(faults: FaultPlan) -> tuple[list[int], list[str], int]:
-    """The numbers that ranks saw up to the last commit, the columns, and the number of the world."""
+    """Return the numbers that ranks saw up to the last commit, the columns, and the number of the world."""
     import spark_hvd.torch as hvd
 
     shard = hvd.get_dataset_shard("train")

@@ -1,6 +1,6 @@
-"""What Horovod's elastic tests on Spark ask, on a real cluster: hosts come, go, fail and are lost while ranks train.
+"""The scenarios of Horovod's elastic tests on Spark, on a real cluster: hosts join, leave, fail and are lost.
 
-Where a test says that something is detected, it or the next one shows the case in which there is nothing to detect.
+If a test says that something is detected, it or the next one shows the case with nothing to detect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def progress(tmp_path: Path) -> Progress:
 
 
 def launch(hosts: ElasticCluster, job: Job | FaultPlan, **options: Any) -> Result:
-    """Train for some epochs, with what happens in the ranks alone."""
+    """Train for some epochs, with faults in the ranks only."""
     job = job if isinstance(job, Job) else Job(job)
     given = {"num_proc": 2, "timeout": 120, "verbose": 0, **options}
     return checked(run_elastic(train, [job], spark=hosts.session, **given))
@@ -58,7 +58,7 @@ def direct(
     late: tuple[int, int] | None = None,
     **options: Any,
 ) -> list[Result]:
-    """Train for as long as a script has something to do to the cluster."""
+    """Train for as long as a script changes the cluster."""
     job = Job(epochs=0, pause=0.02, log=str(progress.log), until=str(progress.until), late=late)
     given = {"num_proc": 2, "timeout": 200, "verbose": 0, **options}
     with directed(progress, script):
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_is_replaced_on_its_host(hosts: ElasticCluster) -> Non
 
 @pytest.mark.night
 def test_a_world_shrinks_with_the_cluster(hosts: ElasticCluster, progress: Progress) -> None:
-    """One host is lost, which is a failure; one is decommissioned, which is none."""
+    """One host is lost, which is a failure; one is decommissioned, which is not."""
     hosts.provide(h2=1, h3=1, h4=1)
 
     def script(progress: Progress) -> None:
@@ -176,7 +176,7 @@ def test_an_executor_that_is_killed_is_left_behind_at_once(hosts: ElasticCluster
     def script(progress: Progress) -> None:
         progress.wait(lambda line: line.step >= 5)
         hosts.kill_executor(H3)
-        progress.wait(lambda line: line.generation == 1)  # the next rank is late, so nobody waits for it
+        progress.wait(lambda line: line.generation == 1)  # the next rank is late, so no rank waits for it
         progress.wait(lambda line: line.generation >= 2 and line.size == 2)
 
     first = direct(hosts, progress, script, late=(2, 1), min_num_proc=1, reset_limit=1)[0]

@@ -1,4 +1,4 @@
-"""Estimators among the rest of Spark ML: Pipelines, CrossValidator, TrainValidationSplit, saving and loading."""
+"""Estimators with the rest of Spark ML: Pipelines, CrossValidator, TrainValidationSplit, saving and loading."""
 
 from __future__ import annotations
 

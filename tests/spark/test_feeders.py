@@ -1,4 +1,4 @@
-"""Feeders beside the ranks of a run, on local[4]: rows, losses, errors, and what is left."""
+"""Feeders next to the ranks of a run, on local[4]: rows, losses, errors, and leftovers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pids_in(folder: Path) -> set[int]:
 
 
 def changed(folder: str, rows: pa.RecordBatch) -> dict[str, Any]:
-    """The rows, with the process that has changed them; says which that is, and waits while it is to."""
+    """Return the rows, with the process that has changed them; report it, and wait if told to."""
     if rows.num_rows > 1:  # not for the columns
         Path(folder, f"pid-{os.getpid()}").touch()
         while Path(folder, "wait").exists():
@@ -55,7 +55,7 @@ def changed(folder: str, rows: pa.RecordBatch) -> dict[str, Any]:
 
 
 def read(epochs: int, leave: int | None = None) -> tuple[list[list[int]], set[int], int]:
-    """Batches of each epoch, of which one is left after a batch; the processes that changed them, and this one."""
+    """Return the batches of each epoch, one of which is abandoned; the processes that changed them, and this one."""
     found: list[list[int]] = []
     pids: set[int] = set()
     loader = hvd.get_dataset_shard("train").torch_batches(8, shuffle=True, seed=4)
@@ -74,7 +74,7 @@ def mapped(folder: Path, rows: Any, **options: Any) -> Mapped:
 
 
 def frame(spark: SparkSession) -> Any:
-    """Some of its partitions are empty."""
+    """Return a DataFrame with some empty partitions."""
     return spark.range(0, 2 * ROWS, 1, 5).where(f"id < {ROWS}")
 
 

@@ -1,4 +1,4 @@
-"""A feeder on an executor of its own that is killed: Spark starts it again, and no row is lost or comes twice."""
+"""A feeder on its own executor is killed: Spark restarts it, and no row is lost or duplicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits on executors that are processes of their own, one of which is lost; a worker that is killed as it loads."""
+"""Fits on executors that are separate processes, one of which is lost; a worker that is killed as it loads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
 @pytest.mark.timeout(300)
 def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: SparkSession, tmp_path: Path) -> None:
     backend = SparkBackend(2, spark=cluster, verbose=0, max_restarts=1, min_num_proc=1, start_timeout=20.0)
-    limit_executors(cluster, 1)  # none comes back
+    limit_executors(cluster, 1)  # none returns
     try:
         fitted = estimator(
             num_proc=None,

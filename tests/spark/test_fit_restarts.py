@@ -1,4 +1,4 @@
-"""Fits whose ranks are killed: they go on from the last checkpoint, within an epoch too, with each row used once."""
+"""Fits whose ranks are killed: they continue from the last checkpoint, even within an epoch; each row counts once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def network() -> nn.Module:
 
 
 class Killed(Callback):
-    """Kills rank 1 after a batch of the second epoch, unless ranks were started again."""
+    """Kills rank 1 after a batch of the second epoch, unless ranks were restarted."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -55,7 +55,7 @@ class Killed(Callback):
 
 
 class Writes(nn.Module):
-    """The mean square; notes the rows that it saw, which are its labels, in files of each start and rank."""
+    """The mean square; records its rows, which are its labels, in files per start and rank."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Writes(nn.Module):
 
 
 def batches(folder: Path, start: str) -> list[list[list[int]]]:
-    """The rows of each batch, for each rank of a start."""
+    """Return the rows of each batch, for each rank of a start."""
     files = sorted(folder.glob(f"{start}-*"))
     return [[[int(row) for row in line.split()] for line in file.read_text().splitlines()] for file in files]
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_costs_nothing_but_time(df: DataFrame) -> None:
         "shuffle": True,
         "validation": 0.2,
         "epochs": 3,
-        "batch_size": 15,  # the last batch of a rank has more than the one row that BatchNorm1d refuses
+        "batch_size": 15,  # a rank's last batch has more than the one row that BatchNorm1d refuses
         "checkpoint_every": 2,
     }
     whole = estimator(network(), **settings).fit(df)

@@ -1,4 +1,4 @@
-"""A fit without a store: partitions go to ranks as they are, and nothing is written but on the ranks' hosts."""
+"""A fit without a store: partitions go to ranks unchanged, and only the ranks' hosts get files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 1000
 
 
 class Recorder(nn.Module):
-    """Writes down which rows it is trained on and which it is only shown, a file a rank."""
+    """Records which rows it is trained on and which it only sees, a file per rank."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -48,18 +48,18 @@ class Recorder(nn.Module):
 
 
 def seen(folder: Path, kind: str) -> Counter[int]:
-    """How often each row was seen on any rank."""
+    """Return how often each row was seen on any rank."""
     return Counter(int(row) for path in folder.glob(f"{kind}-*") for row in path.read_text().split())
 
 
 def steps(folder: Path, kind: str) -> list[int]:
-    """Batches of each rank."""
+    """Return the batches of each rank."""
     return [len(path.read_text().splitlines()) for path in sorted(folder.glob(f"{kind}-*"))]
 
 
 @pytest.fixture(scope="module")
 def df(spark: SparkSession) -> DataFrame:
-    """Most rows in one partition, some without any."""
+    """Most rows in one partition, some partitions empty."""
     rows = spark.range(0, ROWS, 1, 8).withColumn("key", F.when(F.col("id") < 900, 1).otherwise(F.col("id")))
     spread = rows.repartition(6, "key")
     return spread.select(F.col("id").cast("float").alias("x"), (F.col("id") * 0.5).alias("value"), "id").cache()
@@ -77,7 +77,7 @@ def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -
 @pytest.mark.parametrize("validation", [pytest.param("held", marks=pytest.mark.night), 0.25])
 @pytest.mark.slow
 def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validation: str | float) -> None:
-    held = df.withColumn("held", F.col("id") % 5 == 0).repartitionByRange(2, "held")  # each has rows of one kind alone
+    held = df.withColumn("held", F.col("id") % 5 == 0).repartitionByRange(2, "held")  # each has rows of only one kind
     held = held.withColumnRenamed("x", "__held")
     estimator(Recorder(tmp_path), feature_cols=["__held"], validation=validation, epochs=2).fit(held)
     trained, validated = seen(tmp_path, "train"), seen(tmp_path, "validation")
@@ -153,7 +153,7 @@ def test_names_that_only_case_tells_apart(spark: SparkSession) -> None:
     exact = spark.newSession()
     exact.conf.set("spark.sql.caseSensitive", "true")
     cased = exact.range(8).select(F.lit(1.0).alias("a"), F.lit(2.0).alias("A"))
-    with ThreadPoolExecutor(1) as pool:  # where the first session is the active one
+    with ThreadPoolExecutor(1) as pool:  # the first session is the active one there
         model = pool.submit(given.fit, cased).result()
         rows = pool.submit(lambda: model.setOutputCols(["out"]).transform(cased).collect()).result()
     assert [(row["a"], row["A"]) for row in rows] == [(1.0, 2.0)] * 8

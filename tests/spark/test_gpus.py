@@ -1,4 +1,4 @@
-"""GPUs and cores of ranks, as Spark schedules them; the GPUs are made up by discovery scripts."""
+"""GPUs and cores of ranks, as Spark schedules them; discovery scripts make up the GPUs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
         with pytest.raises(ClusterError, match="a task needs 3 GPUs, and an executor has 2"):
             run(seen, num_proc=1, spark=session, gpus_per_proc=3)
         assert run(seen, num_proc=1, spark=session, cpus_per_proc=2) == [(None, "2")]
-        # Spark keeps profiles for good, so the same asking has the same again.
+        # Spark keeps profiles forever, so the same request gets the same one.
         first, again = (task_resources(session, Ask(cpus_per_proc=2)).profile for _ in range(2))
         assert first is not None
         assert again is not None
@@ -129,7 +129,7 @@ def test_two_executors_that_report_the_same_gpu(tmp_path: Path) -> None:
 
 
 def of_its_own() -> tuple[Any, ...]:
-    """What a rank has: its variables, how many GPUs torch sees, the board of its own, and what the live view tells."""
+    """Return a rank's variables, the number of GPUs that torch sees, its own GPU, and the live view's values."""
     from unittest import mock
 
     import torch
@@ -152,7 +152,7 @@ ONE_EACH = [
     ("1", BY_NUMBER, 1, 1, 1000, 0.2),
     ("GPU-a1", None, 1, 2, 1000, 0.3),
     ("GPU-b2", None, 1, 3, 1000, 0.4),
-    ("MIG-c", None, 1, 4, 1000, None),  # NVML tells nothing of slices
+    ("MIG-c", None, 1, 4, 1000, None),  # NVML reports nothing about slices
     ("MIG-d", None, 1, 4, 1000, None),
 ]
 TWO_EACH = [
@@ -165,7 +165,7 @@ NONE_EACH = [("", None, 0, None, 0, None)]
 
 @pytest.mark.slow
 def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
-    """Three executors of two GPUs, whose addresses are numbers, UUIDs and slices; stages have amounts of their own."""
+    """Three executors with two GPUs each, with numbers, UUIDs or slices as addresses; stages have their own amounts."""
     script = tmp_path / "gpus.sh"
     listed = "\n".join(
         f"if mkdir {tmp_path}/worker-{number} 2>/dev/null; then\n"
@@ -184,7 +184,7 @@ def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
     table: list[tuple[dict[str, Any], list[tuple[Any, ...]]]] = [
         ({"gpus_per_proc": 1}, ONE_EACH),  # two tasks of an executor
         ({"gpus_per_proc": 2}, TWO_EACH),
-        ({"gpus_per_proc": 1, "procs_per_task": 2}, ONE_EACH),  # a task divides its own among two ranks
+        ({"gpus_per_proc": 1, "procs_per_task": 2}, ONE_EACH),  # a task divides its GPUs among two ranks
         ({"gpus_per_proc": 0, "num_proc": 1}, NONE_EACH),
     ]
     with session_on("local-cluster[3,2,1024]", **settings) as session:
@@ -207,7 +207,7 @@ def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
 
 @pytest.fixture
 def standalone(tmp_path: Path) -> Iterator[str]:
-    """The master's address; each worker has two cores and two GPUs with UUIDs."""
+    """Return the master's address; each worker has two cores and two GPUs with UUIDs."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -225,7 +225,7 @@ def standalone(tmp_path: Path) -> Iterator[str]:
         closing.callback(end, daemons)
         address = f"spark://127.0.0.1:{port}"
         listen = ("--host", "127.0.0.1", "--webui-port", "0")
-        no_rest = "-Dspark.master.rest.enabled=false"  # its port is a fixed one
+        no_rest = "-Dspark.master.rest.enabled=false"  # its port is fixed
         start("master", "master.Master", *listen, "--port", str(port), SPARK_MASTER_OPTS=no_rest)
         for number in range(2):
             script = tmp_path / f"gpus-{number}.sh"
@@ -265,6 +265,6 @@ def test_gpus_of_a_standalone_cluster(standalone: str) -> None:
         pairs = run(seen, spark=session, gpus_per_proc=2)
         assert sorted(pairs) == [("GPU-0a,GPU-0b", "1"), ("GPU-1a,GPU-1b", "1")]
         assert run(seen, num_proc=1, spark=session, gpus_per_proc=0) == [("", "1")]
-        own = {"CUDA_VISIBLE_DEVICES": ""}  # goes before Spark's: ranks choose among what it leaves
+        own = {"CUDA_VISIBLE_DEVICES": ""}  # takes precedence over Spark's: ranks choose among what remains
         with pytest.raises(RankFailedError, match="2 ranks on this host need 2 GPUs, but torch sees 0"):
             run(seen, num_proc=2, spark=session, gpus_per_proc=1, env=own, verbose=0)

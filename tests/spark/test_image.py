@@ -1,4 +1,4 @@
-"""ImageClassifier: from images in a DataFrame to predictions; what cannot be decoded; what it says of mistakes."""
+"""ImageClassifier: from images in a DataFrame to predictions; undecodable images; messages about mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE, ROWS = 8, 96
 
 
 def image_of(colour: str, number: int) -> bytes:
-    """A blot of colour with noise; PNG or JPEG, with opacity or without, by turns."""
+    """A blob of colour with noise; PNG or JPEG, with or without opacity, in turn."""
     noise = np.random.default_rng(number).normal(0, 25, (12, 10, 3))
     image = Image.fromarray((np.array(COLOURS[colour]) + noise).clip(0, 255).astype(np.uint8))
     file = io.BytesIO()
@@ -58,14 +58,14 @@ def classifier(**options: Any) -> ImageClassifier:
 
 @pytest.fixture(scope="module")
 def images(spark: SparkSession) -> DataFrame:
-    """id, colour, and image, in two partitions."""
+    """Return id, colour, and image, in two partitions."""
     names = list(COLOURS)
     rows = [(each, names[each % 3], bytearray(image_of(names[each % 3], each))) for each in range(ROWS)]
     return spark.createDataFrame(rows, "id int, colour string, image binary").repartition(2, "id").cache()
 
 
 def broken(images: DataFrame, share: int) -> DataFrame:
-    """Every ``share``-th image is cut off."""
+    """Truncate every ``share``-th image."""
     lost = F.col("id") % share == 0
     return images.withColumn("image", F.when(lost, F.expr("substring(image, 1, 40)")).otherwise(F.col("image")))
 
@@ -90,7 +90,7 @@ def test_fit_transform_save_load(images: DataFrame, tmp_path: Path) -> None:
     rows = [frame.orderBy("id").collect() for frame in (predicted, again.transform(images))]
     assert rows[0] == rows[1]
 
-    # the same by hand: what Pillow sees, through the trained module
+    # the same by hand: Pillow's pixels, through the trained module
     first = predicted.orderBy("id").first()
     assert first is not None
     pixels = ImageDecoder(SIZE)([bytes(first.image)])
@@ -100,7 +100,7 @@ def test_fit_transform_save_load(images: DataFrame, tmp_path: Path) -> None:
 
 
 def test_undecodable_images_are_skipped_and_counted(images: DataFrame) -> None:
-    # So many that some batches of a rank have no row left, in which the others' gradients count alone.
+    # So many that some batches of a rank have no row left; then only the others' gradients count.
     some = broken(images, 2).withColumn("held", (F.col("id") >= 84).cast("int"))
     decoder = ImageDecoder(SIZE, undecodable="skip")
     model: Any = classifier(decoder=decoder, batch_size=1, validation="held", learning_rate=0.01).fit(some)

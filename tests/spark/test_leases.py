@@ -1,4 +1,4 @@
-"""Materialised data stay while somebody uses them, for however long, and go once nobody has for seven days."""
+"""Materialised data stay while a fit uses them, for any time, and are removed after seven days without use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY = 86400.0
 
 
 class Clock:
-    """Stands until it is told to go on."""
+    """A clock that stands still until told to go on."""
 
     def __init__(self) -> None:
         self.now = 1e9
@@ -60,7 +60,7 @@ def lease_of(store: Store) -> float:
 
 
 class Slow(LocalBackend):
-    """Would train for nine days, in which other processes clean up."""
+    """Would train for nine days, during which other processes clean up."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         super().__init__(2)
@@ -105,7 +105,7 @@ def test_a_store_that_fails_for_a_while_ends_no_training(
     home, away, file = (Path(store.url, name) for name in ("intermediate_data", "away", "in the way"))
     file.touch()
 
-    def put(target: Path) -> None:  # at once, so that no directory is made there meanwhile
+    def put(target: Path) -> None:  # at once, so that no directory is created there meanwhile
         link = home.with_name("link")
         link.symlink_to(target)
         link.replace(home)
@@ -122,7 +122,7 @@ def test_a_store_that_fails_for_a_while_ends_no_training(
 
 @dataclass(frozen=True)
 class Interrupted(Store):
-    """Calls a function before it looks at, or changes, its n-th path."""
+    """Calls a function before it reads, or changes, its n-th path."""
 
     calls: list[Callable[[], Any] | None] = field(default_factory=list, repr=False, compare=False)
 
@@ -153,7 +153,7 @@ def take_up(found: list[DatasetMeta], path: str, store: Store) -> None:
 def test_a_fit_that_starts_during_a_clean_up_has_its_data(
     spark: SparkSession, tmp_path: Path, path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    """At each of the places where the clean-up of another process touches the store."""
+    """At each point where the clean-up of another process touches the store."""
     for place in range(20):
         store = Store.create(tmp_path / f"{place}")
         old = write(spark.read.parquet(path), store)
@@ -165,7 +165,7 @@ def test_a_fit_that_starts_during_a_clean_up_has_its_data(
         with monkeypatch.context() as patch:
             patch.setattr("spark_hvd.estimators.data.materialize.delete_unused", lambda store: None)
             delete_unused(Interrupted(store.url, calls=[None] * place + [call]))
-        if not found:  # the clean-up touches fewer places
+        if not found:  # the clean-up touches fewer points
             assert not Path(old.url).exists()
             break
         assert all(Path(group.file).exists() for group in found[0].row_groups), place

@@ -1,4 +1,4 @@
-"""A DataFrame lands in the store: values, row groups, splits, checks; nothing is left of what failed."""
+"""A DataFrame in the store: values, row groups, splits, checks; nothing remains of a failed write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(
 
 
 def rows_of(meta: DatasetMeta) -> list[dict[str, Any]]:
-    """All rows, in the order of the row groups."""
+    """Return all rows, in the order of the row groups."""
     groups = [pq.ParquetFile(group.file).read_row_group(group.index) for group in meta.row_groups]
     assert [len(group) for group in groups] == [group.rows for group in meta.row_groups]
     return [row for group in groups for row in group.to_pylist()]

@@ -1,4 +1,4 @@
-"""MLflow beside us, for real: trackers of runs and estimators; autologging, which makes one run and little noise."""
+"""Real MLflow with spark_hvd: trackers of runs and estimators; autologging, which creates one run and little noise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def mlruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A store of the test's own; nothing goes anywhere else."""
+    """A store for this test only; nothing is written anywhere else."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_a_run_and_one_that_fails() -> None:
 
 
 def log_on_rank_0(run_id: str) -> None:
-    """What docs/tracking.md says of MLflow in the function itself."""
+    """The advice of docs/tracking.md for MLflow in the function itself."""
     import mlflow
 
     import spark_hvd.torch as hvd
@@ -149,7 +149,7 @@ def test_the_tracker_of_an_estimator(df: DataFrame, tmp_path: Path) -> None:
 def test_autologging_of_an_estimator_makes_one_run(
     df: DataFrame, autolog: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two warnings are MLflow's: that our model is not in its list, and that a long value was cut."""
+    """Two warnings are MLflow's: our model is not in its list, and a long value was truncated."""
     autolog()
     deep = nn.Sequential(nn.Linear(3, 1), *(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(300)))
     backend = LocalBackend(2, reporting=Reporting(tracker=MlflowTracker()))
@@ -169,7 +169,7 @@ def test_autologging_of_an_estimator_makes_one_run(
 
 
 def log_as_alone() -> None:
-    """As in a function that was written for one process: autologging, then a logged metric, on every rank."""
+    """Written like a single-process function: autologging, then a logged metric, on every rank."""
     import mlflow
 
     mlflow.autolog(silent=True)
@@ -186,7 +186,7 @@ def only_rank_0() -> None:
 def test_logging_on_every_rank_makes_a_run_each_and_on_rank_0_one(mlruns: str) -> None:
     env = {"MLFLOW_TRACKING_URI": mlruns}
     run_local(log_as_alone, num_proc=2, env=env, reporting=Reporting(stdout=io.StringIO(), stderr=io.StringIO()))
-    assert len(runs()) == 2  # the trap, as documented
+    assert len(runs()) == 2  # the pitfall, as documented
     run_local(only_rank_0, num_proc=2, env=env, reporting=Reporting(stdout=io.StringIO(), stderr=io.StringIO()))
     assert len(runs()) == 3
 
@@ -205,7 +205,7 @@ for number, uri in enumerate(sys.argv[2:]):
 
 
 class TwoInputs(nn.Module):
-    """Two outputs: a number, and two."""
+    """Returns two outputs: a number, and two numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_a_logged_model_has_the_metrics_of_its_epoch(df: DataFrame, tmp_path: Path) -> None:
-    """The best one's, which is the first where more is better; as loaded from files; registered when asked."""
+    """The best one's, which is the first if more is better; loaded from files; registered if requested."""
     best = estimator(
         validation="held", epochs=3, monitor="val_loss", monitor_mode="max", restore_best_weights=True,
         store=Store.create(tmp_path / "store"),
@@ -277,7 +277,7 @@ def test_a_logged_model_has_the_metrics_of_its_epoch(df: DataFrame, tmp_path: Pa
 
 
 def test_the_checkpoint_of_each_epoch_is_a_model_with_its_metrics(df: DataFrame, tmp_path: Path) -> None:
-    """In the run of the fit; the best, which is the first where more is better, is registered."""
+    """They are in the fit's run; the best, which is the first if more is better, is registered."""
     tracker = MlflowTracker(checkpoints=True, registered_model_name="lateness")
     store = Store.create(tmp_path / "store")
     fitted = estimator(
@@ -290,7 +290,7 @@ def test_the_checkpoint_of_each_epoch_is_a_model_with_its_metrics(df: DataFrame,
     for row in fitted.getHistory():
         found = logged[f"checkpoint-{row['epoch']}"]
         assert found.source_run_id == tracker.run_id
-        # MLflow also links what the run has of this step by chance: the memory of a rank, say.
+        # MLflow also links other values that the run has of this step, such as a rank's memory.
         linked = {(each.key, each.value, each.step) for each in found.metrics if not each.key.startswith("system/")}
         assert linked == {(name, value, row["epoch"]) for name, value in row.items() if name != "epoch"}
     best = max(fitted.getHistory(), key=lambda row: row["val_loss"])["epoch"]
@@ -327,7 +327,7 @@ def test_checkpoints_of_keras_are_models_of_keras(df: DataFrame, tmp_path: Path)
 def test_checkpoints_that_cannot_be_logged(
     df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a training that is a warning, and they are kept; what is known before is an error before it."""
+    """After training this is a warning, and they are kept; if known before, it is an error."""
     store, tracker = Store.create(tmp_path / "store"), MlflowTracker(checkpoints=True)
     backend = LocalBackend(2, reporting=Reporting(tracker=tracker))
     one = estimator(num_proc=None, backend=backend, store=store, epochs=1, run_id="one")

@@ -1,4 +1,4 @@
-"""Values and types of what TorchModel.transform appends, for every kind of input and label."""
+"""Values and types of the columns that TorchModel.transform appends, for every kind of input and label."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Constant(nn.Module):
-    """Gives the same outputs for every row."""
+    """Returns the same outputs for every row."""
 
     def __init__(self, *values: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Constant(nn.Module):
 
 
 class Two(nn.Module):
-    """Two inputs, two outputs."""
+    """Has two inputs and two outputs."""
 
     def forward(self, number: torch.Tensor, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"sum": number + vector.sum(1), "scaled": number[:, None] * vector}
@@ -49,7 +49,7 @@ class Two(nn.Module):
 
 @pytest.fixture(params=["arrow_udf", pytest.param("pandas_udf", marks=pytest.mark.slow)])
 def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways into Python: that of Spark from 4.1 on, and that of older ones."""
+    """Use both adapters to Python: that of Spark from 4.1 on, and the older one."""
     if request.param == "pandas_udf":
         monkeypatch.delattr(F, "arrow_udf", raising=False)
     elif not hasattr(F, "arrow_udf"):

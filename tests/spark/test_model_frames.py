@@ -1,4 +1,4 @@
-"""How TorchModel.transform treats frames: partitions, plans, columns that are there, pipelines; what it refuses."""
+"""How TorchModel.transform treats DataFrames: partitions, plans, existing columns, pipelines; what it refuses."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Rows(nn.Module):
-    """Gives the number of rows it got."""
+    """Returns the number of its rows."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.full((len(rows), 1), float(len(rows)))
 
 
 class Counted(nn.Module):
-    """Writes down which process loads it."""
+    """Records which process loads it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_loaded_once_in_each_worker(numbers: DataFrame, tmp_path: Path) -> None:
     assert len(result.collect()) == len(result.where("id >= 0").collect()) == 100
     loads = Counter(line for line in log.read_text().split() if line != str(os.getpid()))
     assert set(loads.values()) == {1}
-    assert len(loads) <= 4  # of local[2]: each task may have had another for the rows, which came from Python
+    assert len(loads) <= 4  # of local[2]: each task may have had another worker for the rows, which came from Python
 
 
 def test_only_features_travel_and_the_model_runs_once(numbers: DataFrame) -> None:
@@ -182,7 +182,7 @@ def test_refusals(numbers: DataFrame) -> None:
 
 
 class FixedEstimator(Estimator):  # type: ignore[type-arg]
-    """Trains nothing."""
+    """Does not train."""
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         return TorchModel(model=net(1), feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
@@ -234,7 +234,7 @@ def test_the_garbage_of_a_worker_leaves_out_what_it_has_imported(spark: SparkSes
 
 
 class Spared(nn.Module):
-    """How many objects no collection of garbage goes through."""
+    """Returns how many objects garbage collection skips."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.full((len(rows),), gc.get_freeze_count())

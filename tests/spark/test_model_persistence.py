@@ -1,4 +1,4 @@
-"""A saved TorchModel is the model: in another process, in a pipeline, in cross-validation; damage is named."""
+"""A saved TorchModel is complete: in another process, in a pipeline, in cross-validation; damage is named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class FixedEstimator(Estimator[TorchModel], DefaultParamsWritable, DefaultParamsReadable["FixedEstimator"]):
-    """Trains nothing."""
+    """Does not train."""
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         raise NotImplementedError
@@ -161,7 +161,7 @@ def test_cross_validator_model(spark: SparkSession, model: TorchModel, tmp_path:
 
 def metadata_of(path: Path) -> tuple[Path, dict[str, Any]]:
     (file,) = (path / "metadata").glob("part-*")
-    (file.parent / f".{file.name}.crc").unlink(missing_ok=True)  # what is edited below has another checksum
+    (file.parent / f".{file.name}.crc").unlink(missing_ok=True)  # editing a file below changes its checksum
     return file, json.loads(file.read_text())
 
 
@@ -212,7 +212,7 @@ def test_missing_code_is_named(spark: SparkSession, tmp_path: Path, monkeypatch:
 
 
 class Thing(TableParams):
-    """Some class with a table, such as an estimator."""
+    """A class with a table, like an estimator."""
 
     _table: ClassVar = rows(
         "", ("size", 1, checks.whole(1), ""), ("act", None, checks.function, ""), ("secret", None, checks.anything, "")

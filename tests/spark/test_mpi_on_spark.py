@@ -68,7 +68,7 @@ def test_an_executor_lost_while_mpi_runs(cluster: SparkSession, tmp_path: Path) 
     assert time.monotonic() - killed < 60
     assert isinstance(errors[0], ExecutorLostError), errors
     wait_until(lambda: not managers())
-    # The application goes on: Spark starts another executor.
+    # The application continues: Spark starts another executor.
     wait_until(lambda: len(executors()) == 2, 60.0)
     result: list[Any] = run(world, num_proc=2, spark=cluster, backend="mpi")
     check_worlds(result, "MPICH")

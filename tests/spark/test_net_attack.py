@@ -1,4 +1,4 @@
-"""A run goes on, with right sums, while strangers send all sorts of things to everything of it that listens."""
+"""A run continues, with correct sums, while strangers send garbage to all of its listeners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SENT = [
     bytes(range(256)) * 32,
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x00" * 64,
-    b"\xff" + b"\x00" * 8 + b"\x7f",  # how ZeroMQ begins
+    b"\xff" + b"\x00" * 8 + b"\x7f",  # the first bytes of ZeroMQ
     b"null",
     *(struct.pack(form, length) + b"[" for form in (">I", "<I") for length in (1, 1 << 30, 0xFFFFFFFF)),
     *(struct.pack(form, length) + b"[" for form in (">Q", "<Q") for length in (1 << 30, 1 << 40, (1 << 64) - 1)),
@@ -36,7 +36,7 @@ SENT = [
 
 
 def train(folder: str) -> int:
-    """Sums, checked, until some time after the attack."""
+    """Check sums until some time after the attack."""
     import torch
 
     import spark_hvd.torch as hvd
@@ -54,12 +54,12 @@ def train(folder: str) -> int:
         left = left - 1 if left > 0 else 50 if over else -1
         steps += 1
         time.sleep(0.002)
-    hvd.add_process_set([0, 1])  # makes new connections
+    hvd.add_process_set([0, 1])  # opens new connections
     return steps
 
 
 class Attack(threading.Thread):
-    """Connects to all listeners of this process and of those below it, once the ranks train."""
+    """Connects to all listeners of this process and its descendants, once the ranks train."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         super().__init__(daemon=True)
@@ -126,7 +126,7 @@ def _to_file(path: str) -> Callable[[], socket.socket]:
 
 
 def _of_spark() -> set[tuple[str, int]]:
-    """Where PySpark itself listens in the driver: its accumulators' server speaks with one client at a time."""
+    """Return where PySpark itself listens in the driver: its accumulator server serves one client at a time."""
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context

@@ -1,4 +1,4 @@
-"""The notebooks: what is committed was made by their code, tells nothing of a machine, and comes out the same again."""
+"""The notebooks: their committed output was produced by their code, reveals no machine, and can be reproduced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ executor = _executor()
 
 
 def kinds(cell: Any) -> set[str]:
-    """Of what a cell has put out: "stdout", "error", "image/png" ..."""
+    """Return the kinds of a cell's outputs: "stdout", "error", "image/png" ..."""
     found = set()
     for output in cell.outputs:
         found |= set(output.get("data", {})) or {output.get("name") or output.output_type}
@@ -87,7 +87,7 @@ def test_it_is_small_and_tells_nothing_of_a_machine(name: str) -> None:
 
 
 def of_runs(notebook: Any) -> Any:
-    """The notebook as far as its first failure, and its last cell, which ends Spark."""
+    """Return the notebook up to its first failure, plus its last cell, which ends Spark."""
     fails = [FAILS_ON_PURPOSE in cell.metadata.get("tags", []) for cell in notebook.cells]
     notebook.cells[fails.index(True) + 1 : -1] = []
     return notebook

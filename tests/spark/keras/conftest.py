@@ -1,4 +1,4 @@
-"""Tests of the folder are left out without Keras; they share rows, and Python workers that have it loaded."""
+"""Skips the folder's tests without Keras; they share rows, and Python workers that have it loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model of Keras, an estimator of it on two ranks, and what its column of predictions holds."""
+"""A small Keras model, an estimator of it on two ranks, and the content of its prediction column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KerasEstimator's validation beside the training: it tells what ranks would have told, and callbacks hear it late."""
+"""KerasEstimator's validation in parallel: it reports what ranks would have reported; callbacks get it later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
 
 def hearing(place: MeetingPlace, path: Path) -> Any:
-    """A callback that begins an epoch when the one before has been validated, and writes down what it hears of them."""
+    """A callback that begins an epoch when the previous one has been validated, and records what it receives."""
 
     class Hears(keras.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
         def on_train_begin(self, logs: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""KerasEstimator on TensorFlow, in a program of its own: columns of numbers, and of text, which torch lacks."""
+"""KerasEstimator on TensorFlow, in a separate program: columns of numbers, and of text, which torch lacks."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ fitted.save(sys.argv[1] + "/numbers")
 """
 
 
-@pytest.mark.timeout(900)  # three processes import TensorFlow, and more beside them have work
-@pytest.mark.usefixtures("spark")  # which load() asks for
+@pytest.mark.timeout(900)  # three processes import TensorFlow, and others use the cores
+@pytest.mark.usefixtures("spark")  # load() asks for it
 def test_on_tensorflow(tmp_path: Path) -> None:
-    """Fits by the feed and from files, compared with plain Keras on the same rows; transform, saved, nulls, errors."""
+    """Fits without a store and from files equal plain Keras on the same rows; transform, saving, nulls, errors."""
     pytest.importorskip("tensorflow")
     configure(tmp_path)
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "SPARK_CONF_DIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Fits of KerasEstimator that are cut off and go on; models that are saved, loaded elsewhere, or made by a script."""
+"""Fits of KerasEstimator that are interrupted and resumed; models saved, loaded elsewhere, or from a script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
 
 
 def killed_in_the_second_epoch() -> Any:
-    """A callback by which rank 1 is killed after five of its batches, unless ranks were started again."""
+    """A callback that kills rank 1 after five of its batches, unless ranks were restarted."""
     import spark_hvd.torch as hvd
 
     class Killed(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
@@ -71,7 +71,7 @@ def test_an_epoch_that_was_cut_off_goes_on_to_the_same_end(df: DataFrame) -> Non
 
 @pytest.mark.night
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
-    """The model does not change, so that the means of the epoch are those of all rows if each was used once."""
+    """The model does not change, so the epoch's means are those of all rows if each was used once."""
     df.repartition(4).write.parquet(str(tmp_path / "data"))
     settings: dict[str, Any] = {
         "optimizer": keras.optimizers.SGD(0.0),
@@ -95,7 +95,7 @@ def test_callbacks_and_the_best_model(df: DataFrame) -> None:
     import spark_hvd.keras.callbacks as call
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        """Loads other weights on one rank, and stops when it is shown a loss for the second time."""
+        """Loads other weights on one rank, and stops when it gets a loss for the second time."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +137,7 @@ print(model.transform(df).head()["value__output"])
 """
 
 
-# By day Spark's workers alone have not had the class; test_model_persistence.py starts a program for other models.
+# Only Spark's workers lack the class by day; test_model_persistence.py starts a program for other models.
 @pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.night)])
 def test_saved_and_loaded(df: DataFrame, tmp_path: Path, elsewhere: bool) -> None:
     @keras.saving.register_keras_serializable("tests")

@@ -1,4 +1,4 @@
-"""KerasEstimator on real ranks: trained and measured as one rank would, and what cannot be trained."""
+"""KerasEstimator on real ranks: trained and measured as by one rank, and what cannot be trained."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_weights_of_samples_count(df: DataFrame) -> None:
 
 @pytest.mark.night
 def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
-    """As with Horovod: a column of numbers is an image where the model takes images of as many numbers."""
+    """As in Horovod: a column of numbers is an image if the model takes images of as many numbers."""
 
     def images(rows: int) -> Any:
         layers = [keras.layers.Input((rows, 1)), keras.layers.Conv1D(2, 3), keras.layers.Flatten()]
@@ -73,7 +73,7 @@ def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
 
 @pytest.mark.night
 def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
-    """And not what the last batch had: the model does not change, so they are those of all rows."""
+    """And not the last batch's: the model does not change, so they are those of all rows."""
     fitted = estimator(net(), optimizer=keras.optimizers.SGD(0.0), metrics=["mae"], epochs=1).fit(df)
     features, value, _ = numbers()
     errors = fitted.getModel().predict(features, verbose=0)[:, 0] - value
@@ -83,7 +83,7 @@ def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
 
 @pytest.mark.parametrize("weights", [None, "weight"])
 def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None) -> None:
-    """Also those that are no means over rows, where ranks differ in rows and in weights: as in one process."""
+    """Even metrics that are not means over rows, with ranks that differ in rows and weights: as in one process."""
     features, _, late = numbers(501)
     held = np.arange(501) % 4 == 0
     weight = np.arange(501) % 3 if weights else None
@@ -135,7 +135,7 @@ def test_classes(df: DataFrame) -> None:
 
 
 def scaled(factor: float) -> Any:
-    """A loss whose from_config takes out of its config what it reads, as many do."""
+    """A loss whose from_config removes from its config what it reads, as many do."""
 
     class Scaled(keras.losses.MeanSquaredError):  # type: ignore[misc, name-defined] # imported late
         def __init__(self, factor: float = 1.0) -> None:
@@ -156,7 +156,7 @@ def scaled(factor: float) -> Any:
 
 
 def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
-    """The loss is scaled for half precision, biases do not decay, and a config is the same however often it is read."""
+    """The loss is scaled for half precision, biases do not decay, and a config stays the same when read again."""
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -183,7 +183,7 @@ def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
 
 
 def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
-    """What it is told as, and its class, are those of the optimizer inside."""
+    """Its reported name and its class are those of the inner optimizer."""
 
     class Own(keras.optimizers.SGD):  # type: ignore[misc, name-defined] # Any
         pass

@@ -29,7 +29,7 @@ def spark(spark: SparkSession) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="package")
 def warm() -> Iterator[Warm]:
-    from tests.spark.lightning.support import Warm  # and Lightning, which other tests do without
+    from tests.spark.lightning.support import Warm  # imports Lightning, which other tests do without
 
     backend = Warm()
     yield backend
@@ -47,7 +47,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the store: one for all, so that the DataFrame is written once."""
+    """The store's folder: one for all, so that the DataFrame is written once."""
     return tmp_path_factory.mktemp("store")
 
 

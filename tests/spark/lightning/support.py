@@ -1,4 +1,4 @@
-"""The module that tests of LightningEstimator train, the ranks that train it, and what they look at."""
+"""The module that tests of LightningEstimator train, the ranks that train it, and what they record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Warm:
-    """A backend whose two ranks stay: they import Lightning once, and not for each fit. A failure ends them."""
+    """A backend whose two ranks live on: they import Lightning once, and not for each fit. A failure ends them."""
 
     def __init__(self) -> None:
         self._world: Ranks | None = None

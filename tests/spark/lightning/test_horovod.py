@@ -1,4 +1,4 @@
-"""Subclasses of ``horovod.spark.lightning``'s classes, made as SynapseML makes its text classifier and its model."""
+"""Subclasses of ``horovod.spark.lightning``'s classes, written like SynapseML's text classifier and its model."""
 
 from __future__ import annotations
 

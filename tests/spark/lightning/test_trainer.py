@@ -1,4 +1,4 @@
-"""What a LightningEstimator hands to the Trainer: callbacks, loggers, metrics, arguments; and what it refuses."""
+"""What a LightningEstimator passes to the Trainer: callbacks, loggers, metrics, arguments; and what it refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., Lightning
         logger=[CSVLogger("csv", name="run"), TensorBoardLogger("tb", name="run"), MLFlowLogger("e", "r", tracking)],
         log_every_n_steps=2,
     ).fit(df)
-    assert len(model.getHistory()) == 2  # nothing is better by a million: stopped after the second
+    assert len(model.getHistory()) == 2  # nothing improves by a million: stopped after the second
     store = mine_store(estimator)
     files = logs(store, model)
     assert {"csv/run/version_0/metrics.csv", "checkpoints/best.ckpt"} <= files
@@ -65,7 +65,7 @@ def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., Lightning
 
 
 class Ranked(Net):
-    """Logs what differs between ranks."""
+    """Logs values that differ between ranks."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("rank", float(self.global_rank), on_epoch=True)
@@ -79,7 +79,7 @@ class Ranked(Net):
 
 def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     row = estimator(model=Ranked(), epochs=1, batch_size=20).fit(df).getHistory()[0]
-    assert row["rank"] == pytest.approx(200 / 401)  # ranks count by their rows, 201 and 200
+    assert row["rank"] == pytest.approx(200 / 401)  # ranks are weighted by their rows, 201 and 200
     assert row["mine"] == 7.0
     assert row["total"] == 3.0 * 10  # the sum over ranks and batches
     assert row["one"] == 1.0
@@ -87,7 +87,7 @@ def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstim
 
 
 class Apart(Net):
-    """Logs, without sync_dist, what falls on the first rank and rises faster on the other, and has schedules by it."""
+    """Logs, without sync_dist, a value that falls on one rank and rises faster on the other; schedules use it."""
 
     def __init__(self, monitor: str = "apart") -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Apart(Net):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         options: dict[str, Any] = {"on_step": False, "on_epoch": True}
-        self.log("value", batch["y"].mean(), **options)  # no value of a validation
+        self.log("value", batch["y"].mean(), **options)  # not a validation value
         self.log("least", batch["y"].min(), reduce_fx="min", **options)
         self.log("sum", batch["y"].sum(), reduce_fx="sum", **options)
         above = batch["y"][batch["y"] > 0]
@@ -122,7 +122,7 @@ class Apart(Net):
 
 
 class OfOne(L.Callback):
-    """Compares what a single rank has logged, on all ranks: for callbacks and schedulers, and for loggers."""
+    """Compares what only one rank has logged, on all ranks: for callbacks and schedulers, and for loggers."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for metrics in (trainer.callback_metrics, trainer.logged_metrics):
@@ -195,7 +195,7 @@ def test_a_schedule_by_the_steps_of_one_rank_is_told(
 
 
 class Counting(Net):
-    """Logs how often its optimizer stepped, the norm of its gradients when it did, and what is autocast."""
+    """Logs how often its optimizer stepped, the norm of its gradients at that time, and what is autocast."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("before", nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True, reduce_fx="max")
@@ -244,7 +244,7 @@ def test_trainer_args(df: DataFrame, estimator: Callable[..., LightningEstimator
 
 
 class Summing(Net):
-    """Logs what it was shown, in training and in validation, and how many batches before either."""
+    """Logs the rows that it got, in training and in validation, and the number of batches before either."""
 
     checked = 0
 
@@ -322,7 +322,7 @@ def test_errors(
 
 @pytest.mark.timeout(300)
 def test_a_trainer_of_a_program_s_own(tmp_path: Path) -> None:
-    """Ranks are devices of their host, or each a host of its own; of other numbers the error says these two."""
+    """Ranks are devices of their host, or each a separate host; for other numbers the error names these two."""
 
     def weights(**places: int) -> list[torch.Tensor]:
         rows = [{"features": torch.full((4,), float(row)), "y": torch.tensor(1.0)} for row in range(8)]

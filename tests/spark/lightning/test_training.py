@@ -1,4 +1,4 @@
-"""LightningEstimator's training in terms of what a user sees: weights, history, what a resumed fit goes on from."""
+"""LightningEstimator's training as a user sees it: weights, history, where a resumed fit continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_learns_in_spark_tasks(df: DataFrame, tmp_path: Path, capfd: pytest.Capt
     ).fit(df)
     assert isinstance(model, LightningModel)
     rmse = RegressionEvaluator(labelCol="y").evaluate(model.transform(df))
-    assert rmse < 0.8  # what the order of rows, which is open, leaves room for
+    assert rmse < 0.8  # leaves room for the order of rows, which is not fixed
     rows = model.getHistory()
     assert list(rows[0]) == ["epoch", "loss", "train_loss", "val_loss", "lr", "seconds", "rows_per_second"]
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5]
@@ -128,7 +128,7 @@ def test_resumed_equals_unbroken(df: DataFrame, estimator: Callable[..., Lightni
 
 
 class Worse(Net):
-    """Its validation says that the second epoch was the best."""
+    """Its validation reports the second epoch as the best."""
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.log("score", -abs(self.current_epoch - 1.0), sync_dist=True)
@@ -145,7 +145,7 @@ def test_best_weights(df: DataFrame, estimator: Callable[..., LightningEstimator
 
 
 def test_an_epoch_has_its_own_validation_or_none(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
-    """Lightning keeps the values of the epoch before; and not every epoch is to have what is monitored."""
+    """Lightning keeps the values of the previous epoch; and not every epoch has the monitored value."""
     options = {"validation": 0.2, "trainer_args": {"check_val_every_n_epoch": 2}, "epochs": 5}
     torch.manual_seed(0)
     best = estimator(model=Worse(), restore_best_weights=True, monitor="score", monitor_mode="max", **options).fit(df)
@@ -156,7 +156,7 @@ def test_an_epoch_has_its_own_validation_or_none(df: DataFrame, estimator: Calla
 
 
 def test_averaged_weights(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
-    """What is validated are the averages, so they are what comes out; here they stay what the first step made."""
+    """The averages are validated, so they are the result; here they stay as the first step left them."""
     fit = partial(estimator, model=net(), validation=0.2)
     first = fit(epochs=1, trainer_args={"limit_train_batches": 1}).fit(df)
     ended = fit(callbacks=[EMAWeightAveraging(decay=1.0)]).fit(df)
@@ -201,7 +201,7 @@ def test_manual_optimization(df: DataFrame, estimator: Callable[..., LightningEs
     model = estimator(model=gan, feature_cols=["positive"], epochs=2, run_id="gan").fit(df)
     assert set(model.getHistory()[0]) == {"epoch", "loss_0", "loss_1", "lr", "seconds", "rows_per_second"}
     assert not torch.equal(weights(model)["generator.bias"], gan.generator.bias)
-    # The gradient of the critic's bias is nought; that of its weight is the difference of means, the same on all ranks.
+    # The gradient of the critic's bias is zero; that of its weight is the difference of means, equal on all ranks.
     assert torch.equal(weights(model)["critic.bias"], gan.critic.bias)
     assert not torch.equal(weights(model)["critic.weight"], gan.critic.weight)
     state = torch.load(store.checkpoint_path("gan"), weights_only=True)
@@ -215,7 +215,7 @@ class Breaking(Net):
 
 
 class Searching(Net):
-    """LBFGS evaluates the loss as often as the loss tells it to."""
+    """LBFGS evaluates the loss as often as the loss requires."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=5, line_search_fn="strong_wolfe")

@@ -1,4 +1,4 @@
-"""A LightningEstimator goes on within an epoch, as an unbroken fit does, and with other ranks (Lightning#19764)."""
+"""A LightningEstimator resumes within an epoch, like an undisturbed fit, and with other ranks (Lightning#19764)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 class Stepping(Net):
-    """With running statistics and a rate that changes in each step; validates twice an epoch."""
+    """With running statistics and a rate that changes in each step; validates twice per epoch."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
@@ -56,7 +56,7 @@ class Stepping(Net):
 
 
 class Cut(L.Callback):
-    """Notes the batches of the first rank; all ranks fail before a batch of the second epoch is done."""
+    """Records the batches of the first rank; all ranks fail before a batch of the second epoch ends."""
 
     def __init__(self, notes: Path, batch: int | None = None) -> None:
         self.notes, self.batch = notes, batch
@@ -105,7 +105,7 @@ def test_resumed_equals_unbroken(
 
 
 class Seen(Net):
-    """Notes the rows it was shown, in a file of each rank."""
+    """Records its rows, in a file per rank."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_other_ranks_go_on_with_what_is_left(
 
 
 class Rows(L.Callback):
-    """Has a checkpoint say where its training stands in the data."""
+    """Has a checkpoint record the training's position in the data."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -175,7 +175,7 @@ class Rows(L.Callback):
 
 
 class Own(L.LightningModule):
-    """Notes the rows it was shown."""
+    """Records its rows."""
 
     def __init__(self, rows: list[tuple[int, int, int]], cut: tuple[int, int] | None) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Own(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-4)
-        steps = self.trainer.estimated_stepping_batches  # has Lightning set up its loaders before it restores them
+        steps = self.trainer.estimated_stepping_batches  # makes Lightning set up its loaders before it restores them
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(steps))]
 
 
