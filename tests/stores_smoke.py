@@ -1,4 +1,4 @@
-"""Runs, fits and checkpoints on a server for every kind of store, which is reached by its environment, as on a cluster.
+"""Runs, fits and checkpoints on a server for every kind of store, configured by the environment, as on a cluster.
 
 The row `stores` of tests/matrix.py installs the servers, and fails if one is missing.
 """
@@ -43,7 +43,7 @@ def servers(s3: dict[str, Any], gs: dict[str, Any], abfs: dict[str, Any], hdfs: 
         patch.setenv("STORAGE_EMULATOR_HOST", gs["endpoint_url"])
         patch.setenv("FSSPEC_GS_TOKEN", gs["token"])
         patch.setenv("AZURE_STORAGE_CONNECTION_STRING", abfs["connection_string"])
-        fsspec.config.set_conf_env(fsspec.config.conf)  # this process has read it before
+        fsspec.config.set_conf_env(fsspec.config.conf)  # this process read it earlier
         yield {"s3": "s3a://bucket", "gs": "gs://bucket", "abfs": "abfss://bucket@account.host", "hdfs": hdfs}
 
 

@@ -164,7 +164,7 @@ def test_load_and_a_save_that_waits_come_after(two: Ranks, tmp_path: Path) -> No
 
 
 def kept(steps: int | None = None) -> int | None:
-    """Return the steps that count as saved on this rank after it has made so many; None: as many as before."""
+    """Return the steps that count as saved on this rank, now or after it has made so many."""
     from spark_hvd.world.activity import activity  # its lock does not go to ranks
 
     if steps is not None:

@@ -39,4 +39,4 @@ def two_devices(device: str) -> str:
 
 
 ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-"""Return a device for ranks that share a GPU, however many there are."""
+"""Variables for ranks that share a GPU, however many there are."""

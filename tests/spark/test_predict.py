@@ -1,4 +1,4 @@
-"""spark_hvd.predict: models, loaders, text in windows, outputs of every kind; what it says of mistakes."""
+"""spark_hvd.predict: models, loaders, text in windows, outputs of every kind; messages about mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class ByBytes(nn.Module):
-    """An embedding for each text, the number of columns it was padded to, and the text's first letter."""
+    """Returns an embedding for each text, the number of columns it was padded to, and the text's first letter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def padded(texts: list[str]) -> dict[str, torch.Tensor]:
 
 
 def said(frame: DataFrame) -> str:
-    """The message of the error that computing a frame ends with."""
+    """Return the message of the error that computing a DataFrame raises."""
     with pytest.raises(Exception, match=r"Error|EXCEPTION") as error:
         frame.collect()
     return str(error.value)
@@ -76,7 +76,7 @@ def numbers(spark: SparkSession) -> DataFrame:
 
 @pytest.fixture(scope="module")
 def texts(spark: SparkSession) -> DataFrame:
-    """400 texts of 1 to 40 letters, in two partitions."""
+    """Return 400 texts of 1 to 40 letters, in two partitions."""
     return spark.range(0, 400, 1, 2).selectExpr(
         "id", "repeat(char(97 + cast(id % 26 as int)), 1 + cast(hash(id) % 20 + 19 as int)) text"
     ).cache()  # fmt: skip
@@ -177,7 +177,7 @@ def test_workers_share_the_pages_of_one_file_and_load_once(spark: SparkSession, 
 
 
 class Mapped(nn.Module):
-    """Says whether its weights lie in a mapped file."""
+    """Returns whether its weights are in a mapped file."""
 
     def __init__(self) -> None:
         super().__init__()

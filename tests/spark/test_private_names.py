@@ -1,4 +1,4 @@
-"""Every private name of PySpark's and of Spark's JVM, asked for once; and that Spark's silence is heard, once."""
+"""Every private name of PySpark and of Spark's JVM, used once; and Spark's silence is noticed, once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_spark_says_nothing_against_the_way_in_which_every_run_starts(spark: SparkSession) -> None:
-    """By ``mapInArrow(barrier=True)``, in whose place SPARK-55278 wants other nodes; and the second way still works."""
+    """Runs start by ``mapInArrow(barrier=True)``, which SPARK-55278 wants to replace; the second way still works."""
     todo = "Spark does not want mapInArrow(barrier=True) any more: see 'If `mapInArrow` is removed' in DESIGN.md"
     called = spark.range(0, 2, 1, 2).mapInArrow
     assert "barrier" in inspect.signature(called).parameters, todo
@@ -163,7 +163,7 @@ def test_plans(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def renamed(spark: SparkSession, method: str) -> Any:
-    """Scala's SparkContext on a Spark that calls one of its methods otherwise."""
+    """Make Scala's SparkContext lack a method, as on a Spark that renamed it."""
     real = spark_private.java_context(spark)
 
     class Context:
@@ -232,7 +232,7 @@ def test_files_for_executors(spark: SparkSession, tmp_path: Path) -> None:
 
 
 class Connect:
-    """What is asked of a Spark Connect session here."""
+    """The part of a Spark Connect session that is used here."""
 
     def __init__(self) -> None:
         self.shipped: list[tuple[str, bool]] = []

@@ -1,4 +1,4 @@
-"""Restarts after an executor JVM was killed: the same weights in the end, fewer ranks, the limit."""
+"""Restarts after an executor JVM was killed: the same final weights, fewer ranks, the limit."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OPTIONS: dict[str, Any] = {"num_proc": 2, "verbose": 0}
 
 
 def kill_executor() -> None:
-    """Kill the executor's JVM, whose process id the fork server of this rank was started with."""
+    """Kill the executor's JVM, whose process id is an argument of this rank's fork server."""
     psutil.Process(int(psutil.Process().cmdline()[-2])).kill()
-    time.sleep(60)  # until this process is ended too
+    time.sleep(60)  # until this process is ended, too
 
 
 def train(folder: str, last: int) -> dict[str, Any]:
-    """As the function of run_local's tests; in starts before `last`, the executor of rank 1 is killed at step 3."""
+    """Like the function of run_local's tests; in starts before `last`, rank 1's executor is killed at step 3."""
     if hvd.generation() < last:
         before = hvd.checkpoint.save
 
@@ -88,8 +88,8 @@ def test_a_lost_executor_is_survived_to_the_bit(
 def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
     cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(hvd.rank, spark=cluster, **OPTIONS)  # on a busy machine, the first run on new executors takes its time
-    limit_executors(cluster, 1)  # does not end one that runs
+    run(hvd.rank, spark=cluster, **OPTIONS)  # on a busy machine, the first run on new executors is slow
+    limit_executors(cluster, 1)  # does not end a running one
     options = {**OPTIONS, "max_restarts": 1, "start_timeout": 20.0, "spark": cluster}
     (alone,) = run(train, (str(tmp_path / "fewer"), 1), min_num_proc=1, **options)
     assert (alone["generation"], alone["size"]) == (1, 1)

@@ -1,4 +1,4 @@
-"""What was materialised is found again exactly when it is the same, and goes away when nobody needs it."""
+"""Materialised data are found again exactly if they are the same, and are removed when no fit needs them."""
 
 from __future__ import annotations
 

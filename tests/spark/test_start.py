@@ -1,4 +1,4 @@
-"""What first runs of a session wait for: who starts the process that ranks are forked from, and ``warm_up``."""
+"""What a session's first run waits for: who starts the process from which ranks are forked, and ``warm_up``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def server() -> int:
-    """In a rank: the process that it was forked from."""
+    """Return, in a rank, the process from which it was forked."""
     return os.getppid()
 
 
@@ -35,13 +35,13 @@ def servers() -> set[int]:
 
 
 def only_for(test: str) -> dict[str, str]:
-    """A change to the environment with which no other run has a process."""
+    """Return a change to the environment for which no other run has a fork server."""
     return {PRELOAD: f"no_module_of_{test}_{os.getpid()}"}
 
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers are programs that this one starts, and not forks of the tests' own."""
+    """Let fork servers be programs that this one starts, and not forks of the tests' own."""
     monkeypatch.setattr(processes, "_start", inspect.unwrap(processes._start))
 
 
@@ -87,7 +87,7 @@ def test_it_is_started_for_no_run_that_cannot_be(spark: SparkSession) -> None:
 def test_a_changed_path_is_none_of_the_workers_and_where_spark_is_silent_a_task_starts_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")  # not that of the JVM, whose workers do not have it
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")  # differs from that of the JVM, whose workers do not have it
     (one,) = set(spark_hvd.run(server, num_proc=2, spark=spark, env=only_for("path"), verbose=0))
     assert psutil.Process(one).ppid() == os.getpid()
     with monkeypatch.context() as patched:

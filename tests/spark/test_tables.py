@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_spark_reads_a_table_that_ranks_cannot(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A source of Python's stands for Delta's, which has jars of its own: what it gives are the rows of no file."""
+    """A Python data source replaces Delta's, which needs its own jars: its rows are in no file."""
     pytest.importorskip("deltalake")
     datasource = pytest.importorskip("pyspark.sql.datasource")  # Spark 4
 

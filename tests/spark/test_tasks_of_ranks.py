@@ -1,4 +1,4 @@
-"""Several ranks in each Spark task, on interfaces and ports that were asked for."""
+"""Several ranks in each Spark task, on the requested interfaces and ports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_failing_rank_stops_those_of_its_own_task(spark: SparkSession) -> None
 
 
 def test_interfaces_and_ports(spark: SparkSession) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # one that nobody else takes meanwhile
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that nothing else takes meanwhile
         low = min(taken.getsockname()[1], 65_500)
         ports = f"{low}-{low + 30}"
         found = run(place, num_proc=2, spark=spark, network=Network(interfaces=["127.0.0.0/8"], ports=ports))
@@ -77,7 +77,7 @@ def test_interfaces_and_ports(spark: SparkSession) -> None:
     assert host == "127.0.0.1"
     assert low < port <= low + 30
     inside = [place for place in found[0]["listening"] if low <= place[1] <= low + 30]
-    assert len(inside) == 3, found[0]  # the store, and the coordinator's two sockets; Gloo has ports of its own
+    assert len(inside) == 3, found[0]  # the store, and the coordinator's two sockets; Gloo has its own ports
     assert len(found[0]["listening"]) > 3
 
 

@@ -1,4 +1,4 @@
-"""TextClassifier: text to classes of every kind, tokenizers, what it says of mistakes; a model of peft."""
+"""TextClassifier: text to classes of every kind, tokenizers, messages about mistakes; a model of peft."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spark(spark: SparkSession) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="module")
 def texts(spark: SparkSession) -> DataFrame:
-    """240 texts of 1 to 9 words; of each its class as text, as a number, and whether it has each of three words."""
+    """240 texts of 1 to 9 words; each with its class as text, as a number, and whether it has each of three words."""
     draw = np.random.default_rng(0)
     rows = []
     for number in range(240):
@@ -81,7 +81,7 @@ def classifier(**changed: Any) -> TextClassifier:
 
 
 def whole_words() -> Tokenizer:
-    """A tokenizer of the tokenizers library: one token a word, for those that matter."""
+    """A tokenizer of the tokenizers library: one token per word, for those that matter."""
     words = ["[PAD]", "[UNK]", *(word for some in WORDS.values() for word in some)]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -112,7 +112,7 @@ def test_text_to_classes_and_back(trained: TextClassificationModel, texts: DataF
     probabilities = [row.probability for row in trained.transform(few).collect()]
     assert [row.probability for row in again.transform(few).collect()] == probabilities
 
-    # what Transformers writes is a model to go on from, with its tokenizer
+    # Transformers writes a model to continue from, with its tokenizer
     trained.getModel().save_pretrained(tmp_path / "theirs")
     trained.getTokenizer().save_pretrained(tmp_path / "theirs")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""What TorchEstimator computes: the same as a loop in one process would, whatever the options."""
+"""TorchEstimator computes the same as a loop in one process, whatever the options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_ranks_do_what_one_process_would(df: DataFrame) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fitted = estimator(model).fit(df)
     same(fitted.getModel(), reference(mse))  # 0.05 times two ranks is the reference's 0.1
-    same(model, before, 1e-12)  # the model given is not touched
+    same(model, before, 1e-12)  # the passed model is not touched
     history = fitted.getHistory()
     assert [row["epoch"] for row in history] == [1, 2]
     assert history[0]["lr"] == pytest.approx(0.1)
@@ -130,7 +130,7 @@ def test_options_compute_what_they_say(df: DataFrame, name: str) -> None:
         given = {**given, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
     fitted = estimator(model, **given).fit(df).getModel()
     same(fitted, reference(mse, **expected))
-    for option in expected:  # none of them could have been left out
+    for option in expected:  # each of them must have an effect
         others = {other: value for other, value in expected.items() if other != option}
         with pytest.raises(AssertionError):
             same(fitted, reference(mse, **others))
@@ -235,7 +235,7 @@ def logits_loss(model: nn.Module) -> Any:
 
 
 def test_a_loss_of_logits_made_in_the_rank_with_boolean_labels(df: DataFrame) -> None:
-    """The driver makes it too: labels become float, and true is what is above 0."""
+    """The driver creates it, too: labels become float, and scores above 0 are true."""
     rows = df.selectExpr("features", "late > 0 as late")
     fitted = estimator(label_cols=["late"], loss=None, loss_constructors=[logits_loss], epochs=1).fit(rows)
     found = fitted.transform(rows).select("late__output", "rawPrediction", "prediction").collect()

@@ -1,4 +1,4 @@
-"""What is wrong with parameters or data is said before ranks are started, naming the value and the next step."""
+"""Errors in parameters or data are raised before ranks start, naming the value and the next step."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Scores(nn.Module):
 
 
 class Otherwise(nn.Module):
-    """Gives in evaluation what it does not give in training."""
+    """Returns different outputs in evaluation and in training."""
 
     def __init__(self, evaluated: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Otherwise(nn.Module):
 
 
 class Squeezed(nn.Linear):
-    """Ends in squeeze(), which takes the dimension of the rows away where there is one row."""
+    """Ends in squeeze(), which removes the row dimension if there is one row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).squeeze()
@@ -285,7 +285,7 @@ NAN = "float('nan')"
 )
 def test_nan_in_lists_is_told_with_a_remedy_that_works(spark: SparkSession, features: str, remedy: str) -> None:
     df = frame(spark).withColumn("features", F.expr(features))
-    # Of the first 32 rows the driver tells it, of others the rank that has the row: in the same words.
+    # The driver reports the first 32 rows, and the rank that has the row reports others: in the same words.
     error = DataError if "= 7," in features else NotFiniteLossError
     where = (
         "the first, nan, in row 7 of the batch" if error is DataError else r"the first, nan, in row \d+ of the batch"

@@ -1,4 +1,4 @@
-"""Runs of TorchEstimator: checkpoints, going on from them, callbacks, early stopping, logs."""
+"""Runs of TorchEstimator: checkpoints, resuming from them, callbacks, early stopping, logs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> No
     plain = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in whole.getHistory()]
     again = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in resumed.getHistory()]
     assert plain == again
-    # all epochs are done: nothing is trained, the same comes back
+    # all epochs are done: nothing is trained, the same model is returned
     third = estimator(network(), **settings, epochs=4, run_id="broken").fit(df)
     same(third.getModel(), dict(whole.getModel().state_dict()), 1e-12)
 
@@ -125,7 +125,7 @@ def test_after_a_failure_the_run_goes_on_from_the_last_whole_epoch(df: DataFrame
 
 
 class LosesTheStore(Callback):
-    """Puts a file where the run's folder was, when the first epoch's checkpoint has been saved."""
+    """Replaces the run's folder by a file when the first epoch's checkpoint has been saved."""
 
     def on_epoch_begin(self, state: TrainState) -> None:
         if state.rank == 0 and state.epoch == 1:
@@ -144,7 +144,7 @@ def test_a_store_that_goes_away_while_training_fails_the_fit(df: DataFrame, tmp_
 
 
 class WorseAfterTwo(Callback):
-    """Breaks the weights in the third epoch, alike on all ranks."""
+    """Breaks the weights in the third epoch, equally on all ranks."""
 
     def on_epoch_begin(self, state: TrainState) -> None:
         if state.epoch == 2:

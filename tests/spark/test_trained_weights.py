@@ -1,4 +1,4 @@
-"""The model that an estimator returns is the one that callbacks and the framework leave, as in one process."""
+"""An estimator returns the model as callbacks and the framework leave it, as in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_weights_set_at_the_end_of_a_torch_fit(df: DataFrame, tmp_path: Path) ->
     settings: dict[str, Any] = {"run_id": "one", "backend": LocalBackend(2), "num_proc": None, "store": store}
     fitted = estimator(callbacks=[SetsTwo()], epochs=1, **settings).fit(df)
     assert all(bool((param == 2.0).all()) for param in fitted.getModel().parameters())
-    # Nothing is left to train: the run still has what the callback made of it.
+    # Nothing is left to train: the run still has the callback's result.
     again = estimator(epochs=1, **settings).fit(df)
     assert all(bool((param == 2.0).all()) for param in again.getModel().parameters())
     longer = estimator(epochs=2, **settings).fit(df)
@@ -49,7 +49,7 @@ def test_weights_set_at_the_end_of_a_torch_fit(df: DataFrame, tmp_path: Path) ->
 
 
 class Codebook(torch.nn.Module):
-    """A buffer that each rank's rows change, and by which later rows are computed."""
+    """A buffer that each rank's rows change, and that later rows use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_keras_restores_the_best_weights(df: DataFrame) -> None:
 
 
 class StopsInTheSecondBatch:
-    """Made a callback of Keras where Keras is there."""
+    """Becomes a Keras callback if Keras is installed."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         import spark_hvd.torch as hvd
@@ -118,7 +118,7 @@ class StopsInTheSecondBatch:
 
 
 class Tests:
-    """Likewise."""
+    """Becomes one, too."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs["tests"] = 1.0
@@ -136,7 +136,7 @@ class Tests:
 
 @pytest.mark.slow
 def test_keras_finalizes_averages_of_a_fit_that_was_stopped_within_an_epoch(df: DataFrame) -> None:
-    """As Keras does at the end of each fit, and not before an epoch is validated."""
+    """Keras does so at the end of each fit, and not before an epoch is validated."""
     stops = type("Stops", (StopsInTheSecondBatch, keras.callbacks.Callback), {})()
     tests = type("Tested", (Tests, keras.callbacks.Callback), {})()
     optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
@@ -145,7 +145,7 @@ def test_keras_finalizes_averages_of_a_fit_that_was_stopped_within_an_epoch(df: 
     held = np.arange(len(value)) % 4 == 0
     (row,) = fitted.getHistory()
     assert row["epoch"] == 1
-    # The callback of tests made the model answer zero while it was validated.
+    # The test callback made the model return zero while it was validated.
     np.testing.assert_allclose(row["val_loss"], np.mean(value[held] ** 2), rtol=1e-4)
     trained = [features[~held], value[~held, None]]
     weights, bias = np.zeros((3, 1)), np.zeros(1)

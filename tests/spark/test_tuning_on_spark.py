@@ -1,4 +1,4 @@
-"""Fits and trials of one driver on local[2]: side by side where slots do for them, one after the other where not."""
+"""Fits and trials of one driver on local[2]: in parallel if there are enough slots, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def meet(place: Path) -> None:
-    """Wait until another has come to this place, now or before: who comes first needs one at the same time."""
+    """Wait until another fit has reached this point: the first to arrive needs one at the same time."""
     (place / uuid.uuid4().hex).touch()
     wait_until(lambda: len(list(place.iterdir())) > 1, 120)
 
@@ -53,7 +53,7 @@ def test_cross_validation_fits_side_by_side(spark: SparkSession, tmp_path: Path)
         seed=1,
     )
     validator.fit(frame(spark))
-    assert len(list(tmp_path.iterdir())) == 5  # two folds of two, and the best again
+    assert len(list(tmp_path.iterdir())) == 5  # two folds of two, and the best one again
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_cross_validation_fits_side_by_side(spark: SparkSession, tmp_path: Path)
 def test_trials_share_the_slots_and_wait_for_more(spark: SparkSession, tmp_path: Path) -> None:
     def objective(trial: Any) -> float:
         ranks = trial.suggest_int("ranks", 1, 2)
-        if ranks == 2:  # asked before the others have their slots, it would come before one of them
+        if ranks == 2:  # called before the others have their slots, it would come before one of them
             wait_until(lambda: len(list(tmp_path.iterdir())) > 1, 120)
         values = run(meet if ranks == 1 else len, (tmp_path if ranks == 1 else "ab",), num_proc=ranks, verbose=0)
         assert spark.sparkContext.getLocalProperty("spark.job.description") == f"trial {trial.number}"

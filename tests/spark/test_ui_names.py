@@ -1,4 +1,4 @@
-"""What the Spark UI shows of our jobs, read from the status store that it is drawn from."""
+"""What the Spark UI shows of our jobs, read from its status store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUP, DESCRIPTION, PLACE = "spark.jobGroup.id", "spark.job.description", "callS
 
 @dataclass(frozen=True)
 class Shown:
-    """A job, as the UI has it."""
+    """A job, as the UI shows it."""
 
     number: int
     group: str | None
@@ -39,7 +39,7 @@ class Shown:
 
 
 def shown(spark: SparkSession, after: int = -1) -> list[Shown]:
-    """Jobs with greater numbers, oldest first."""
+    """Return jobs with greater numbers, oldest first."""
 
     def value(option: Any) -> Any:
         return option.get() if option.isDefined() else None
@@ -49,7 +49,7 @@ def shown(spark: SparkSession, after: int = -1) -> list[Shown]:
     store = context.statusStore()
     found = []
     for job in items(store.jobsList(None)):
-        stages = items(job.stageIds())  # none of a job without tasks
+        stages = items(job.stageIds())  # a job without tasks has none
         if job.jobId() > after and stages:
             stage = store.lastStageAttempt(max(stages))
             found.append(
@@ -60,7 +60,7 @@ def shown(spark: SparkSession, after: int = -1) -> list[Shown]:
 
 @pytest.fixture
 def before(spark: SparkSession) -> Iterator[int]:
-    """The last job of other tests; afterwards this thread must have the names that it had."""
+    """Return the last job of other tests; afterwards this thread must have its earlier names."""
     context = spark.sparkContext
     names = [context.getLocalProperty(name) for name in (GROUP, DESCRIPTION, PLACE)]
     yield max((job.number for job in shown(spark)), default=-1)
@@ -89,7 +89,7 @@ def test_an_elastic_run(spark: SparkSession, before: int) -> None:
 
 @pytest.fixture
 def named(spark: SparkSession) -> Iterator[None]:
-    """The user has named his jobs."""
+    """Name jobs as a user does."""
     spark.sparkContext.setJobGroup("mine", "my own words")
     yield
     for name in (GROUP, DESCRIPTION, "spark.job.interruptOnCancel"):
@@ -138,7 +138,7 @@ def test_an_estimator_and_its_model(spark: SparkSession, before: int, tmp_path: 
     assert len({job.group for job in fit}) == 1
     assert str(fit[0].group).startswith("TorchEstimator_")
     assert all(".py:" in job.stage and "threading.py" not in job.stage for job in fit)
-    # what the user does with the model are jobs of his own
+    # what the user does with the model are the user's jobs
     trained.transform(df).collect()
     assert {(job.group, job.description) for job in shown(spark, fit[-1].number)} == {(None, None)}
 

@@ -1,4 +1,4 @@
-"""Ranks whose batches differ in rows, or in what a loss divides by, make the step of the whole batch together."""
+"""Ranks whose batches differ in rows, or in a loss's divisor, together make the step of the whole batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nine(spark: SparkSession) -> DataFrame:
 
 
 def whole(rows: int, loss: Any, label: torch.Tensor, outputs: int = 1, rate: float = 0.1) -> tuple[Any, list[float]]:
-    """What one process gets that takes all rows in one step, twice: weights and losses."""
+    """Return one process's weights and losses if it takes all rows in one step, twice."""
     model, losses = linear(outputs), []
     features = torch.from_numpy(numbers(rows)[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -206,7 +206,7 @@ def test_lightning_makes_the_step_of_all_rows(spark: SparkSession, nine: DataFra
     for name in ("loss", "seen"):
         assert [row[name] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
 
-    # Three batches, two of which make a step, and the last one another.
+    # Three batches: two form a step, and the last one another.
     twice = {"accumulate_grad_batches": 2}
     fitted = LightningEstimator(**settings, batch_size=2, shuffle=False, trainer_args=twice).fit(frame(spark, 12))
     same(fitted.getModel().net, reference(mse, batch=2, rows=12, passes=2), 1e-6)
@@ -218,7 +218,7 @@ def test_a_batch_of_one_row_is_told_of_before_training(spark: SparkSession) -> N
 
     df = frame(spark, 13)
     with pytest.raises(DataError, match=r"rank 1 of 2 would .*'1', a layer .* 13 rows, batch_size=5.* drop_last=True"):
-        estimator(normalising(), batch_size=5, epochs=1).fit(df)  # of 13 rows 5 and 2 on one rank, 5 and 1 on the other
+        estimator(normalising(), batch_size=5, epochs=1).fit(df)  # of 13 rows, 5 and 2 on one rank, 5 and 1 on another
     assert len(estimator(normalising(), batch_size=5, epochs=1, drop_last=True).fit(df).getHistory()) == 1
     assert len(estimator(batch_size=5, epochs=1).fit(df).getHistory()) == 1
     assert len(estimator(normalising(), batch_size=6, epochs=1).fit(df).getHistory()) == 1  # 7 and 6

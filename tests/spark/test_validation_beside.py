@@ -1,4 +1,4 @@
-"""Validation beside the training, on local[4]: it tells what ranks would have told, and never holds them up."""
+"""Validation in parallel with training, on local[4]: its results are those of the ranks, and it never delays them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def df(four: SparkSession) -> DataFrame:
 
 
 class Waits(Callback):
-    """Begins an epoch when the one so many before it has been validated, or one after that."""
+    """Begins an epoch when the one so many before it, or a later one, has been validated."""
 
     def __init__(self, behind: int) -> None:
         self.behind = behind
@@ -53,7 +53,7 @@ class Waits(Callback):
 
 
 class Held:
-    """A metric, the mean square; a validation beside the training of two waits in it until a file is there."""
+    """A mean square metric; a validation in parallel with a training of two waits in it until a file exists."""
 
     __name__ = "held"
 
@@ -68,7 +68,7 @@ class Held:
 
 
 def beside() -> bool:
-    """Whether this is a rank that validates while two others train."""
+    """Return whether this rank validates while two others train."""
     return hvd.is_initialized() and hvd.size() == 1
 
 
@@ -79,7 +79,7 @@ def network() -> nn.Module:
 
 def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        # Ranks have classes in other shares, so that what their losses count for depends on all of them.
+        # Ranks have different shares of the classes, so their losses' weights depend on all of them.
         "loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0])),
         "label_cols": ["late"],
         "metrics": [lambda output, label: (output.argmax(1) == label).double().mean()],
@@ -108,7 +108,7 @@ def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -
 
 
 class Lets(Callback):
-    """Lets a validation go on when the last epoch begins; before, notes what else waits to be validated."""
+    """Lets a validation continue when the last epoch begins; records before what else waits to be validated."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -141,7 +141,7 @@ def test_early_stopping_sees_them_late_and_says_so(
     df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     worse = estimator(
-        optimizer=lambda params: torch.optim.SGD(params, lr=2.0),  # each epoch is worse than the one before
+        optimizer=lambda params: torch.optim.SGD(params, lr=2.0),  # each epoch is worse than the previous one
         scale_lr=False,
         validation="held",
         validation_in_background=2,
@@ -180,7 +180,7 @@ def test_without_a_free_slot_the_last_epoch_alone_is_validated(
 
 
 class Dies:
-    """A metric that kills the rank that validates the second epoch beside a training."""
+    """A metric that kills the rank that validates the second epoch in parallel with a training."""
 
     __name__ = "zero"
 
@@ -212,7 +212,7 @@ def test_a_validation_that_dies_is_told_and_no_more(
 
 
 class Killed(Callback):
-    """Kills a rank in the third epoch, unless ranks were started again."""
+    """Kills a rank in the third epoch, unless ranks were restarted."""
 
     def on_epoch_begin(self, state: TrainState) -> None:
         if (state.epoch, hvd.generation(), state.rank) == (2, 0, 1):

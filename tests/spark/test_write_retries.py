@@ -1,4 +1,4 @@
-"""Tasks that write the store and fail half-way, or run twice at once: every row is there once, and no file is left."""
+"""Tasks that write the store and fail half-way, or run twice at once: each row occurs once, and no file is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Two hosts, for Spark runs no task a second time on the same one; it does so soon."""
+    """A session on two hosts, because Spark retries no task on the same one; it retries soon."""
     settings = {
         "spark.task.maxFailures": "2",
         "spark.speculation": "true",
@@ -76,7 +76,7 @@ def fail(store: Faulty) -> None:
 
 
 class Failing:
-    """A file that fails in its middle."""
+    """A file that fails half-way."""
 
     def __init__(self, file: BinaryIO, store: Faulty) -> None:
         self.file, self.store, self.failed = file, store, False
@@ -116,7 +116,7 @@ def test_every_row_is_there_once(session: SparkSession, tmp_path: Path, fault: s
     assert sorted(ids_of(train) + ids_of(held)) == list(range(ROWS))
     files = {group.file for group in (*train.row_groups, *held.row_groups)}
     assert len(files) == 4
-    # also what an attempt leaves that goes on for a while
+    # including files of an attempt that runs on for a while
     wait_until(lambda: {str(path) for path in root.rglob("*part-*")} == files, 120)
 
 

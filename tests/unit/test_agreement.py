@@ -1,4 +1,4 @@
-"""Which calls under one name fit together, and what is said of those that do not."""
+"""Which calls under one name match, and the messages about those that do not."""
 
 from __future__ import annotations
 

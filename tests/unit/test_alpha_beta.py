@@ -1,4 +1,4 @@
-"""The model of scaling: what its formulas give at their limits, and that a fit finds the link that made the samples."""
+"""The scaling model: its formulas at their limits, and a fit that recovers the link that generated the samples."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_samples_that_do_not_tell() -> None:
     with pytest.raises(ValueError, match="2 samples of 1 sizes"):
         fit([Sample(2, 4, 1e-4), Sample(2, 4, 1.1e-4)])
     with pytest.raises(ValueError, match="expected both above 0"):
-        fit([Sample(2, 4, 1.0), Sample(2, 1 << 20, 0.1)])  # larger ones faster
+        fit([Sample(2, 4, 1.0), Sample(2, 1 << 20, 0.1)])  # larger ones are faster
 
 
 def test_servers_and_rings_cross_where_it_is_said() -> None:
@@ -91,7 +91,7 @@ def test_servers_and_rings_cross_where_it_is_said() -> None:
         assert one(LINK, nbytes, ranks) == pytest.approx(ring(LINK, nbytes, ranks), rel=1e-3)
         assert one(LINK, nbytes // 2, ranks) < ring(LINK, nbytes // 2, ranks)
         assert one(LINK, 2 * nbytes, ranks) > ring(LINK, 2 * nbytes, ranks)
-    assert bytes_to_match(LINK, 2) == 0  # of two workers the ring is never slower
+    assert bytes_to_match(LINK, 2) == 0  # with two workers the ring is never slower
 
 
 def test_what_links_of_servers_and_trees_carry() -> None:
@@ -107,7 +107,7 @@ def test_two_levels() -> None:
     inside = Link(1e-6, 1e-10)
     cost = two_level(4, inside)
     assert cost(LINK, 10**8, 4) == ring(inside, 10**8, 4)  # one host
-    assert cost(LINK, 10**8, 2) == ring(inside, 10**8, 2)  # a part of one
+    assert cost(LINK, 10**8, 2) == ring(inside, 10**8, 2)  # a part of one host
     assert cost(LINK, 10**8, 8) == ring(inside, 10**8, 4) + ring(LINK, 10**8, 2)
     flat = ring(LINK, 10**8, 8)
     assert flat / two_level(4, Link(0.0, 0.0))(LINK, 10**8, 8) == pytest.approx(1.75, rel=1e-3)  # the link's limit
@@ -133,7 +133,7 @@ def test_the_slowest_of_many() -> None:
 def test_tables_of_parameter_servers() -> None:
     sizes = (1 << 10, 1 << 20, 4 << 20)
     rows = [Measured("ring", n, size, ring(LINK, size, n), 1.5 * size, size) for n in (2, 4) for size in sizes]
-    rows.append(Measured("ring", 8, 1 << 20, 1.0, 1.0, 1.0))  # of many, which do not count
+    rows.append(Measured("ring", 8, 1 << 20, 1.0, 1.0, 1.0))  # measured on many, which do not count
     assert fitted(rows).beta == pytest.approx(LINK.beta)
     written = measured_table(rows, LINK).splitlines()
     assert len(written) == 2 + len(rows)
@@ -196,7 +196,7 @@ def test_limits_of_efficiency() -> None:
 
 def test_what_overlaps_is_hidden() -> None:
     each = ring(LINK, 1 << 20, 8)
-    assert each < 0.05  # so that a bucket has arrived before the next is ready
+    assert each < 0.05  # so a bucket arrives before the next is ready
     assert step_seconds(STEP, LINK, 8) == pytest.approx(0.3 + each)  # the last one only
     assert step_seconds(STEP, LINK, 8, overlap=False) == pytest.approx(0.3 + 3 * each)
 
@@ -209,7 +209,7 @@ def test_buckets_queue_behind_a_slow_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "work"),
-    # of torchvision's models, and in multiplications for an image of 224 x 224, or 299 x 299
+    # For torchvision's models, in multiplications for an image of 224 x 224, or 299 x 299
     [
         ("ResNet-50", 25_557_032, 4.09e9),
         ("ResNet-101", 44_549_160, 7.80e9),

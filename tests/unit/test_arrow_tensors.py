@@ -1,4 +1,4 @@
-"""Arrow arrays as tensors: every type by value, and what cannot be one named."""
+"""Arrow arrays as tensors: the values of every type, and an error that names the types that cannot be converted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOATS = ("float16", "float32", "float64")
 def test_numbers(stored: str, wanted: str) -> None:
     array = pa.array(np.array([9, 0, 1, 100], stored))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of memory that cannot be written
+        warnings.simplefilter("error")  # torch warns about read-only memory
         tensor = to_tensor(array[1:], Column("x", wanted))
     assert tensor.dtype == getattr(torch, wanted)
     assert tensor.tolist() == [0, 1, 100]

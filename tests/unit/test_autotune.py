@@ -1,4 +1,4 @@
-"""The tuner, fed with made-up throughputs."""
+"""The tuner, with made-up throughputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEAK = 3e9
 
 
 def throughput(values: dict[str, float]) -> float:
-    """Bytes per second with a peak inside the range, at 16 MiB and 30 ms."""
+    """Return bytes per second with a peak inside the range, at 16 MiB and 30 ms."""
     off = math.log2(values["bytes"] / (1 << 24)) / 3
     late = (values["milliseconds"] - 30) / 40
     return PEAK * math.exp(-(off**2)) * (0.3 + 0.7 * math.exp(-(late**2)))
@@ -29,7 +29,7 @@ def tuner(**options: Any) -> Autotuner:
 
 
 def tuned(tuner: Autotuner, seed: int = 0, noise: float = 0.0, unit: float = 1.0) -> list[dict[str, float]]:
-    """The values of every sample, until the tuner is done."""
+    """Return the values of every sample, until the tuner is done."""
     generator, tried = random.Random(seed), []
     while not tuner.done:
         tried.append(tuner.current)
@@ -70,7 +70,7 @@ def test_a_start_that_is_no_candidate_becomes_one() -> None:
 def test_warm_up_is_thrown_away() -> None:
     search = tuner(warmup_samples=2, samples=6)
     for _ in range(2):
-        assert search.record(1e30) is None  # were it kept, the start would win
+        assert search.record(1e30) is None  # if this were kept, the start would win
         assert search.current == START
     tuned(search)
     assert search.current != START
@@ -83,7 +83,7 @@ def test_the_two_best_are_checked() -> None:
         points.append(search.current)
         search.record(score)
     assert search.current == points[1]
-    search.record(8.0)  # a lucky one: now 24 in the median
+    search.record(8.0)  # a lucky sample: now 24 in the median
     assert search.current == points[3]
     assert not search.done
     assert search.record(26.0) is None  # 28

@@ -1,4 +1,4 @@
-"""Benchmarks declare what they take; what they print becomes a picture; one that fails stops no other."""
+"""Benchmarks declare their arguments; their output becomes a picture; one that fails does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bucket plan as data: packing, order, groups, and the sentence that names what differs between ranks."""
+"""The bucket plan as data: packing, order, groups, and the message that names what differs between ranks."""
 
 from __future__ import annotations
 

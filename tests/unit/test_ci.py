@@ -1,4 +1,4 @@
-"""CI fails if a test has failed that does not pass when it is run once more, alone, or if one may never have run."""
+"""CI fails if a failed test also fails when it is run again, alone, or if a test may not have run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTS, OTHERS = "tests/multihost/test_faults.py::test_a", "tests/unit/test_ci.py
 
 
 def ended(target: str, closing: str = CLOSING, status: int = 1) -> dict[str, str]:
-    """What make prints if pytest ends so."""
+    """Return make's output if pytest ends this way."""
     return {target: f"{closing}\nmake: *** [Makefile:61: {target}] Error {status}\n"}
 
 
@@ -44,7 +44,7 @@ def ended(target: str, closing: str = CLOSING, status: int = 1) -> dict[str, str
         (ended("slow-alone") | ended("all-together", "4 passed, 1 error in 9.1s"), [HOSTS, OTHERS], 0, (0, True)),
         (ended("all-together"), [OTHERS, HOSTS, "c", "d"], 0, (1, False)),
         (ended("all-together"), [], 0, (1, False)),
-        # Some tests may not have run, whatever the cache has of the others.
+        # Some tests may not have run, whatever the cache says about the others.
         (ended("slow-alone", status=2) | ended("all-together"), [OTHERS], 0, (1, False)),
         (ended("slow-alone", "bringing up nodes...", 1) | ended("all-together"), [OTHERS], 0, (1, False)),
         (ended("slow-alone", "Killed", 137) | ended("all-together"), [OTHERS], 0, (1, False)),
@@ -55,7 +55,7 @@ def ended(target: str, closing: str = CLOSING, status: int = 1) -> dict[str, str
 def test_what_fails(
     printed: dict[str, str], failed: list[str], status: int, expected: tuple[int, bool], tmp_path: Path
 ) -> None:
-    """The status of CI, and whether it has run once more what failed."""
+    """Check the status of CI, and whether it has run the failed tests again."""
     files = {
         "make": MAKE,
         ".venv/bin/python": PYTHON,

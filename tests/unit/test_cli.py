@@ -1,4 +1,4 @@
-"""What the command line understands, before anything is started."""
+"""What the command line accepts, before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from spark_hvd.world.env import read_config
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `run_local` was called with, instead of starting ranks."""
+    """Record the arguments of `run_local` instead of starting ranks."""
     seen: list[dict[str, Any]] = []
     for module, name in ((local, "run_local"), (elastic_local, "run_elastic_local")):
         original = getattr(module, name)
@@ -68,7 +68,7 @@ def test_arguments_after_the_script_are_the_scripts(calls: list[dict[str, Any]],
 def test_a_variables_value_need_not_be_on_the_command_line(
     calls: list[dict[str, Any]], script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody on the machine reads command lines."""
+    """Every user of the machine can read command lines."""
     monkeypatch.setenv("TOKEN", "x=y z")
     done = invoke("run", "-np", "2", "--env", "TOKEN", "--env", "A=TOKEN", "--env", "EMPTY=", script)
     assert done.exit_code == 0, done.output
@@ -150,7 +150,7 @@ HOROVODRUN = """
 
 
 def test_every_option_of_horovodrun_is_known() -> None:
-    """As one that works, or one that says what to do instead."""
+    """It works, or the message says what to do instead."""
     assert isinstance(main, click.Group)
     known = {flag for each in main.commands["run"].params for flag in [*each.opts, *each.secondary_opts]}
     assert set(HOROVODRUN.split()) <= known

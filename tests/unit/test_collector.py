@@ -1,4 +1,4 @@
-"""The timeline's writer takes what members send: what is no event is left out and told, and the rest is written."""
+"""The timeline's writer accepts what members send: it drops and reports non-events, and writes the rest."""
 
 from __future__ import annotations
 

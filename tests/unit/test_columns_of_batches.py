@@ -1,4 +1,4 @@
-"""What columns of any type become in a batch, by value."""
+"""What columns of any type become in a batch: their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOMENT = datetime.datetime(1970, 1, 1, 1, tzinfo=datetime.timezone.utc)
 
 
 def alike(found: Any, expected: Any) -> None:
-    """Values, dtypes and types are the same, down to the last field."""
+    """Check that values, dtypes and types are equal, down to the last field."""
     assert type(found) is type(expected)
     if isinstance(expected, dict):
         assert list(found) == list(expected)

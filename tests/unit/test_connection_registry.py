@@ -1,4 +1,4 @@
-"""What waits while a world is made is cut, also where the process has no file descriptor left at first."""
+"""Anything that waits while a world is formed is cut, even if the process at first has no file descriptor left."""
 
 from __future__ import annotations
 

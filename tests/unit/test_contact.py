@@ -1,4 +1,4 @@
-"""Warnings about ranks that do not report: nothing final too early, and nothing for good."""
+"""Warnings about ranks that do not report: none too early, and all can be withdrawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a column's values to the dtype that is asked for: the number itself, or an error that names it."""
+"""A column's values in the requested dtype: the number itself, or an error that names it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_column_that_is_not_finite_is_named_wherever_it_lies() -> None:
     found = spec.not_finite(columns)
     assert found.startswith("column 'b' has 2 values NaN or infinite, the first, nan, in row 1 of the batch. ")
     assert spec.not_finite(whole) == found
-    renamed = {"y": columns["y"], "x": whole["features"]}  # as a hook of a LightningModule may do
+    renamed = {"y": columns["y"], "x": whole["features"]}  # as a hook of a LightningModule may rename them
     assert spec.not_finite(renamed).startswith("column 'x' has 2 values NaN or infinite")
     assert spec.not_finite({"y": columns["y"]}) == ""
     for changed in (whole["features"].unsqueeze(2), whole["features"][:, 1]):

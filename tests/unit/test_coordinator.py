@@ -128,7 +128,7 @@ def test_another_request_for_a_numbered_name(order: tuple[int, ...], odd: tuple[
         return fresh(to, place, "a", request=OTHER) if odd[place] else by_number(to, place, 1)
 
     assert come(order[0]) == []
-    assert by_number(to, order[0], 0, 2) == []  # these go on beside it
+    assert by_number(to, order[0], 0, 2) == []  # these continue at the same time
     assert come(order[1]) == []
     last = come(order[2])
     if not any(odd):
@@ -159,7 +159,7 @@ def test_a_changed_entry_takes_over_the_number() -> None:
     assert round_of(to, "a", request=OTHER) == [Run([Entry("a", OTHER)])]
     assert round_of(to, "a", request=OTHER) == [Learn(0, Entry("a", OTHER)), Run([Entry("a", OTHER)])]
     assert works_by_number(to, 0)
-    by_number(to, 0, 0)  # from now on this means the other request
+    by_number(to, 0, 0)  # from now on this stands for the other request
     fresh(to, 1, "a", request=OTHER)
     assert run_names(by_number(to, 2, 0)) == ["a"]
 

@@ -1,4 +1,4 @@
-"""The coordinator's decisions where ranks have joined, do not come or are gone."""
+"""The coordinator's decisions if ranks have joined, do not arrive or are gone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_waits_for_too_long_fails_and_the_late_rank_is_told_the_same(known:
     assert (fail.names, fail.error, fail.places) == (["a"], "stall", [0, 2])
     assert not to.has_waiting
     assert to.overdue(200.0) == []
-    # The others may be trying again already: they are not told a second time.
+    # The others may already be trying again: they are not told twice.
     come(0, 201.0)
     assert come(1, 202.0) == [fail._replace(places=[1])]
     come(1, 203.0)
@@ -125,7 +125,7 @@ def test_a_failure_is_forgotten_when_all_have_joined() -> None:
     to = three(stall_timeout=10.0)
     fresh(to, 0, "a")
     to.overdue(10.0)
-    for place in range(3):  # rank 4 has joined instead of coming to "a"
+    for place in range(3):  # rank 4 has joined instead of calling "a"
         to.joined(place, False)
     assert round_of(to, "a") == [Run([Entry("a", USUAL)])]
 

@@ -1,4 +1,4 @@
-"""What a run has cost, and the model of other numbers of ranks."""
+"""What a run cost, and the model of other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TWO = Cost(seconds=100.0, ranks=2, rank_seconds=200.0, divided=80.0, communicati
 
 
 def seen(comm: tuple[float, ...], loops: float | None = None) -> RunView:
-    """A rank for each of `comm`, the share of its time that it waits for communication: 10 s of start, 300 steps.
+    """A rank for each of `comm`, the share of its time spent waiting for communication: 10 s of start, 300 steps.
 
     Args:
         comm: See above.
@@ -87,7 +87,7 @@ def test_the_line_with_a_price_and_gpus() -> None:
 
 
 def test_of_a_short_run_nothing_is_foretold() -> None:
-    """Most of it was the start, which no number of ranks makes shorter."""
+    """Most of it was start-up, which no number of ranks shortens."""
     assert Cost(3.0, 2, 6.0, divided=1.0, communication=0.2).text() == "6.00 rank-seconds"
 
 

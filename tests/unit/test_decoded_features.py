@@ -1,4 +1,4 @@
-"""Columns of bytes in ``transform``: what their decoder makes of them, and what is said of it."""
+"""Columns of bytes in ``transform``: what their decoder returns, and the messages about it."""
 
 from __future__ import annotations
 

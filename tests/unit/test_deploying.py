@@ -1,4 +1,4 @@
-"""Commands of the documentation and files of the examples name what exists: Spark's settings, our options, extras."""
+"""Commands in the documentation and files of the examples use what exists: Spark's settings, our options, extras."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPOSED = re.compile(
     r"spark\.(driver|executor|task|worker)\.resource\.\w+\.(amount|discoveryScript|vendor)"
     r"|spark\.kubernetes\.authenticate\.(driver\.|executor\.)?serviceAccountName"
 )
-"""Settings that Spark puts together from parts, so that no class holds their name."""
+"""Settings that Spark composes from parts, so no class contains their name."""
 
 
 def texts() -> dict[str, str]:
@@ -33,7 +33,7 @@ def texts() -> dict[str, str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command in the shell blocks of a page; one that goes on over several lines is one."""
+    """Return the words of each command in a page's shell blocks, with continued lines joined."""
     lines = [
         line
         for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
@@ -44,7 +44,7 @@ def commands(text: str) -> list[list[str]]:
 
 @cache
 def known_to_spark() -> frozenset[str]:
-    """The names of settings in Spark's classes, SQL's left out; those that end in a dot are beginnings of names."""
+    """Return the settings in Spark's classes, without SQL's; those that end in a dot are prefixes."""
     import pyspark
 
     names: set[bytes] = set()

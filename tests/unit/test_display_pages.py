@@ -48,7 +48,7 @@ def test_ranks_that_stand_out_have_their_colours() -> None:
         for rank in (0, 1):
             view.take(record(rank, 3, second), float(second))
     styles = [line.style for line in table(view.snapshot(45.0), 100, 16)]
-    assert styles[2:5] == ["", "", "dim"]  # the third is silent; nobody is called slow without knowing of all
+    assert styles[2:5] == ["", "", "dim"]  # the third is silent; no rank is called slow before all are known
     lines = table(trained(size=3).snapshot(40.0), 100, 16)
     assert [line.style for line in lines[2:5]] == ["", "yellow", ""]
     assert lines[3].text.endswith("slowest, 1.58x")

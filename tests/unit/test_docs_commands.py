@@ -1,4 +1,4 @@
-"""Commands on the pages of the documentation name programs, commands and options that exist."""
+"""Commands in the documentation use programs, commands and options that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = re.compile(r"^(?:[A-Z_]+=\S+ )*(spark-hvd|make|python -m (?:spark_hvd|ben
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """Every line that somebody may type: of shell blocks, of indented ones, after a prompt, and in a sentence."""
+    """Yield every line that a reader may type: in shell blocks, indented ones, after a prompt, and in a sentence."""
     fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     for language, block in fenced.findall(text):
         block = block.replace("\\\n", " ")
@@ -38,7 +38,7 @@ def commands(page: Path) -> list[str]:
 
 
 def fault(line: str) -> str | None:
-    """What is wrong with a command; None if nothing is."""
+    """Return what is wrong with a command; None if nothing is."""
     words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -73,7 +73,7 @@ def _fault_of_ours(words: list[str]) -> str | None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
-    # an example of what is refused shows the refusal
+    # an example of a refused command shows the refusal
     faults = {line: why for line in commands(page) if (why := fault(line)) and "-H a:2,b:2" not in line}
     assert faults == {}
 

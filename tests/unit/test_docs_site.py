@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, hangs together, and needs no other server."""
+"""The documentation site builds without a warning, has no broken links, and needs no other server."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import spark_hvd.torch as hvd
 from spark_hvd.transport.communicator import ReduceOp
 
 KERAS_OWN = {"DistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"}
-"""Names of spark_hvd.torch that mean something else in spark_hvd.keras."""
+"""Names in spark_hvd.torch that have another meaning in spark_hvd.keras."""
 TENSORFLOW_OWN = {
     "DistributedOptimizer", "allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "grouped_allgather",
     "grouped_allreduce", "grouped_reducescatter", "reducescatter",
 }  # fmt: skip
-"""The same of spark_hvd.tensorflow."""
+"""The same for spark_hvd.tensorflow."""
 MXNET_OWN = TENSORFLOW_OWN | {"allreduce_", "broadcast_parameters", "grouped_allreduce_"}
-"""The same of spark_hvd.mxnet."""
+"""The same for spark_hvd.mxnet."""
 JAX_OWN = {"broadcast", "init"}
-"""The same of spark_hvd.jax."""
+"""The same for spark_hvd.jax."""
 OTHER_FRAMEWORKS: list[tuple[str, set[str]]] = [
     ("spark_hvd.keras", {*hvd.__all__, "callbacks"} - KERAS_OWN),
     ("spark_hvd.keras.callbacks", set()),
@@ -44,7 +44,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 @dataclass
 class Html(HTMLParser):
-    """What a page links to, what it loads, and what can be linked to in it."""
+    """Collects what a page links to, what it loads, and its link targets."""
 
     links: list[str] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Site:
     pages: dict[str, Html]
 
     def misses(self, page: str, link: str) -> str | None:
-        """Why a link on a page leads nowhere; None if it leads somewhere, or to another site."""
+        """Return why a link on a page is broken; None if it works, or leads to another site."""
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             good = parts.scheme in ("https", "mailto") and (parts.netloc or parts.path) and " " not in link
@@ -171,7 +171,7 @@ def test_each_page_is_in_the_navigation(site: Site) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
-    # GitHub shows them all the same; Python's Markdown makes one paragraph of them
+    # GitHub shows them correctly, but Python's Markdown makes one paragraph of them
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     blocks = re.split(r"\n\s*\n", text)
     item = re.compile(r"(- |\d+\. |\|)")

@@ -1,4 +1,4 @@
-"""The facts of this machine, and packages and stores that crash, hang or refuse, in processes of their own."""
+"""The facts about this machine, and packages and stores that crash, hang or refuse, in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each finding about GPUs: who gets which, and who gets one twice."""
+"""Each finding about GPUs: which rank gets which, and duplicates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_driver_that_is_too_old_for_torch() -> None:
 
 
 def of_torch(**cuda: Any) -> dict[str, Any]:
-    """What the program says of a torch that is built for CUDA and answers so."""
+    """Return the program's report of a torch built for CUDA with this answer."""
     nccl = SimpleNamespace(version=lambda: (2, 27, 5))
     torch = SimpleNamespace(
         version=SimpleNamespace(cuda="12.8"),
@@ -122,7 +122,7 @@ def test_gpus_without_peer_access() -> None:
     [
         (("a/5f00aa11/4026531840", "b/5f00aa11/4026532281"), True),
         (("a/5f00aa11/4026531840", "b/90bb77cc/4026531840"), False),
-        (("a", "b"), False),  # nothing is known of their kernels
+        (("a", "b"), False),  # their kernels are unknown
     ],
 )
 def test_one_gpu_a_container(keys: tuple[str, str], together: bool) -> None:

@@ -1,4 +1,4 @@
-"""Connections over real sockets, and what is made of those that were tried."""
+"""Connections over real sockets, and the findings about them."""
 
 from __future__ import annotations
 

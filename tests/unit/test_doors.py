@@ -1,4 +1,4 @@
-"""Every name that docs/api lists is where it says, and a class is called by that path: in tracebacks, in pickles."""
+"""Every name in docs/api is where the page says, and its class is known by that path: in tracebacks, in pickles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHARED = {
     "ReduceOp",
     "State",
 }
-"""Classes that every framework's face hands on, and none of them owns."""
+"""Classes that every framework's API re-exports, and none owns."""
 
 
 def opened(door: str) -> Any:
@@ -77,7 +77,7 @@ def test_a_class_is_called_by_a_path_of_its_door(path: str) -> None:
 
 @pytest.mark.parametrize("door", each(DOORS))
 def test_no_module_stands_where_a_name_is_public(door: str) -> None:
-    """Importing a submodule binds its name in the package, over what is there."""
+    """Importing a submodule binds its name in the package, over whatever is there."""
     module = opened(door)
     inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
     public = {path.removeprefix(f"{door}.") for path in LISTED if path.startswith(f"{door}.")}

@@ -103,7 +103,7 @@ def test_silence_counts_sooner_while_all_wait() -> None:
 def test_time_that_the_driver_slept_is_nobodys_delay() -> None:
     hub = two()
     hub.say(11, "broken", worker=1, generation=0, error="connection reset by peer")
-    hub.now += LIMITS.rejoin_timeout + 5.0  # both have come back meanwhile
+    hub.now += LIMITS.rejoin_timeout + 5.0  # both have returned meanwhile
     told = hub.say(11, "entered", worker=1) + hub.say(10, "entered", worker=0)
     assert [message["type"] for _, message in told] == ["assign", "assign"]
     hub.wait(1.0, 10, 11)
@@ -143,7 +143,7 @@ def test_a_notice_makes_a_rank_leave_at_the_next_commit() -> None:
 
 
 def returned(hub: Hub, *agents: int) -> list[tuple[int, dict[str, Any]]]:
-    """These agents' workers, which train in the present generation, return from fn."""
+    """Let these agents' workers, which train in the current generation, return from fn."""
     generation = hub.state.membership.generation
     assert generation is not None
     workers = {agent: hub.state.membership.roster.agents[agent].worker for agent in agents}
@@ -195,7 +195,7 @@ def test_values_come_by_the_hub_where_a_task_has_left_by_notice_and_not_come_aga
 
 def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
     class Job:
-        """As of Spark, while it waits for a host that does not answer."""
+        """Like Spark's job while it waits for a host that does not answer."""
 
         running = True
 

@@ -1,4 +1,4 @@
-"""What can be state, how it is named and assigned, and what a restore brings back; no world is needed for that."""
+"""What can be state, how it is named and assigned, and what a restore brings back; no world is needed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_objects_are_restored_whole() -> None:
     state = ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, step=3, seen={"a": [1]})
     assert state.commits == -1
     state.step = 4
-    state.restore()  # there is nothing to go back to
+    state.restore()  # there is nothing to restore
     assert (state.step, state.commits) == (4, -1)
     state.save()
-    for _ in range(2):  # what a restore gives is not the copy itself
+    for _ in range(2):  # a restore returns more than the copy itself
         state.seen["a"].append(2)
         state.step, state.other = 5, "not state"
         state.restore()
@@ -41,7 +41,7 @@ def test_names_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [ObjectState, TorchState])
 def test_a_value_may_be_called_commits(kind: Any) -> None:
-    """As in programs of Horovod, which counts none itself."""
+    """As in Horovod programs, because Horovod does not count commits."""
     state = kind(commits=7, step=0)
     for _ in range(2):
         state.commits += 1
@@ -92,7 +92,7 @@ def test_tensors_in_objects() -> None:
 
 
 class Averaged(torch.nn.Module):
-    """Keeps the tensors that it is given, as torchmetrics' metrics do."""
+    """Keeps its tensors, like torchmetrics' metrics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class Generation(NamedTuple):
     every: int
     """Steps from commit to commit."""
     fails: bool
-    """Whether what was not committed is lost; else it ends with a commit."""
+    """Whether uncommitted steps are lost; otherwise it ends with a commit."""
 
 
 def sampler_of(patch: pytest.MonkeyPatch, dataset: range, rank: int, size: int, **options: bool) -> ElasticSampler:
@@ -33,7 +33,7 @@ def sampler_of(patch: pytest.MonkeyPatch, dataset: range, rank: int, size: int, 
 def live(
     patch: pytest.MonkeyPatch, dataset: range, committed: dict[str, int], one: Generation, options: dict[str, bool]
 ) -> tuple[list[int], dict[str, int]]:
-    """What the ranks of one generation process and commit, in order, and the state they leave."""
+    """Return what the ranks of one generation process and commit, in order, and the state that they leave."""
     samplers = []
     for rank in range(one.size):
         samplers.append(sampler_of(patch, dataset, rank, one.size, **options))
@@ -129,7 +129,7 @@ def test_set_epoch_goes_on_with_the_present_one(monkeypatch: pytest.MonkeyPatch)
     sampler = sampler_of(monkeypatch, range(10), 0, 2)
     first = list(sampler)
     sampler.record_batch(0, 2)
-    assert list(sampler) == first  # until it is dealt anew
+    assert list(sampler) == first  # until the epoch is divided again
     sampler.set_epoch(0)
     assert list(sampler) == first[2:]
     assert sampler.processed_num == 4

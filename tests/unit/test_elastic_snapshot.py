@@ -1,4 +1,4 @@
-"""Commits copied in the background: exact, or void and said so; never torn, and without leaks."""
+"""Commits copied in the background: exact, or void and reported; never torn, and without leaks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_step_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     state.save()  # returns with the gate shut
     assert gate.begun.wait(5)
     state.note.append("c")
-    forward(net)  # which changes running averages, copied at once
+    forward(net)  # changes running averages, which are copied at once
     threading.Timer(0.2, gate.open.set).start()
     optimizer.step()
     assert gate.open.is_set()
@@ -161,7 +161,7 @@ def test_a_change_by_others_makes_a_commit_void(monkeypatch: pytest.MonkeyPatch,
     state.restore()
     assert state.commits == 0
     assert_same(values(net, optimizer), before)
-    # from then on that tensor is copied at once
+    # from then on, that tensor is copied at once
     step(net, optimizer)
     before = values(net, optimizer)
     state.save()

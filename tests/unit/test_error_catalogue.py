@@ -1,4 +1,4 @@
-"""docs/errors.md has an entry for every error class of the three packages, and for no other."""
+"""docs/errors.md has an entry for every error class of the three packages, and no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ("Cause", "Message", "Remedy")
 
 
 def error_classes() -> set[str]:
-    """Read, not imported: some modules are there for packages that are not. The linter sees to the names (N818)."""
+    """Read, not imported: some modules need packages that are missing here. The linter checks the names (N818)."""
     texts = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     return {
         name for text in texts for name in re.findall(r"^ *class ([^\W_]\w*(?:Error|Interrupt))\b", text, re.MULTILINE)

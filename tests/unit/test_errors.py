@@ -1,4 +1,4 @@
-"""Every exception of the core survives pickling, as launchers carry them between processes."""
+"""Every exception of the core survives pickling, as launchers send them between processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_names_of_horovod() -> None:
 
 
 def test_elastic_training_does_not_try_a_mistake_again() -> None:
-    """Nor where the world ends at that moment, because another rank has made the mistake before."""
+    """Nor if the world ends at that moment, because another rank made the mistake before."""
     doomed: Any = SimpleNamespace(world_failure="rank 1 has ended")
     for mistake in (hvd.MismatchError("shapes"), hvd.PlanMismatchError("shapes"), hvd.DuplicateNameError("loss")):
         assert not elastic_run._is_fault_of_the_world(mistake, doomed)

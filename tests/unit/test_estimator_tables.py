@@ -1,4 +1,4 @@
-"""The parameters of estimators: one table, from which everything else follows, the documentation included."""
+"""The parameters of estimators: one table, from which everything else follows, including the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.estimators.params.tables import GONE, TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The shared and the torch Params of Horovod 0.28, but for those of its data modules and of NVTabular.
+# The shared and the torch Params of Horovod 0.28, without those of its data modules and of NVTabular.
 HOROVOD = [
     "num_proc",
     "model",

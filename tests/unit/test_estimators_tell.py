@@ -1,4 +1,4 @@
-"""What estimators tell before or after a training, without one: parameters, checkpoints, saved classes."""
+"""What estimators report before or after training, tested without one: parameters, checkpoints, saved classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def saved(name: str) -> Any:
 
 
 def test_what_was_saved_by_the_name_of_its_base_is_loaded() -> None:
-    """horovod.spark.lightning's names were LightningEstimator and LightningModel."""
+    """horovod.spark.lightning's names for them were LightningEstimator and LightningModel."""
     assert persistence._metadata(HorovodModel, "m", saved("LightningModel"))
     assert persistence._metadata(HorovodEstimator, "m", saved("LightningEstimator"))
     for kind, other in ((LightningModel, "HorovodModel"), (KerasModel, "TorchModel"), (TorchModel, "KerasModel")):
@@ -37,7 +37,7 @@ def test_what_was_saved_by_the_name_of_its_base_is_loaded() -> None:
 
 
 def test_a_feature_that_transformation_fn_removed_is_told() -> None:
-    """Without it parameters by column would be those of others."""
+    """Otherwise, parameters by column would apply to other columns."""
     settings = {"feature_cols": ["x", "z"], "label_cols": ["y"], "transformation_removed_fields": ["z"]}
     plan: Any = SimpleNamespace(settings=settings)
     batch = {"x": torch.zeros(2, 1), "y": torch.zeros(2)}
@@ -48,7 +48,7 @@ def test_a_feature_that_transformation_fn_removed_is_told() -> None:
 
 
 def test_precision_beside_a_minibatch_function() -> None:
-    """Validation has a use for bf16; nothing has one for the scaled loss of fp16."""
+    """Validation can use bf16; nothing can use the scaled loss of fp16."""
     given = dict.fromkeys(("loss_constructors", "validation", "gradient_clip_norm", "gradient_clip_value"))
     settings = {**given, "loss": ["mse"], "train_minibatch_fn": print}
     TorchEstimator()._check({**settings, "precision": "bf16"})
@@ -74,7 +74,7 @@ def test_a_function_of_a_dataframe_where_rows_are_given_is_told() -> None:
 def test_a_monitor_that_no_epoch_has_is_told(
     monitor: str | None, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No epoch may have been validated up to the last, and one that was would have had it."""
+    """Perhaps no epoch up to the last was validated, and a validated one would have had it."""
     monkeypatch.setattr(epoch.hvd, "rank", lambda: 0)
     spec, history = SimpleNamespace(monitor=monitor), History([{"epoch": 1, "loss": 0.5}])
     job: Any = SimpleNamespace(spec=spec, history=history, awaits_validation=True)

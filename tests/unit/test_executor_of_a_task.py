@@ -1,4 +1,4 @@
-"""Which executor a task belongs to, also when the daemon between them was killed."""
+"""Which executor a task belongs to, even if the daemon between them was killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_orphaned_worker_finds_its_executor(monkeypatch: pytest.MonkeyPatch) 
     assert executor_pid() == os.getpid()
     there.append(java(77, here, me, ARGUMENTS))
     assert executor_pid() == 77
-    there.append(java(78, here, me, ARGUMENTS))  # whose of two cannot be told
+    there.append(java(78, here, me, ARGUMENTS))  # it may belong to either of two
     assert executor_pid() == os.getpid()
 
 

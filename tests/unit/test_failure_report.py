@@ -1,4 +1,4 @@
-"""What a person reads of a failed run, in a terminal and in a notebook."""
+"""What a user reads about a failed run, in a terminal and in a notebook."""
 
 from __future__ import annotations
 

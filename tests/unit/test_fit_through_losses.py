@@ -1,4 +1,4 @@
-"""An elastic fit whose ranks all go at once goes on from its own checkpoint, as long as it gets further."""
+"""An elastic fit whose ranks are all lost at once resumes from its checkpoint, as long as it makes progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.store import Store
 
 
 def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[bytes | None]) -> list[bool]:
-    """Whether each start was told to resume; each saves something, or nothing, and all but one more are lost."""
+    """Return whether each start was told to resume; each saves something, or nothing, and all but the last are lost."""
     store = Store.create(tmp_path)
     checkpoints, starts = Checkpoints(store, "run"), []
     monkeypatch.setattr("spark_hvd.estimators.fit.ranks.replace", lambda spec, **changes: SimpleNamespace(**changes))

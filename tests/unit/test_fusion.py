@@ -106,6 +106,6 @@ def test_laws_of_plans(parts: list[tuple[Entry, list[list[int]]]], threshold: in
         size = sum(bytes_of(each.request) for each in batch)
         assert numbers == sorted(numbers)
         assert len(batch) == 1 or size <= threshold
-        if kind in last:  # a batch ends when the next entry does not fit in
+        if kind in last:  # a batch ends when the next entry does not fit
             assert last[kind] + bytes_of(batch[0].request) > threshold or threshold == 0
         last[kind] = size

@@ -1,4 +1,4 @@
-"""What simulated ranks have launched on NCCL, and whether they could come to its end."""
+"""What simulated ranks have launched on NCCL, and whether they could complete it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_kernels_that_wait_for_each_other() -> None:
     assert faults_of_order([[bucket(), after_bucket], [named(), bucket()]]) == []
     (fault,) = faults_of_order([[bucket(), after_bucket], [named(), after_named]])
     assert fault == "order: [(('buckets', 0), 0), (('named', 0), 0)] wait for each other"
-    # By way of the order on a communicator.
+    # Through the order on a communicator.
     (fault,) = faults_of_order([[bucket(), after_bucket, named()], [named(), named(), bucket("bucket", (NAMED, 1))]])
     assert "wait for each other" in fault

@@ -36,7 +36,7 @@ from spark_hvd.transport.host.pages import PINNED_PIECE, in_pieces
         (["GPU-aa"], None, ("GPU-aa",)),
         (["3"], "3", ("3",)),  # as on Databricks: the task's own GPU, by its number
         (["1"], "0,1", ("1",)),  # entry and position agree
-        (["2"], "1,2,3", ("2",)),  # an entry comes before a position
+        (["2"], "1,2,3", ("2",)),  # an entry takes precedence over a position
         (["0"], "2,3", ("2",)),  # no entry: a position
         (["1", "0"], "GPU-aa,GPU-bb", ("GPU-bb", "GPU-aa")),
         (["GPU-aabbcc"], "GPU-xx, GPU-aabb", ("GPU-aabb",)),  # shortened
@@ -107,7 +107,7 @@ def test_the_current_device() -> None:
         ("GPU-d", "2,3", ["c", "d"], 1),
         ("GPU-d", "GPU-c,GPU-d", ["c", "d"], 1),
         ("MIG-1", "MIG-1", ["c"], 0),
-        ("3", None, ["a", "b"], 1),  # a container that has some of the host's
+        ("3", None, ["a", "b"], 1),  # a container with some of the host's GPUs
     ],
 )
 def test_an_assigned_gpu_among_those_that_a_process_sees(
@@ -131,7 +131,7 @@ def ranks(*facts: tuple[str, str | None, str | None]) -> list[RankGpus]:
 def test_one_gpu_each_leaves_the_choice_to_the_world() -> None:
     assert choose_backend(ranks(("a", "0", "x"), ("a", "1", "y"), ("b", "0", "x")), None, False) == Choice(None)
     assert choose_backend(ranks(("a", None, None), ("a", None, None)), None, False) == Choice(None), "no GPUs at all"
-    # Containers on one host may call different boards by the same number.
+    # Containers on one host may use one number for different GPUs.
     assert choose_backend(ranks(("a", "0", "x"), ("a", "0", "y")), "nccl", False) == Choice("nccl")
 
 
@@ -188,14 +188,14 @@ def test_the_fork_server_does_not_start_cuda() -> None:
 
 
 def test_ranks_count_gpus_as_spark_does() -> None:
-    """nvidia-smi counts by the bus, and CUDA by speed unless told: on hosts with two kinds of GPUs they differ."""
+    """nvidia-smi orders by bus, and CUDA by speed by default: on hosts with two kinds of GPUs they differ."""
     growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert gpu_env(("2", "3"), {}) == growth | by_bus | {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert gpu_env(("GPU-aa",), {}) == growth | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
     assert gpu_env((), {}) == growth | {"CUDA_VISIBLE_DEVICES": ""}
     assert gpu_env(None, {}) == growth
-    # What the executor has chosen stands, and its numbers count as it does.
+    # The executor's own choice stands, with its own numbering.
     assert gpu_env(("2",), {"CUDA_VISIBLE_DEVICES": "2,3"}) == growth | {"CUDA_VISIBLE_DEVICES": "2"}
     chosen = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "TF_FORCE_GPU_ALLOW_GROWTH": "false"}
     assert gpu_env(("2",), chosen) == {"CUDA_VISIBLE_DEVICES": "2"}
@@ -213,7 +213,7 @@ def test_elastic_ranks_outlive_nccls_errors() -> None:
 
 def test_cuda_that_was_started_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "0").symlink_to("/dev/null")
-    (tmp_path / "1").symlink_to("/dev/nvidiactl")  # NVML's
+    (tmp_path / "1").symlink_to("/dev/nvidiactl")  # belongs to NVML
     assert not has_started_cuda(str(tmp_path))
     (tmp_path / "2").symlink_to("/dev/nvidia-uvm")
     assert has_started_cuda(str(tmp_path))

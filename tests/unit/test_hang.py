@@ -1,4 +1,4 @@
-"""Who is said to hang, to be slow, or nothing at all: worlds of ranks on a clock that the test turns."""
+"""Which rank is reported as hung, as slow, or not at all: worlds of ranks on a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ranks_that_have_joined_wait_for_those_with_more_data_in_peace() -> None
             yield Collective("join 'join'")
         for _ in range(500):
             yield Work(1.0)
-            yield Collective("allreduce 'more'", (1, 2))  # what a joined rank takes no part in
+            yield Collective("allreduce 'more'", (1, 2))  # a collective without the joined rank
         yield Collective("join 'join'")
 
     world = World(3, program)
@@ -252,7 +252,7 @@ def test_a_rank_in_native_code_that_holds_the_lock_and_waits() -> None:
 def test_a_collective_that_all_have_entered_and_that_does_not_end() -> None:
     world = World(3, one_differs(-1, name="allreduce 'cut'"))
     world.go_on(4)
-    for rank in world.ranks:  # all enter it, and nothing comes back
+    for rank in world.ranks:  # all enter it, and none returns
         rank.doing, rank.since = Collective("allreduce 'cut'", seconds=FOREVER), world.now
     world.go_on(100)
     (verdict,) = world.told
@@ -339,7 +339,7 @@ def test_a_new_generation_is_judged_afresh() -> None:
     world.start()
     world.go_on(20)
     assert world.watch.verdict is None
-    world.watch.take(old, world.now)  # a record that was on its way
+    world.watch.take(old, world.now)  # a record that was in transit
     world.go_on(WARNING + 10)
     assert world.kinds == [Kind.HANG, Kind.HANG]
     assert "rank 0 waits in allreduce 'loss' for rank 1" in world.told[1].headline

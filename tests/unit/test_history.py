@@ -1,4 +1,4 @@
-"""The history of a run: what is kept, what differences mean across processes and worlds, and that it stays small."""
+"""The history of a run: what is kept, differences across processes and worlds, and its bounded size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.world.vitals import Vitals
 
 
 def vitals(rank: int = 0, at: float = 0.0, **changed: Any) -> Vitals:
-    """A rank that makes ten steps of 32 samples a second, a tenth of it waiting for data, a fifth communicating."""
+    """Return a rank with ten steps of 32 samples a second; a tenth waiting for data, a fifth communicating."""
     told: dict[str, Any] = {
         "size": 2,
         "generation": 0,
@@ -143,7 +143,7 @@ def test_a_long_run_stays_small_evenly_spaced_and_true_in_its_sums(size: int, mo
     records = 5 * most + 37
     for second in range(records):
         history.take(vitals(at=second, size=size), 1000 + second)
-        assert history.seconds == second  # the newest is always there
+        assert history.seconds == second  # the newest is always kept
     points = history.points(0)
     assert most / 3 < len(points) <= most
     gaps = [b.seconds - a.seconds for a, b in pairwise(points)]

@@ -1,4 +1,4 @@
-"""The history of a fit: names that are each their own, and a best epoch that is one."""
+"""The history of a fit: unique names, and a valid best epoch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_epoch_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a LightningModule logs under that name."""
+    """Even if a LightningModule logs something under that name."""
     monkeypatch.setattr(train.hvd, "rank", lambda: 1)
     monkeypatch.setattr(train.hvd, "generation", lambda: 0)
     job: Any = SimpleNamespace(history=History(), late=None, progress=None)

@@ -1,4 +1,4 @@
-"""Every public name of horovod.torch is here, and takes the same arguments in the same places."""
+"""Every public name of horovod.torch exists here, and takes the same arguments in the same positions."""
 
 from __future__ import annotations
 

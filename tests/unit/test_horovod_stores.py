@@ -1,4 +1,4 @@
-"""Stores of Horovod's names: paths may be replaced on the object and in a subclass, and ranks get a plain store."""
+"""Stores under Horovod's names: paths can be replaced on the object and in a subclass; ranks get a plain store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Iceberg tables on disk with hidden partitions and delete files, in a catalog of SQLite, against pyiceberg's reader.
+"""Iceberg tables on disk with hidden partitions and delete files, in an SQLite catalog, against pyiceberg's reader.
 
-pyiceberg writes no delete files. Those here are written by its own writers of manifests, as the second version of the
-format says.
+pyiceberg writes no delete files. Those here are written by its own manifest writers, as the second version of the
+format requires.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rows_of(source: ParquetSource) -> list[dict[str, Any]]:
 
 
 def add(table: Any, rows: pa.Table, content: str = "DATA", partition: Sequence[Any] = (), **told: Any) -> None:
-    """Adds a snapshot to a table, of a file of rows or of deletes and a manifest that names it."""
+    """Add a snapshot to a table, with a file of rows or of deletes and a manifest that names it."""
     from pyiceberg import manifest
     from pyiceberg.table.snapshots import Operation
     from pyiceberg.table.update.snapshot import _FastAppendFiles
@@ -100,7 +100,7 @@ def add(table: Any, rows: pa.Table, content: str = "DATA", partition: Sequence[A
 
 
 def test_hidden_partitions_that_change(table: Any) -> None:
-    """Rows by day, then by bucket and the beginning of a text, then by nothing; a column is renamed between."""
+    """Rows by day, then by bucket and the prefix of a text, then by nothing; a column is renamed in between."""
     transforms = pytest.importorskip("pyiceberg.transforms")
     with table.update_spec() as update:
         update.add_field("at", transforms.DayTransform(), "day")
@@ -135,7 +135,7 @@ def test_rows_that_delete_files_mark(table: Any) -> None:
     add(table, marked, "POSITION_DELETES")
     again = pa.table({"file_path": [files[12], files[12]], "pos": pa.array([5, 11], pa.int64())})
     add(table, again, "POSITION_DELETES")
-    table.append(ROWS.slice(0, 1))  # later than the deletes, which do not mean it
+    table.append(ROWS.slice(0, 1))  # later than the deletes, which do not apply to it
     left = sorted([1, 2, 3, 4, 6, 7, 8, 9, 10, 0, 1, 3, 0])
     for given in (table, table.metadata_location):
         source = parquet_source(given)

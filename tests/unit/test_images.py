@@ -1,4 +1,4 @@
-"""Images as bytes become tensors: what Pillow sees in them; at random, but the same each time; or an error."""
+"""Image bytes become tensors: Pillow's pixels; random, but the same each time; or an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """(rows, height, width, channels), 0 to 255."""
+    """Return an array (rows, height, width, channels), 0 to 255."""
     return (tensor.permute(0, 2, 3, 1) * 255).round().byte().numpy()
 
 
@@ -56,7 +56,7 @@ def test_channels_and_normalisation() -> None:
     np.testing.assert_array_equal(bytes_of(one([encoded(colour)]))[0, ..., 0], np.asarray(colour.convert("L")))
     four = ImageDecoder((8, 12), channels=4, **RAW)
     np.testing.assert_array_equal(bytes_of(four([encoded(colour)]))[0, ..., 3], 255)
-    deep = picture("I;16")  # 16 bits of grey, as microscopes and scanners write them
+    deep = picture("I;16")  # 16 bits of grey, as from microscopes and scanners
     np.testing.assert_array_equal(bytes_of(one([encoded(deep)]))[0, ..., 0], np.asarray(deep) >> 8)
 
     red = np.asarray(colour)[0, 0, 0] / 255
@@ -66,7 +66,7 @@ def test_channels_and_normalisation() -> None:
 
 
 def test_sizes_jpeg_and_the_way_up() -> None:
-    # smooth, so that what JPEG loses does not count
+    # smooth, so that JPEG's losses do not matter
     across = np.broadcast_to(np.linspace(0, 255, 400)[None, :, None], (200, 400, 3)).astype(np.uint8)
     image = Image.fromarray(across)
     middle, whole = ImageDecoder(20, **RAW), ImageDecoder(20, crop=False, **RAW)

@@ -1,4 +1,4 @@
-"""What a model takes of columns: as it was trained, or as it is told afterwards."""
+"""What a model takes from columns: as in training, or as specified later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_shapes_and_dtypes_that_are_set_after_the_fit_count() -> None:
     names = ["ids", "pixels"]
     assert inputs_as_trained(SCHEMA, names, {}, TRAINED) == TRAINED
     ids, pixels = inputs_as_trained(SCHEMA, names, {}, TRAINED, [None, (-1, 2, 2)], ["int64", None])
-    assert (ids.column.dtype, ids.dtype) == ("float64", "int64")  # or large ids would be others
+    assert (ids.column.dtype, ids.dtype) == ("float64", "int64")  # otherwise large ids would change
     assert ids.of(torch.tensor([16_777_217.0], dtype=torch.float64)).tolist() == [16_777_217]
     assert pixels.dtype == "float32"
     assert pixels.of(torch.zeros(3, 4)).shape == (3, 2, 2)

@@ -1,4 +1,4 @@
-"""Global batches are the same rows on any number of ranks, in an order that a pure function of counts decides."""
+"""Global batches are the same rows on any number of ranks, in an order that a pure function of counts determines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spark_hvd.data.readers.sharding import (
 from spark_hvd.data.readers.windows import EpochLine, runs_of
 
 Rows = list[tuple[int, int]]
-"""Rows by the number of their row group and their own in it."""
+"""Rows identified by the number of their row group and their own number in it."""
 
 lane_counts = st.sampled_from([1, 2, 4, 12])
 
@@ -40,7 +40,7 @@ def steps_in(rows: list[Any], sizes: list[int]) -> list[list[Any]]:
 
 
 def taken(sharding: Sharding, position: Position, size: int) -> list[list[list[int]]]:
-    """Places in the line that each rank takes in each step."""
+    """Return the positions in the order that each rank takes in each step."""
     ranks = range(size)
     return [
         steps_in(rows_in(sharding.share(position, rank, size)), sharding.batches(position, rank, size))
@@ -49,7 +49,7 @@ def taken(sharding: Sharding, position: Position, size: int) -> list[list[list[i
 
 
 def together(ranks: list[list[list[Any]]]) -> list[list[Any]]:
-    """The rows of each global batch."""
+    """Return the rows of each global batch."""
     return [sorted(itertools.chain(*step)) for step in zip(*ranks, strict=True)]
 
 
@@ -64,7 +64,7 @@ def test_the_same_global_batches_on_any_number_of_ranks(rows: int, each: int, la
             assert len(set(places)) == len(places)
             assert drop_last or len(places) == rows
             assert {len(step) for rank in ranks for step in rank[:-1]} <= {full // size}
-    # What is left is a step of its own where each rank has a row of it; else it is in the step before.
+    # The remainder is its own step if each rank has a row of it; otherwise it belongs to the step before.
     whole = [batches[: rows // full - 1] for batches in found]
     assert all(batches == whole[0] for batches in whole)
     if drop_last or rows % full == 0 or rows % full >= 12:
@@ -121,7 +121,7 @@ groups_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
 def order(line: EpochLine, share: Any) -> Rows:
-    """The rows that a reader gives, by the rounds that it reads."""
+    """Return the rows that a reader yields, by its rounds."""
     found: Rows = []
     for one in line.rounds(share):
         rows = [(piece.group, row) for piece in one.pieces for row in range(piece.start, piece.stop)]
@@ -186,7 +186,7 @@ def test_one_rank_reads_a_row_group_at_the_border_of_two_lanes_once() -> None:
     line = EpochLine(counts, 4, 800, shuffle=True, seed=1, epoch=0, drawn=0)
     share = Sharding(1800, 10, lanes=4).share(Position(), 0, 1)
     in_rounds = {(number, piece.group) for number, one in enumerate(line.rounds(share)) for piece in one.pieces}
-    runs = [run for run in line.runs(share) if len(run) > 1]  # one that goes on in the next window is kept until then
+    runs = [run for run in line.runs(share) if len(run) > 1]  # kept until then if it continues in the next window
     again = sum(len(run) - 1 for run in runs)
     assert len(in_rounds) - again == 18
 

@@ -1,4 +1,4 @@
-"""Validation beside the training: which checkpoint comes when, what ranks take of it, and who is told how late."""
+"""Validation in parallel with training: which checkpoint is next, what ranks get of it, and delayed results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_at_a_time_and_the_newest() -> None:
     assert order.next([], False) is None
     first = order.next([ticket(1)], False)
     assert first is not None
-    order.starts(ticket(2))  # another came before it had its slots
+    order.starts(ticket(2))  # another checkpoint came before it had its slots
     assert (first.ticket, order.next([ticket(5)], False)) == (ticket(2), None)
     assert ended(order, (ticket(2), {"val_loss": 3.0})) is None
     assert order.next([ticket(2)], False) is None, "not again"
@@ -50,7 +50,7 @@ def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
     order = Order()
     waiting = order.next([ticket(1)], False)
     assert waiting is not None
-    order.starts(ticket(1))  # ranks of others may hold the slots all the same
+    order.starts(ticket(1))  # other ranks may still hold the slots
     order.next([ticket(1)], True)
     assert waiting.stop.is_set()
     ended(order, KeyboardInterrupt())
@@ -82,7 +82,7 @@ def test_ranks_take_what_belongs_to_their_weights() -> None:
     results = Results()
     for epoch, generation in ((3, 0), (1, 0), (2, 1), (4, 0)):
         results.add(ticket(epoch, generation), {"val_loss": float(epoch)})
-    # Started again after epoch 1: the third was trained again, and the old one's result is of other weights.
+    # Restarted after epoch 1: the third was trained again, and the old result belongs to other weights.
     assert list(results.of(history)) == [1, 2]
     assert results.best("val_loss", -1.0, history) == -2.0
     results.add(ticket(3, 1), {"val_loss": 0.5})
@@ -112,7 +112,7 @@ def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
         with pytest.raises(StoreError, match="no content"):
             ranks._results()
     now = 500.0
-    place.publish(Results())  # the same as before, but told again
+    place.publish(Results())  # the same as before, but sent again
     assert not ranks._results().ended
     now = 1000.0
     assert not ranks._results().ended
@@ -136,7 +136,7 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
         newest = place.waiting()[-1]
         return newest, {"val_loss": float(newest.epoch)}
 
-    leave(9)  # of a driver that was killed
+    leave(9)  # left by a driver that was killed
     place.publish(Results({1: (0, {"val_loss": 7.0}), 4: (0, {"val_loss": 4.0})}, ended=True))
     rows = History([{"epoch": 1, "loss": 1.0}])
     with Beside(place, validate, rows, lambda fn: fn):

@@ -1,4 +1,4 @@
-"""What torchrun's variables say, and what is said when they are broken."""
+"""What torchrun's variables say, and the messages if they are broken."""
 
 from __future__ import annotations
 

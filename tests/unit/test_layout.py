@@ -1,4 +1,4 @@
-"""The layout of ranks over hosts, as data."""
+"""The layout of ranks on hosts, as data."""
 
 from __future__ import annotations
 

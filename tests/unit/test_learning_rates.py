@@ -1,4 +1,4 @@
-"""Learning rates of the estimators: schedulers that are given have all of theirs multiplied."""
+"""Learning rates of the estimators: a passed scheduler has all of its rates multiplied."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_all_rates_of_a_scheduler_are_multiplied(made: Made) -> None:
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    """It would leave the rates of the one that trains as they are."""
+    """Otherwise it would not change the rates of the optimizer that trains."""
     other = of_torch.StepLR(optimizer(), 1)
     for given in (other, lambda _: other):
         with pytest.raises(ValueError, match="lr_scheduler is a StepLR for another optimizer"):
@@ -93,12 +93,12 @@ def of_run(optimizer: torch.optim.Optimizer, model: torch.nn.Module, scheduler: 
 
 
 def test_a_checkpoint_of_another_optimizer_or_scheduler() -> None:
-    """torch loads the state of Adam into AdamW, which is Adam from then on, and that of one layer into another."""
+    """torch loads Adam's state into AdamW, which then acts as Adam, and one layer's state into another."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     adam = torch.optim.Adam(model[0].parameters(), lr=0.1)
     saved = of_run(adam, model)
     assert check_described(saved, of_run(torch.optim.Adam(model[0].parameters(), lr=0.1), model), "r") == []
-    assert check_described(None, saved, "r") == []  # written before this was known
+    assert check_described(None, saved, "r") == []  # written before this was recorded
     others = {
         "optimizer: Adam then, AdamW now": of_run(torch.optim.AdamW(model[0].parameters()), model),
         r"parameters .*0.weight.*then, .*1.weight.*now": of_run(torch.optim.Adam(model[1].parameters()), model),

@@ -1,4 +1,4 @@
-"""What a driver, a Spark task and a rank load: each its own side of a run, so that starting one costs what it needs."""
+"""What a driver, a Spark task and a rank import: each only its own side of a run, so that it starts fast."""
 
 from __future__ import annotations
 

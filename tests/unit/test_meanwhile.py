@@ -1,4 +1,4 @@
-"""Imports that go on while Spark works."""
+"""Imports that run while Spark works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios of elastic membership, each a few lines: who comes, who goes, who trains then."""
+"""Scenarios of elastic membership, each a few lines: who arrives, who leaves, who then trains."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_rank_that_dies_is_replaced_and_the_survivor_comes_first() -> None:
     survivor = model.of_rank(1).number
     model.fail(0)
     newcomer = model.processes[2]
-    newcomer.hangs = True  # takes its time to prepare
+    newcomer.hangs = True  # prepares slowly
     model.run(0.5)
     assert model.size == 1, "the survivor does not wait"
     newcomer.hangs = False

@@ -1,4 +1,4 @@
-"""Scenarios of elastic membership: failures that a run survives, limits, exclusion, state that is lost, ends."""
+"""Scenarios of elastic membership: failures that a run survives, limits, exclusion, lost state, ends."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ranks_that_do_not_reach_each_other_do_not_try_for_ever() -> None:
     model.apart = False
     model.run(1.0)
     assert model.size == 2
-    model.apart = True  # for good; the time begins anew
+    model.apart = True  # permanently; the time restarts
     model.fail(1)
     model.run(18.0)
     assert model.membership.verdict is None
@@ -123,9 +123,9 @@ def test_what_one_rank_says_of_a_commit_holds_for_all_of_its_world() -> None:
         model.up(agent, "host")
     model.run(2.0)
     model.fail(0)
-    model.run(2.0, commit=False)  # a new rank was given the state
+    model.run(2.0, commit=False)  # a new rank got the state
     first = model.of_rank(0)
-    model.tell(Committed(first.number, first.commits + 1))  # the other's word comes after that of the failure
+    model.tell(Committed(first.number, first.commits + 1))  # the other's message arrives after that of the failure
     model.fail(0)
     model.run(2.0)
     assert model.size == 2

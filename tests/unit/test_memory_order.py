@@ -1,11 +1,11 @@
-"""Litmus tests of what ranks write to and read from the memory that they share, in a model weaker than x86 and Armv8.
+"""Litmus tests of what ranks write to and read from their shared memory, in a model weaker than x86 and Armv8.
 
-In the model a processor may do its reads and writes in any order, whatever depends on what, except that a fence divides
-those before it from those after it, and that those of one location stay in order. A write reaches all other processors
+In the model a processor may do its reads and writes in any order, whatever the dependencies, except that a fence
+separates those before it from those after it, and that those of one location stay in order. A write reaches all others
 at once, as on both (Arm calls it other-multi-copy atomicity). So what cannot happen here cannot happen there.
 
-Each case stands for a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.underway.slots. Its fences are
-shown to be needed, too: without any one of them the forbidden outcome can happen.
+Each case is a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.underway.slots. The tests also show
+that its fences are needed: without any one of them, the forbidden outcome can happen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read(place: str, into: str) -> Op:
 
 
 def orders(program: Program) -> Iterator[Program]:
-    """All orders in which a processor may do it."""
+    """Return all orders in which a processor may execute it."""
     if FENCE in program:
         at = program.index(FENCE)
         for first in orders(program[:at]):
@@ -53,7 +53,7 @@ def orders(program: Program) -> Iterator[Program]:
 
 
 def mixed(programs: tuple[Program, ...]) -> Iterator[Program]:
-    """All ways in which several processors' operations may follow each other."""
+    """Return all interleavings of several processors' operations."""
     if not any(programs):
         yield ()
     for number, program in enumerate(programs):
@@ -63,7 +63,7 @@ def mixed(programs: tuple[Program, ...]) -> Iterator[Program]:
 
 
 def outcomes(programs: tuple[Program, ...]) -> Iterator[Registers]:
-    """What the registers may hold at the end; all memory is 0 at the start."""
+    """Return the possible final values of the registers; all memory is 0 at the start."""
     for chosen in product(*map(orders, programs)):
         for run in mixed(chosen):
             memory: dict[str, int] = {}
@@ -77,7 +77,7 @@ def outcomes(programs: tuple[Program, ...]) -> Iterator[Registers]:
 
 
 CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
-    # Pipes.send and Pipes.arrived; Slots.come and Slots.state: who sees the counter or the word sees the data.
+    # Pipes.send and Pipes.arrived; Slots.come and Slots.state: a rank that sees the counter or the word sees the data.
     "data before the flag": (
         (
             (write("data", 1), FENCE, write("flag", 1)),
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
         ),
         lambda seen: seen["flag"] == 1 and seen["data"] == 0,
     ),
-    # Slots' copies take turns: who sees that I have come to the next round overwrites what I have read by then.
+    # Slots' copies take turns: a rank that sees this one in the next round overwrites what this one has read by then.
     "read before it is overwritten": (
         (
             (read("data", "data"), FENCE, write("flag", 1)),
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
         ),
         lambda seen: seen["asleep"] == 0 and seen["counter"] == 0,
     ),
-    # Slots.withdraw and Slots.state: a rank that tries to withdraw sees who is missing, or is seen by who is complete.
+    # Slots.withdraw and Slots.state: a rank that tries to withdraw sees who is missing, or complete ranks see it.
     "withdraws or takes part": (
         (
             (write("tries", 1), FENCE, read("come", "come")),
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
         ),
         lambda seen: seen["come"] == 0 and seen["tries"] == 0,
     ),
-    # The same, where a third rank is the one that is missing: whoever sees it come looks at all words once more.
+    # The same with a third rank missing: a rank that sees it arrive looks at all words once more.
     "withdraws while a third comes": (
         (
             (write("tries", 1), FENCE, read("come", "missed")),

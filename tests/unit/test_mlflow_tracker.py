@@ -1,4 +1,4 @@
-"""MlflowTracker on a real file store: what is logged, in which run, and that no server can disturb a training."""
+"""MlflowTracker on a real file store: what is logged, in which run, and that no server can disturb training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FACTS = facts_of(RunConfig(num_proc=2), "train", spark="4.3.0", gpus=None)
 
 @pytest.fixture(autouse=True)
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A store of the test's own; nothing goes anywhere else."""
+    """A store for this test only; nothing is written anywhere else."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setattr(mlflow_outbox, "_SEND_EVERY", 0.05)
@@ -57,7 +57,7 @@ def points(run_id: str, name: str) -> list[tuple[int, float]]:
 
 
 def train(tracker: MlflowTracker, error: BaseException | None = None, summary: Summary | None = None) -> Any:
-    """A run of three seconds on two ranks; what MLflow has of it."""
+    """Make a run of three seconds on two ranks; return what MLflow recorded."""
     tracker.start(FACTS)
     for at in range(3):
         for rank in range(2):
@@ -111,7 +111,7 @@ def test_the_users_run_is_used_and_stays_open(runs: Callable[[], list[Any]]) -> 
 
 
 def test_runs_below_the_users(runs: Callable[[], list[Any]]) -> None:
-    """One tracker, one run after the other: each is a run of its own."""
+    """One tracker, one run after the other: each is a separate run."""
     tracker = MlflowTracker(nested=True)
     with mlflow.start_run(experiment_id=mlflow.create_experiment("theirs")) as active:
         first, second = train(tracker), train(tracker)
@@ -119,7 +119,7 @@ def test_runs_below_the_users(runs: Callable[[], list[Any]]) -> None:
     assert {run.data.tags["mlflow.parentRunId"] for run in (first, second)} == {active.info.run_id}
     assert {run.info.experiment_id for run in (first, second)} == {active.info.experiment_id}
     assert {run.info.status for run in runs()} == {"FINISHED"}
-    assert points(second.info.run_id, "loss")[0] == (0, 1.0)  # counted anew
+    assert points(second.info.run_id, "loss")[0] == (0, 1.0)  # counted from the start
 
 
 def test_the_run_of_mlflows_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_the_steps_go_on_after_a_restart_and_validation_has_names_of_its_own() -
     tracker.take(vitals(at=1))
     tracker.take(vitals(at=2))
     tracker.take(vitals(at=0, generation=1, process="new"))
-    tracker.take(vitals(at=9, metrics={"loss": 9.0}))  # of the world that is over
+    tracker.take(vitals(at=9, metrics={"loss": 9.0}))  # from the world that is over
     tracker.take(vitals(at=1, generation=1, process="new", stage="validation", metrics={"top 5 (%)": 0.9}))
     tracker.end(None, None)
     assert tracker.run_id is not None
@@ -203,7 +203,7 @@ def test_another_value_of_a_parameter_is_one_warning(caplog: pytest.LogCaptureFi
 
 
 def test_no_password_is_logged_or_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """MLflow's own errors have the server's address in them, as it was given."""
+    """MLflow's own errors contain the server's address as it was passed."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise mlflow.MlflowException("API request to http://bob:TOP@SECRET@127.0.0.1:9/api/2.0/runs failed")
@@ -226,7 +226,7 @@ def test_no_password_is_logged_or_kept(caplog: pytest.LogCaptureFixture) -> None
 
 
 class Server(ThreadingHTTPServer):
-    """Stands for a tracking server that makes runs, and answers nothing else while `stuck` is not set free."""
+    """A tracking server that creates runs, and answers nothing else until `stuck` is released."""
 
     daemon_threads = True
 
@@ -277,7 +277,7 @@ def test_a_server_that_does_not_answer_stops_nothing(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "0")
     tracker.start(FACTS)
     assert server.reached.wait(10)
-    for at in range(500):  # the server holds the parameters all this time
+    for at in range(500):  # meanwhile the server holds the parameters
         tracker.take(vitals(at=at))
     assert tracker._outbox is not None
     assert len(tracker._outbox._values) == 300
@@ -306,7 +306,7 @@ def test_the_callback_logs_into_the_experiment_that_is_set() -> None:
 
     mlflow.set_experiment("mine")
     callback: Any = MLflow()
-    mlflow.set_experiment("Default")  # as a rank has it, which knows nothing of the driver's
+    mlflow.set_experiment("Default")  # as in a rank, which does not know the driver's
     callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit", history=[]))
     (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert run.info.run_name == "fit"
@@ -326,7 +326,7 @@ def test_requirements_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Logged:
-    """What is made of a checkpoint; tells where it was logged."""
+    """Handles a checkpoint; returns where it was logged."""
 
     def __init__(self, told: list[tuple[Any, ...]], error: Exception | None = None) -> None:
         self._told, self._error = told, error
@@ -338,7 +338,7 @@ class Logged:
 
 
 def kept(tmp_path: Path, monitor: str | None = None) -> Any:
-    """The fit of two epochs whose checkpoints are in a store."""
+    """A fit of two epochs whose checkpoints are in a store."""
     spec = SimpleNamespace(store=Store.create(tmp_path / "store"), run_id="fit", monitor=monitor, monitor_mode="min")
     for epoch in (1, 2):
         write(spec.store, spec.store.checkpoint_path("fit", of_epoch(epoch)), {"epoch": epoch})
@@ -354,7 +354,7 @@ def checkpointed(experiment: str | None = None) -> MlflowTracker:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Without those of trackers of other tests, whose threads may still try."""
+    """Exclude warnings from trackers of other tests, whose threads may still be trying."""
     return [record.getMessage() for record in caplog.records if record.name == "spark_hvd.estimators.fit.logged"]
 
 

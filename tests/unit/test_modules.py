@@ -1,4 +1,4 @@
-"""A packed module is the module: same outputs, tied weights tied, nothing lost, nothing changed in the original."""
+"""A packed module equals the module: same outputs, weights still tied, nothing lost, the original unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_hvd.runner.outcome.payload import UnpicklableError
 
 
 class Odd(nn.Module):
-    """What modules may hold beside plain layers."""
+    """What modules may contain besides plain layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What of MPI needs no MPI: the pace of polling, the variables of process managers, and what is said without mpi4py."""
+"""The parts of MPI that need no MPI: polling pace, variables of process managers, and messages without mpi4py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_pace_of_a_waiter() -> None:
     sleeps = [pause for _, pause in pauses if pause > 0.0]
     assert sleeps == sorted(sleeps)
     assert (sleeps[0], sleeps[-1]) == (pytest.approx(2e-5), pytest.approx(1e-3))
-    # as soon as something moves it is awake again
+    # it is awake again as soon as something moves
     assert pace.after(now, now + 1e-4) == 0.0
     assert pace.after(now + 1e-4, now + 1.01e-4) == 0.0
 
@@ -57,7 +57,7 @@ def test_pace_without_patience() -> None:
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"},
             MpiEnv(0, 2, "10.0.0.1"),
         ),
-        ({"PMI_RANK": "0"}, None),  # not of a process manager that counts
+        ({"PMI_RANK": "0"}, None),  # not from a process manager that counts
     ],
 )
 def test_process_managers(env: dict[str, str], expected: MpiEnv | None) -> None:

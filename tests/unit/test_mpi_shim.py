@@ -1,4 +1,4 @@
-"""The shim that MPI's process manager starts, as a process of its own."""
+"""The shim that MPI's process manager starts, as a separate process."""
 
 from __future__ import annotations
 

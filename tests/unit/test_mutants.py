@@ -1,4 +1,4 @@
-"""The changes that are made to code to see what tests notice."""
+"""The small changes to code that show what tests notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which address others reach a host: the choice, without a network."""
+"""The address by which others reach a host: the choice, without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_wish_that_the_host_cannot_fulfil() -> None:
 
 def test_a_name_that_stands_for_loopback() -> None:
     assert choose("localhost", alone=True) == LO
-    # 127.0.1.1 is what Debian gives a machine's own name: the way to the driver is taken, here that of loopback.
+    # Debian gives 127.0.1.1 to a machine's own name; the route to the driver is used instead, here loopback.
     with pytest.raises(NoAddressError, match=r"that name resolves to 127\.0\.1\.1 here.*interfaces="):
         choose("127.0.1.1", towards="127.0.0.1")
 

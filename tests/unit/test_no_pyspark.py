@@ -1,4 +1,4 @@
-"""Where PySpark is missing or too old, each door says what to type; what needs no Spark works."""
+"""If PySpark is missing or too old, each entry point says what to install; what needs no Spark works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an object is in the pickle that is hashed, and what follows it."""
+"""Which part of an object is in the hashed pickle, and which part follows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_large_arrays_of_numbers_follow(array: np.ndarray[tuple[int, ...], np.dt
 @pytest.mark.parametrize(
     "value",
     [
-        np.frombuffer(pickle.dumps(list(range(50_000))), dtype=np.uint8),  # somebody may unpickle them
+        np.frombuffer(pickle.dumps(list(range(50_000))), dtype=np.uint8),  # a receiver may unpickle them
         np.zeros(100_000, dtype="S4"),
         np.zeros(100_000, dtype="V4"),
         NUMBERS.astype(object),

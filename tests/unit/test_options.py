@@ -37,7 +37,7 @@ def test_a_signature_has_the_types_and_defaults_of_the_declaration(name: str) ->
     if name in ("run", "run_elastic"):
         assert declared.keys() == (parameters.keys() - NO_OPTIONS) | IN_GROUPS
     for option in parameters.keys() & declared.keys():
-        if option == "env":  # None is no changes
+        if option == "env":  # None means no changes
             continue
         if option == "num_proc" and name.endswith("local"):
             assert (parameters[option].annotation, parameters[option].default) == ("int", 2)

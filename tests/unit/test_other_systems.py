@@ -1,4 +1,4 @@
-"""A driver elsewhere than on Linux: what it lacks is missed nowhere; where ranks would run there, an error says so."""
+"""A driver on systems other than Linux: it works without what they lack; starting ranks there raises an error."""
 
 from __future__ import annotations
 

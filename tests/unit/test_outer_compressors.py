@@ -1,4 +1,4 @@
-"""What LocalSGD's compressors send and keep, and what LocalSGD does without other ranks: its states and fragments."""
+"""What LocalSGD's compressors send and keep, and LocalSGD without other ranks: its states and fragments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_blocks_round_to_the_nearest_step(kind: Any, levels: int, bytes_each: fl
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(kind: Any, bad: float) -> None:
-    """Rounding does not hide it, and it reaches no block but its own, though two share bytes."""
+    """Rounding does not hide it, and it affects only its own block, even if two share bytes."""
     values = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     values[100] = bad
     given, mean = values.clone(), torch.empty_like(values)
@@ -81,7 +81,7 @@ def test_zeros_are_sent_as_zeros(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [hvd.LocalSGD, hvd.DiLoCo])
 def test_a_state_is_loaded_by_name_whatever_the_fragments(kind: Any) -> None:
-    """Of parameters of the same shapes, too; a state from before there were fragments has one."""
+    """Even with parameters of equal shapes; a state without fragments has one."""
 
     def made(*divided: int) -> tuple[list[nn.Parameter], Any]:
         params = [nn.Parameter(torch.full((3,), float(number))) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Lines out of bytes, and lines with their rank in front."""
+"""Bytes split into lines, and lines prefixed with their rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_of_a_progress_bar_one_state_a_second_is_a_line() -> None:
 def test_lines_beside_a_progress_bar_are_all_there() -> None:
     cutter = LineCutter(lambda: 0.0)
     assert cutter.feed(b"\r1%") == ["1%"]
-    for number in range(3):  # as tqdm.write does it
+    for number in range(3):  # as tqdm.write does
         assert cutter.feed(f"\r    \rline {number}\n\r2%".encode()) == [f"line {number}"]
     assert cutter.feed(b"\rall at once\nmore\n") == ["all at once", "more"]
     assert cutter.feed(b"\x1b[01;31m\x1b[Kmatch\x1b[m\x1b[K\n" * 2) == ["\x1b[01;31m\x1b[Kmatch\x1b[m\x1b[K"] * 2

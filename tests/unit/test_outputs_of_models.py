@@ -1,4 +1,4 @@
-"""From a model's outputs to columns: the numbers that they are, or an error that names column, value and type."""
+"""A model's outputs as columns: the exact numbers, or an error that names column, value and type."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_a_column_holds() -> None:
     assert column([255, 0], torch.uint8, "smallint") == [255, 0]
     assert column([2**62, -(2**63)], torch.int64, "double") == [2.0**62, -(2.0**63)]
     assert column([True, False], torch.bool, "float") == [1.0, 0.0]
-    # Floating point numbers are rounded, to the nearest that there is.
+    # Floating point numbers are rounded to the nearest value.
     assert column([2.5e9, -1e20, 1.4, math.nan], torch.float64, "int") == [2**31 - 1, -(2**31), 1, None]
     assert column([math.inf, 0.5], torch.float64, "float") == [math.inf, 0.5]
     assert column([math.nan, 0.6, -math.inf], torch.float32, "boolean") == [None, True, False]
@@ -111,7 +111,7 @@ def test_booleans_of_logits() -> None:
     [("decimal(3,2)", 9.99), ("decimal", 9999999999.0), ("decimal(38,0)", 1e38), ("array<decimal(17,2)>", 1e15)],
 )
 def test_decimals_are_the_nearest_that_there_is(kind: str, greatest: float) -> None:
-    """As integers are: Spark fails where a number has more digits than its column."""
+    """Integers are exact; Spark fails if a number has more digits than its column."""
     depth = kind.count("array<")
     output = Output("p", 0, "value", kind, "double", depth)
     values = torch.tensor([math.inf, 1e300, -1e300, 1.5], dtype=torch.float64)
@@ -123,11 +123,11 @@ def test_decimals_are_the_nearest_that_there_is(kind: str, greatest: float) -> N
     whole = {"name": "p", "index": 0, "role": "value", "element": "double", "depth": 0, "threshold": 0.5}
     plan = {"inputs": [], "outputs": [], "kind": "other", "scores": "", "decoders": {}, "batch_size": 9}
     scored = ScoredModel(nn.Identity(), plan)._column(values, {**whole, "digits": output.digits})
-    assert scored[3] == (2.0 if output.digits and not output.digits[1] else 1.5)  # a whole number, at a scale of 0
+    assert scored[3] == (2.0 if output.digits and not output.digits[1] else 1.5)  # a whole number at scale 0
     assert scored[0] == pytest.approx(greatest)
     halves = torch.tensor([0.125, 2.675], dtype=torch.float64)
     rounded = ScoredModel(nn.Identity(), plan)._column(halves, {**whole, "digits": (3, 2)})
-    assert rounded.tolist() == [0.13, 2.68]  # as Spark rounds the digits that are shown
+    assert rounded.tolist() == [0.13, 2.68]  # Spark rounds the digits that it shows
 
 
 def test_a_rate_is_predicted_where_its_logarithm_is_trained() -> None:
@@ -141,7 +141,7 @@ def test_a_rate_is_predicted_where_its_logarithm_is_trained() -> None:
 
 
 def test_outputs_by_name_in_another_order_are_refused() -> None:
-    """They are taken in order, so labels would be those of other outputs."""
+    """They are taken in order, so labels would belong to other outputs."""
 
     def model(x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"b": 2 * x, "a": x}
@@ -158,14 +158,14 @@ def listed_column(values: list[Any], kind: str) -> list[Any]:
 
 
 def test_lists_become_what_tensors_become() -> None:
-    """Arrow would cut off what is behind the point, and make infinity of what is too large."""
+    """Arrow would truncate decimals, and turn values that are too large into infinity."""
     assert listed_column([1.7, None, -1.7, math.nan, 3e9], "int") == [2, None, -2, None, 2**31 - 1]
     assert listed_column([[1.7, 0.2], None, []], "array<bigint>") == [[2, 0], None, []]
     assert listed_column([Decimal("1.7"), None], "tinyint") == [2, None]
     assert listed_column([Decimal("0.1")], "double") == [0.1]
     assert listed_column([0.7, 0.2], "boolean") == [True, False]
     assert listed_column([1, 2], "int") == [1, 2]
-    # Arrow finds no type for these, and the one that was declared holds them.
+    # Arrow infers no type for these, and the declared one holds them.
     assert listed_column([True, 0.5], "double") == [1.0, 0.5]
     assert listed_column([2.0**53, 2**53 + 1], "bigint") == [2**53, 2**53 + 1]
     assert listed_column([[], [2**53 + 1, 1.0]], "array<bigint>") == [[], [2**53 + 1, 1]]

@@ -1,4 +1,4 @@
-"""What packages say of themselves, and what pages and messages say that is to be typed to install them: all true."""
+"""What packages declare, and the install commands on pages and in messages: all correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def project() -> dict[str, Any]:
 
 
 def wanted(requirement: str) -> tuple[str, str]:
-    """The name that conda has for a package, and the versions."""
+    """Return conda's name for a package, and the versions."""
     name, versions = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?\s*([^;]*)(?:;.*)?", requirement).groups()  # type: ignore[union-attr]
     return CONDA_NAMES.get(name, name), versions.strip()
 
@@ -58,7 +58,7 @@ def test_classifiers_name_the_versions_that_the_matrix_has(project: dict[str, An
 # -- lines of pip
 
 OPTION = r"--no-deps|--no-cache-dir|--index-url \S+|-e"
-BARE = r"(?:\.(?![\w/])|[\w{/.](?:[\w.{}/=*-]*[\w}/*])?)(?:\[[\w,]*\]|[<>]\S+)?"  # without the full stop of a sentence
+BARE = r"(?:\.(?![\w/])|[\w{/.](?:[\w.{}/=*-]*[\w}/*])?)(?:\[[\w,]*\]|[<>]\S+)?"  # without a sentence's full stop
 TOKEN = rf"""(?:'[^'\n]+'|"[^"\n]+"|{OPTION}|{BARE})"""
 LINE = re.compile(rf"pip install ({TOKEN}(?: {TOKEN})*)")
 OTHERS = {"databricks-connect", "mxnet", "venv-pack"}
@@ -66,7 +66,7 @@ OTHERS = {"databricks-connect", "mxnet", "venv-pack"}
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """What people read, by its path: of Python's files the joined strings, of notebooks the lines of cells."""
+    """Return what users read, by path: the joined strings of Python files, the lines of notebooks' cells."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     examples = [each for each in (ROOT / "examples").rglob("*") if each.suffix in (".py", ".md", ".ipynb")]
     ours = [each for folder in ("spark_hvd", "runner", "estimators") for each in (ROOT / folder).rglob("*.py")]
@@ -76,12 +76,12 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def lines_of_pip() -> list[tuple[str, list[str]]]:
-    """By the path of a text what stands behind ``pip install``."""
+    """Return the arguments after ``pip install``, by the path of the text."""
     return [(path, re.findall(TOKEN, line)) for path, text in texts() for line in LINE.findall(text)]
 
 
 def fault(token: str, project: dict[str, Any]) -> str | None:
-    """Why what is written behind ``pip install`` does not install what it says; None if it does."""
+    """Return why the arguments after ``pip install`` do not install what they name; None if they do."""
     if token.startswith("-") or "{" in token:  # an option, or filled in by a line that another test covers
         return None
     bare = token.strip("'\"")
@@ -107,7 +107,7 @@ def fault(token: str, project: dict[str, Any]) -> str | None:
 
 
 def test_lines_of_pip_can_be_typed_as_they_are(project: dict[str, Any]) -> None:
-    """In a clone, of a wheel, or from an index: with extras and versions that there are, and quoted for a shell."""
+    """In a clone, from a wheel, or from an index: with existing extras and versions, and quoted for a shell."""
     lines = lines_of_pip()
     assert len(lines) > 60
     faults = [(path, each, why) for path, tokens in lines for each in tokens if (why := fault(each, project))]

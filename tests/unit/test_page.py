@@ -1,4 +1,4 @@
-"""The page of a run: who is answered, what is drawn, and that nothing in it comes from elsewhere or runs by itself."""
+"""The page of a run: which requests it answers, what it draws, and that it loads and runs nothing foreign."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_request_is_read_behind_any_prefix() -> None:
         (asked("/other/run"), 403),
         (asked(f"/{TOKEN}x/"), 403),
         (asked("/\u00fc/"), 403),
-        (asked(Host="rebound.example.com"), 403),  # a name of somebody else's that stands for this machine's address
+        (asked(Host="rebound.example.com"), 403),  # a foreign name that resolves to this machine's address
         (asked(Host=""), 403),
         (asked(Origin="http://rebound.example.com"), 403),
         (asked(Origin="null"), 403),
@@ -119,7 +119,7 @@ def test_a_picture_has_what_all_displays_show_and_is_json() -> None:
     first, *_, speed = told["plots"]
     assert first["name"] == "loss"
     assert [line["rank"] for line in first["lines"]] == [0, 1]
-    assert first["lines"][0]["x"][:3] == [1.0, 2.0, 4.0]  # the infinite one is left out
+    assert first["lines"][0]["x"][:3] == [1.0, 2.0, 4.0]  # the infinite one is omitted
     assert speed["name"] == "samples/s"
     assert speed["lines"][0]["y"][-1] == pytest.approx(32)
 

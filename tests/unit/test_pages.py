@@ -1,4 +1,4 @@
-"""Large results take huge pages where the kernel has them, and whatever there is elsewhere."""
+"""Large results use huge pages if the kernel has them, and ordinary ones otherwise."""
 
 from __future__ import annotations
 

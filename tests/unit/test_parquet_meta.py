@@ -1,4 +1,4 @@
-"""Parquet that somebody else wrote: columns, row groups, sizes, and what is refused."""
+"""Parquet from other writers: columns, row groups, sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_columns_of_every_type(tmp_path: Path, store: Store) -> None:
         "byte": pa.array([1], pa.int8()),
         "long": pa.array([1], pa.int64()),
         "unsigned": pa.array([1], pa.uint8()),
-        "half": pa.array([np.float16(1)], pa.float16()),  # pyarrow 18 takes no other
+        "half": pa.array([np.float16(1)], pa.float16()),  # pyarrow 18 accepts no other
         "float": pa.array([1.0], pa.float32()),
         "double": pa.array([1.0], pa.float64()),
         "decimal": pa.array([Decimal("1.5")]),

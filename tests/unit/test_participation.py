@@ -1,4 +1,4 @@
-"""What the sum of all ranks' notes tells, in the dtypes that buckets travel in."""
+"""What the sum of all ranks' notes means, in the dtypes of buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sums_tell_what_the_ranks_told(size: int, dtype: torch.dtype) -> None:
         presences = [chance.choice(choice) for _ in range(size)]
         total = torch.zeros(notes_numel(size), dtype=dtype)
         for rank, presence in enumerate(presences):
-            notes = torch.full_like(total, 7.0)  # what is left of the step before
+            notes = torch.full_like(total, 7.0)  # left by the step before
             write(notes, presence, rank)
             total += notes
         participation = Participation.read(total)
@@ -36,12 +36,12 @@ def test_sums_tell_what_the_ranks_told(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_averages_tell_what_the_ranks_told(dtype: torch.dtype) -> None:
-    """NCCL multiplies by 1 / size in the bucket's dtype, or in float32; the tail goes in times size."""
+    """NCCL multiplies by 1 / size in the bucket's dtype, or in float32; the tail is sent times size."""
     for size in (3, 33, 65, 257, 700):
         share = torch.tensor(1 / size, dtype=dtype)
         for factor in (share, 1 / size):
             notes, total = torch.zeros(notes_numel(size), dtype=dtype), torch.zeros(notes_numel(size), dtype=dtype)
-            for rank in range(size - 1):  # all but one have gone
+            for rank in range(size - 1):  # all but one are gone
                 write(notes, Presence.GONE, rank, float(size))
                 total += (notes * factor).to(dtype)
             write(notes, Presence.HERE, size - 1, float(size))
@@ -54,4 +54,4 @@ def test_usual_step() -> None:
     assert Participation.of([Presence.HERE] * 3) == EVERYONE
     assert EVERYONE.correction(3) == 1.0
     assert Participation.of([Presence.HERE, Presence.GONE, Presence.JOINED]).correction(3) == 1.5
-    assert Participation.of([Presence.GONE] * 3).correction(3) == 1.0  # of a step that nobody makes
+    assert Participation.of([Presence.GONE] * 3).correction(3) == 1.0  # for a step that no rank makes

@@ -1,4 +1,4 @@
-"""Pickling a call, and naming what cannot travel."""
+"""Pickling a call, and naming what cannot be pickled."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Locked(ValueError):
 
 
 class ToldByInit(Exception):
-    """Its ``__init__`` takes something else than its ``args``, and accepts these, too."""
+    """Its ``__init__`` takes other arguments than its ``args``, and accepts these, too."""
 
     def __init__(self, code: object, text: str = "disk") -> None:
         super().__init__(f"{code}: {text}")

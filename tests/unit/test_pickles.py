@@ -1,4 +1,4 @@
-"""Code that was pickled by value knows its file, whatever cloudpickle there is: ranks' tracebacks show its lines."""
+"""Code that was pickled by value knows its file with any cloudpickle: ranks' tracebacks show its lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks count who has come to which point, wake who sleeps, and hear who has gone; here both are in one process."""
+"""Ranks count who has reached which point, wake sleeping ones, and notice dead ones; both run in one process here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:
 
 
 def in_a_thread(call: Callable[[], Any]) -> Callable[[], BaseException | None]:
-    """Start a call; returns what waits for its end and gives the error."""
+    """Start a call; return a function that waits for its end and returns the error."""
     errors: list[BaseException | None] = []
 
     def run() -> None:
@@ -76,7 +76,7 @@ def test_waiting_ends_when_the_last_has_come() -> None:
 
 
 def test_who_sleeps_is_woken_by_the_last_alone() -> None:
-    """Of three: a byte by each that comes would be n² bytes for n ranks."""
+    """Of three: if each arriving rank sent a byte, n ranks would send n²."""
     ends = {(here, there): os.pipe() for here in range(3) for there in range(3) if here != there}
     for pair in ends.values():
         for end in pair:
@@ -92,7 +92,7 @@ def test_who_sleeps_is_woken_by_the_last_alone() -> None:
         )
         for here in range(3)
     )
-    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 1))  # which has not come itself
+    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 1))  # it has not arrived itself
     until = time.monotonic() + 30
     while not boards[0][BOARD - 1] and time.monotonic() < until:
         time.sleep(0.001)
@@ -114,7 +114,7 @@ def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
     with pytest.raises(RuntimeError, match="this rank has left the world"):
         one.send(SyncPoint.FILLED)
     del one
-    zero.send(SyncPoint.FILLED)  # nobody to wake
+    zero.send(SyncPoint.FILLED)  # no rank to wake
     with pytest.raises(RuntimeError, match="the connection to rank 7 has ended"):
         zero.wait(SyncPoint.FILLED, 2)
 
@@ -134,7 +134,7 @@ def test_waiting_has_an_end() -> None:
 
 
 def test_ranks_that_come_at_any_time_never_miss_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that looks, falls asleep or is woken just when the other comes."""
+    """One that checks, falls asleep or is woken just when the other arrives."""
 
     def meet(pipes: Pipes, pause: float) -> None:
         for number in range(3000):
@@ -143,7 +143,7 @@ def test_ranks_that_come_at_any_time_never_miss_each_other(monkeypatch: pytest.M
                 time.sleep(pause)
             pipes.wait(SyncPoint.FILLED, times)
 
-    monkeypatch.setattr(pipes, "_LOOK_SECONDS", 60.0)  # only a byte wakes
+    monkeypatch.setattr(pipes, "_LOOK_SECONDS", 60.0)  # only a byte wakes it
     started = time.monotonic()
     ends = [
         in_a_thread(lambda each=each, pause=pause: meet(each, pause))
@@ -173,7 +173,7 @@ def test_where_ranks_outnumber_cores_nobody_looks_without_sleeping(monkeypatch: 
 
 @pytest.mark.parametrize("fault", ["inode", "number", "process"])
 def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
-    """As in another container, where the numbers mean something else."""
+    """As in another container, where the numbers have another meaning."""
     reading, writing = os.pipe()
     inode = os.fstat(reading).st_ino
     wrong = {
@@ -207,7 +207,7 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "there"])
 def test_a_kernel_that_refuses_memory_without_a_name(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All hear of it, and nobody waits at counters."""
+    """All ranks notice, and none waits at counters."""
     told: list[Any] = []
 
     def exchange(fact: Any) -> list[Any]:

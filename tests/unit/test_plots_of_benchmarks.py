@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks are drawn from the pages they are on, and those pages show them."""
+"""The pictures of the benchmarks are drawn from their pages, and those pages show them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_figures_are_those_of_the_tables() -> None:
     assert latency.lines[0].get_ydata()[-1] == us
     assert bandwidth.lines[0].get_ydata()[-1] == pytest.approx(67_108_864 / us / 1000)
     predicted = plots.scaling().axes[1]
-    # as the page's table says for ResNet-101 and 25 Gbit/s at 512 ranks: TCP, TCP in two levels, RDMA, both
+    # as in the page's table for ResNet-101 and 25 Gbit/s at 512 ranks: TCP, TCP in two levels, RDMA, both
     assert [round(line.get_ydata()[2]) for line in predicted.lines[:4]] == [22, 64, 99, 100]
 
 

@@ -1,4 +1,4 @@
-"""What is made ready for a model while it computes: how much of it, in what order, and what is left of it."""
+"""What is prepared for a model while it computes: how much, in what order, and what remains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREAD = "spark_hvd-predict"
 
 
 def job_of(model: Callable[..., Any], collate: Callable[..., Any], window: int | None = None) -> Prediction:
-    """Calls of two rows each."""
+    """Return a job with calls of two rows each."""
     return Prediction(
         model=ModelSource(uuid.uuid4().hex, loader=lambda: model),
         feed=CollatedFeed(("x",), collate, window=window),
@@ -43,7 +43,7 @@ def job_of(model: Callable[..., Any], collate: Callable[..., Any], window: int |
 
 
 def batches(*lengths: int) -> Iterator[pa.Array]:
-    """The numbers from 0, in batches of these lengths."""
+    """Return the numbers from 0, in batches of these lengths."""
     start = 0
     for length in lengths:
         rows = pa.array(range(start, start + length), pa.int64())

@@ -1,4 +1,4 @@
-"""Every private name of torch's, used once; and no file but torch_private.py, or a private.py, uses one."""
+"""Every private name of torch, used once; and only torch_private.py, or a private.py, uses one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_process_groups() -> None:
         torch_private.default_group_store().set("key", "value")
         group = torch_private.process_group("mine", [0], store, timedelta(seconds=10), gloo_threads=1)
         assert group in [group for group, _ in torch_private.process_groups()]
-        assert group._get_backend(torch.device("cpu")).options._threads == 1  # torch's own is 2
+        assert group._get_backend(torch.device("cpu")).options._threads == 1  # torch's own value is 2
         dist.all_reduce(torch.ones(1), group=group)
         assert isinstance(torch_private.cuda_backend(group), dist.ProcessGroupGloo)
     finally:
@@ -121,7 +121,7 @@ def test_local_parts() -> None:
 
 
 class NcclBackend:
-    """Of a CUDA build; newer ones have kinds without the group calls."""
+    """A CUDA build's; newer ones have versions without the group calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -204,7 +204,7 @@ def known() -> set[str]:
 
 
 def privates(path: Path) -> set[str]:
-    """The private names of torch, PySpark and JAX that a file uses, which the page knows or it imports."""
+    """Return a file's private names of torch, PySpark and JAX that the page lists or that it imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and not (

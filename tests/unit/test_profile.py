@@ -1,4 +1,4 @@
-"""Steps by torch's profiler on request: when it starts and stops, what becomes of it in a trace of all ranks."""
+"""Steps by torch's profiler on request: when it starts and stops, and its result in a trace of all ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_trace_waits_for_those_who_were_heard() -> None:
     assert trace.status() == {"number": 1, "ready": False, "text": "profiling 5 steps of ranks 0-3 ..."}
     for rank in (0, 1, 2):
         trace.take(rank, message())
-    trace.take(0, message(0, 0, 1, "{}"))  # of what was asked before
+    trace.take(0, message(0, 0, 1, "{}"))  # from the earlier request
     assert not trace.some_done
     trace.take(0, message(1, 0, 1, '{"a": 0}'))
     trace.take(1, message(1, 0, 2, '{"a": 1},'))

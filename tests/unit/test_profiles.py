@@ -1,4 +1,4 @@
-"""What tasks of a run take from executors, decided from settings."""
+"""What a run's tasks take from executors, decided from settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvd.progress by itself: what it counts, what it times, what it says to whoever asks."""
+"""hvd.progress on its own: what it counts, what it times, and what it reports."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_is_under_way_is_told_oldest_first() -> None:
     waited = mine.waited(time.monotonic())
     assert 0 < waited == mine.waited(time.monotonic())
     mine.wait_begins(10.0)
-    assert mine.waited(12.0) == waited + 2.0  # also while it lasts
+    assert mine.waited(12.0) == waited + 2.0  # even while it lasts
     assert (mine.entered, mine.last) == (1, ("barrier",))
 
 
@@ -252,7 +252,7 @@ def test_the_last_values_of_an_epoch_are_told_once_it_is_over(monkeypatch: pytes
     def epoch(number: int, loss: float, accuracy: float) -> None:
         for _ in (bar := progress([0], epoch=number)):
             bar.report(loss=torch.tensor(loss))
-        for _ in (bar := progress([0], stage="validation")):  # of the same epoch, as it tells none
+        for _ in (bar := progress([0], stage="validation")):  # from the same epoch, as it names none
             bar.report(accuracy=lambda: accuracy)
 
     def told() -> list[Any]:
@@ -264,11 +264,11 @@ def test_the_last_values_of_an_epoch_are_told_once_it_is_over(monkeypatch: pytes
     first = {"epoch": 1, "loss": 4.0, "validation/accuracy": 0.25}
     assert told() == [first]
     epoch(1, 1.0, 0.75)  # again, as after a loss
-    epoch(0, 8.0, 0.0)  # and from further back: what was left is no epoch that is over
+    epoch(0, 8.0, 0.0)  # from further back: the abandoned one does not count as a finished epoch
     assert told() == [first]
     mine.end_loop(last=True)
     assert told() == [first, {"epoch": 1, "loss": 8.0, "validation/accuracy": 0.0}]
-    mine.add_epoch({"epoch": 1, "loss": 3.0})  # a fit tells means itself
+    mine.add_epoch({"epoch": 1, "loss": 3.0})  # a fit reports means itself
     epoch(1, 2.0, 0.5)
     mine.end_loop(last=True)
     assert len(told()) == 3

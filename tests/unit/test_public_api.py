@@ -1,4 +1,4 @@
-"""The public names are a decision, and importing them is cheap: no pyspark in a rank, one module object a file."""
+"""The public names are a decision, and importing them is cheap: no pyspark in a rank, one module object per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def modules_after(statement: str) -> dict[str, str]:
-    """Names and files of the modules that a fresh interpreter has loaded after `statement`."""
+    """Return names and files of the modules that a fresh interpreter has loaded after `statement`."""
     program = (
         f"{statement}\nimport json, os, sys\n"
         "files = {name: getattr(module, '__file__', None) for name, module in sys.modules.items()}\n"

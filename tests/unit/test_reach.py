@@ -29,7 +29,7 @@ def answering() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def silent() -> Iterator[tuple[str, int]]:
-    """A port that swallows requests, as a host does that is gone: its queue is full."""
+    """A port that swallows requests, like a host that is gone: its queue is full."""
     with ExitStack() as closing:
         listener = closing.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""An epoch is shared among ranks: every row once, whatever becomes of their number."""
+"""An epoch is shared among ranks: every row once, however their number changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_hvd.data.readers.sharding import Interval, Position, Sharding
 
 
 class Numbers(Reader[Batch]):
-    """A reader of the numbers of the rows, in an order that differs with the epoch as a shuffled one does."""
+    """A reader of row numbers, in an order that changes with the epoch, like a shuffled one."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.left_early = rows, 0

@@ -1,4 +1,4 @@
-"""After which failures a static run is started again, how often, and what it says."""
+"""After which failures a static run is restarted, how often, and what it reports."""
 
 from __future__ import annotations
 

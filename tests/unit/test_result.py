@@ -1,4 +1,4 @@
-"""What a run gives back: a list in every respect, with plots of how the run went."""
+"""What a run returns: a list in every respect, with plots of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.test_history import history_of, vitals
 
 
 def texts(figure: Any) -> str:
-    """All that is written in a figure."""
+    """Return all text in a figure."""
     from matplotlib.text import Text
 
     figure.canvas.draw()
@@ -27,7 +27,7 @@ def texts(figure: Any) -> str:
 
 
 def run_of(ranks: int = 2, seconds: int = 4, lost: bool = False) -> RunResult[int]:
-    """A run in which the last rank may be lost half-way."""
+    """Return a run in which the last rank may be lost half-way."""
     told = []
     for second in range(seconds):
         generation = int(lost and 2 * second >= seconds)
@@ -68,7 +68,7 @@ def test_plot_of_the_loss() -> None:
     (line,) = axes.lines
     assert line.get_xdata().tolist() == [0, 10, 20, 30]
     assert line.get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
-    assert len(axes.collections) == 1  # the band of the ranks
+    assert len(axes.collections) == 1  # the ranks' band
     assert axes.get_ylabel() == "loss"
     assert axes.get_title(loc="left") == "loss: mean and range of 2 ranks"
 

@@ -1,4 +1,4 @@
-"""The slots of feeders beside those of ranks, at the start and after a loss; and what is closed at the end."""
+"""The slots of feeders next to those of ranks, at the start and after a loss; and what is closed at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPS: Any = {"train": None}
 
 
 def cluster(monkeypatch: pytest.MonkeyPatch, **slots: int) -> None:
-    """A cluster with so many slots for each kind of task, to which none are added."""
+    """A cluster with so many slots for each kind of task, which does not grow."""
     for module in (feeding, restart):
         monkeypatch.setattr(module, "task_slots", lambda _, resources: slots[resources])
         monkeypatch.setattr(module.on_spark, "is_local", lambda _: True)

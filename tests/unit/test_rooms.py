@@ -1,4 +1,4 @@
-"""The map of the tree is true: DESIGN.md's tables and picture come from the code, and the rooms keep their measure."""
+"""The map of the tree is correct: DESIGN.md's tables and picture come from the code, and rooms keep their limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REBUILD = "run python docs/rooms.py"
 
 @pytest.fixture(scope="module")
 def nodes() -> dict[str, list[ast.AST]]:
-    """The syntax of every module, which takes seconds to read, by its dotted name."""
+    """The syntax of every module, which takes seconds to parse, by its dotted name."""
     return {name: [*ast.walk(ast.parse(path.read_text()))] for name, path in rooms.modules().items()}
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run in one world: rates, shares, what is left, the slowest rank, who is heard of."""
+"""What is known of a run in one world: rates, shares, remaining time, the slowest rank, ranks that report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     training = Training(step_seconds=0.1)
     training.go_on(60)
     training.work = {rank: seconds * 5 for rank, seconds in training.work.items()}
-    training.step_seconds = 0.5  # as many steps as before, five times slower from now on
+    training.step_seconds = 0.5  # as many steps as before, from now on five times slower
     training.go_on(12)
     assert training.view.snapshot(training.now).rows[0].steps_per_second == pytest.approx(2)
 
@@ -122,7 +122,7 @@ def test_what_is_left_of_all_epochs() -> None:
 
 def test_what_is_left_counts_what_comes_between_epochs() -> None:
     view, now, done = RunView("train", 1, 0.0), 0.0, 0
-    for epoch in range(6):  # of 10, each of 20 s and a validation of 10
+    for epoch in range(6):  # of 10, each with 20 s and a validation of 10
         for second in range(20):
             now, done = now + 1, done + 5
             view.take(_alone(now, epoch=epoch, epochs=10, step=5 * second + 5, steps=100, total_steps=done), now)
@@ -132,7 +132,7 @@ def test_what_is_left_counts_what_comes_between_epochs() -> None:
             view.take(_alone(now, epoch=epoch, epochs=10, **facts), now)
     remaining = view.snapshot(now).remaining
     assert remaining is not None
-    assert remaining.seconds == pytest.approx(4 * 30, abs=10)  # the last validation is not foreseen
+    assert remaining.seconds == pytest.approx(4 * 30, abs=10)  # the last validation is not predicted
 
 
 def test_what_is_left_of_a_loop_if_others_may_follow() -> None:
@@ -143,7 +143,7 @@ def test_what_is_left_of_a_loop_if_others_may_follow() -> None:
     assert first is not None
     assert first.whole
     assert first.seconds == pytest.approx(30)
-    for second in range(11, 21):  # the loop was left, and another one begins
+    for second in range(11, 21):  # the loop ended, and another one begins
         view.take(_alone(second, step=second - 10, steps=40, total_steps=second), second)
     second_loop = view.snapshot(20).remaining
     assert second_loop is not None

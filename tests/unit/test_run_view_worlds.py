@@ -1,4 +1,4 @@
-"""What is known of a run whose ranks are replaced, exchanged or more than fit a screen, and what stays at its end."""
+"""What is known of a run whose ranks are replaced, exchanged or too many for a screen, and what remains at its end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_steps_after_the_checkpoint_are_lost_with_a_restart_and_waiting_for_it_i
 
 def test_what_rank_0_saves_counts_for_ranks_that_only_load() -> None:
     training = Training(size=2)
-    training.changes = lambda rank: {"kept_steps": 90 if rank == 0 else 0}  # rank 1 has none but what it loaded
+    training.changes = lambda rank: {"kept_steps": 90 if rank == 0 else 0}  # rank 1 has only what it loaded
     training.go_on(10)
     training.generation = 1
     training.renew(0, 1)
@@ -120,7 +120,7 @@ def test_what_rank_0_saves_counts_in_a_world_that_ranks_entered_with_other_numbe
     training.still = True
     training.changes = lambda rank: {}
     training.go_on(1)
-    # all of the process that was replaced counts, and of the others all but the last second
+    # everything counts from the replaced process, and all but the last second from the others
     assert _effective(training) == (pytest.approx(38 / 42), pytest.approx(2 / 42))
 
 
@@ -141,7 +141,7 @@ def test_steps_after_the_commit_are_lost_on_survivors_and_with_the_rank_that_was
     training.renew(2)
     training.changes = lambda rank: {"kept_steps": 0} if rank == 2 else {"kept_steps": 200, "lost_steps": 100}
     training.go_on(20)
-    # of rank 2's first process 10 of 20 seconds, of the others as much
+    # 10 of 20 seconds of rank 2's first process, and as much of the others
     assert _effective(training) == (pytest.approx(0.75), pytest.approx(0.25))
 
 

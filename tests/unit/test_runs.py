@@ -40,7 +40,7 @@ class Flight:
 
 
 def test_a_rank_that_has_joined_contributes_a_call_once() -> None:
-    """The others call a name again, for which its own call is still under way here: that is no part of the new one."""
+    """The others call a name again while its own call is still in flight here: the new call does not include it."""
     flights: list[Flight] = []
     network: Any = SimpleNamespace(
         size=2, rank=0, allreduce=lambda wire, op: flights.append(Flight(wire)) or flights[-1]
@@ -59,7 +59,7 @@ def test_a_rank_that_has_joined_contributes_a_call_once() -> None:
 
 
 def test_a_call_that_ends_while_its_name_is_called_again_is_not_started_again() -> None:
-    """Between its last moment under way and the release of its name no decision may find it."""
+    """Between its end in flight and the release of its name, no decision may find it."""
     network: Any = SimpleNamespace(
         size=2, rank=0, allreduce=lambda wire, op: flights.append(Flight(wire)) or flights[-1]
     )

@@ -12,7 +12,7 @@ from spark_hvd.world.layout import WorldLayout
 
 
 def check(others: list[str]) -> None:
-    """Rank 0 checks, the others have said what they have."""
+    """Let rank 0 check; the others have reported their libraries."""
     kv = HashStore()
     for rank, version in enumerate(others, 1):
         PrefixStore("mpi", kv).set(f"fact/{rank}", json.dumps([version, f"host{rank}"]))

@@ -1,4 +1,4 @@
-"""Series are cut into pieces so that every window lies in one, however the rows come."""
+"""Series are cut into pieces so that every window is in one, in whatever order rows arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub decides, without a socket or a clock, who is no longer heard from."""
+"""The hub decides, without a socket or a clock, which rank is silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TICK = 0.05
 
 
 class Run:
-    """A hub of ranks that say they are alive every second, on a clock that the test turns."""
+    """A hub of ranks that report every second that they are alive, on a clock that the test controls."""
 
     def __init__(self, size: int, *, per_host: int = 1, beside_hub: bool = False) -> None:
         self.state = HubState(size)
@@ -80,7 +80,7 @@ def test_anything_that_a_rank_sends_is_a_sign_of_life() -> None:
     run.alive.remove(1)
     for _ in range(5):
         run.go_on(SILENT_AFTER - 2 * BEAT)
-        run.state.record_heartbeat(1, run.now)  # output, which the hub does not hand to its state
+        run.state.record_heartbeat(1, run.now)  # output, which the hub does not pass to its state
     assert run.stops == []
 
 
@@ -104,7 +104,7 @@ def test_ranks_that_have_gone_are_not_waited_for() -> None:
     for rank in range(2):
         run.tell({"type": "ended", "rank": rank, "ok": True, "echo": False, "bytes": 1})
         run.tell({"type": "gone", "rank": rank})
-        run.tell({"type": "alive", "rank": rank})  # on its way on another connection
+        run.tell({"type": "alive", "rank": rank})  # in transit on another connection
     run.alive.clear()
     run.go_on(100)
     assert run.stops == []
@@ -175,7 +175,7 @@ def test_a_task_is_more_patient_than_the_hub() -> None:
     dies=st.floats(0.0, 50.0),
 )
 def test_silence_counts_the_listeners_waking_time_only(naps: list[tuple[float, float]], dies: float) -> None:
-    """However the hub naps: a peer counts as silent for no longer than the hub was awake since, and is found."""
+    """However the hub sleeps, a peer counts as silent no longer than the hub was awake since then, and is found."""
     silences, now, awake_since_heard = LivenessTracker(), 0.0, 0.0
     silences.record_heartbeat(0, now)
     silences.tick(now)
@@ -189,7 +189,7 @@ def test_silence_counts_the_listeners_waking_time_only(naps: list[tuple[float, f
                 silences.record_heartbeat(0, now)
                 awake_since_heard = 0.0
         now += nap
-        awake_since_heard += min(nap, 1.0)  # a pause of up to a second is not told from work
+        awake_since_heard += min(nap, 1.0)  # a pause of up to a second cannot be told from work
         silences.tick(now)
         assert silences.expired(0.0, now).get(0, 0.0) <= awake_since_heard + 1e-6
     for _ in range(int((SILENT_AFTER + 1) / TICK)):

@@ -1,4 +1,4 @@
-"""Runs of one program share its slots, and the terminal: who waits for whom, and in which order."""
+"""Runs of one program share its slots, and the terminal: which one waits for which, and in which order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def later(shares: SlotShares, tasks: int, order: list[int]) -> threading.Thread:
 
 @contextmanager
 def held_elsewhere(shares: SlotShares, tasks: int, slots: int | None) -> Iterator[None]:
-    """The slots of a run in another thread."""
+    """Hold a run's slots in another thread."""
     holds, over = threading.Event(), threading.Event()
 
     def go() -> None:
@@ -66,7 +66,7 @@ def test_runs_go_side_by_side_while_there_are_slots_for_all() -> None:
     shares = SlotShares()
     with held_elsewhere(shares, 2, 4), held_elsewhere(shares, 1, 4), held_elsewhere(shares, 1, 4):
         assert shares._free == 0
-    # Thirds, exactly; and what nobody can count.
+    # Exact thirds; and what cannot be counted.
     with held_elsewhere(shares, 1, 3), held_elsewhere(shares, 2, 3), held_elsewhere(shares, 5, None):
         assert shares._free == 0
     assert shares._free == 1

@@ -1,4 +1,4 @@
-"""Stacks and tracebacks with the frames folded that help nobody."""
+"""Stacks and tracebacks in which unhelpful frames are folded."""
 
 from __future__ import annotations
 

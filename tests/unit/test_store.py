@@ -30,7 +30,7 @@ from spark_hvd.store.paths import complete
 from tests import stores
 from tests.stores import everything, scratch
 
-s3 = stores.s3  # pytest finds fixtures among the names of a module
+s3 = stores.s3  # pytest looks for fixtures among a module's names
 mount = stores.mount
 forbidden = stores.forbidden
 
@@ -151,7 +151,7 @@ def test_secrets_do_not_show(s3: dict[str, Any]) -> None:
 # -- failures of local disks
 
 
-@pytest.mark.parametrize("size", [100, 1 << 20])  # found when the buffer is flushed at the end, and by a write
+@pytest.mark.parametrize("size", [100, 1 << 20])  # found by the final flush, and by a write
 def test_a_full_disk(mount: Callable[..., Path], size: int) -> None:
     directory = mount()
     store = Store.create(directory / "store")
@@ -185,7 +185,7 @@ def test_a_full_scratch_disk_names_it(
         store.write_bytes(store.join("x"), b"x" * (1 << 20))
     assert everything(store) == []
     assert scratch() == set()
-    store.write_bytes(store.join("x"), b"x")  # what was staged is gone
+    store.write_bytes(store.join("x"), b"x")  # the staged data are gone
 
 
 def test_a_read_only_disk(mount: Callable[..., Path]) -> None:
@@ -286,7 +286,7 @@ def test_s3_misspelt_option(s3: dict[str, Any]) -> None:
 
 
 def test_s3_large_files_in_parts(s3: dict[str, Any]) -> None:
-    """Above 100 MiB the upload is a multipart one, and the object has its old content until the last part is in."""
+    """Above 100 MiB, the upload has several parts, and the object keeps its old content until the last part arrives."""
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
     path, block = store.join("large"), os.urandom(1 << 20)
     store.write_bytes(path, b"old")
@@ -319,7 +319,7 @@ def test_s3_arrow_requests_what_it_reads(s3: dict[str, Any], monkeypatch: pytest
         chunk = file.metadata.row_group(1).column(1).total_compressed_size
     assert chunk > 100_000
     assert len(fetched) == 2
-    assert sum(fetched) < chunk + 70_000  # that and the end of the file, of 3 MB
+    assert sum(fetched) < chunk + 70_000  # it and the end of the file, of 3 MB
 
 
 FORK = """

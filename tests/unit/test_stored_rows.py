@@ -1,4 +1,4 @@
-"""Rows that were written for an elastic run go when it ends, or with the next run where it was killed."""
+"""Rows that were written for an elastic run are removed when it ends or, if it was killed, by the next run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rows_of_a_killed_program_go_with_the_next_run(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with stored(sets, str(tmp_path)):  # the other is alive
+        with stored(sets, str(tmp_path)):  # the other run is alive
             assert len([*tmp_path.iterdir()]) == 3
         other.communicate()
     assert len([*tmp_path.iterdir()]) == 2

@@ -1,4 +1,4 @@
-"""The summary of a run: its figures, and how it reads."""
+"""The summary of a run: its figures and its text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FULL = Summary(
 
 
 def told(seconds: int, *, start: int = 0, comm: float = 0.2, **facts: object) -> RunView:
-    """Two ranks that make ten steps a second, of which rank 1 waits for data."""
+    """Return two ranks that make ten steps a second, of which rank 1 waits for data."""
     view = RunView("train on 2 ranks", 2, 0.0)
     for second in range(seconds + 1):
         for rank in range(2):
@@ -107,7 +107,7 @@ def test_the_slowest_rank_of_the_whole_run() -> None:
             facts = {"entered": second, "total_steps": second, "comm_seconds": waited, "stage": "train"}
             view.take(Vitals(rank=rank, size=3, generation=0, clock=float(second), **facts), float(second))
         if second == 3:
-            assert view.summary(3.0).slowest is None  # after so little, chance would be called so
+            assert view.summary(3.0).slowest is None  # after so few steps it would be chance
     slowest = view.summary(60.0).slowest
     assert slowest is not None
     assert (slowest.rank, slowest.skew) == (1, pytest.approx(1 / 0.6))

@@ -1,4 +1,4 @@
-"""Which files make up a table: real Delta and Iceberg tables, directories, and what of them is refused."""
+"""Which files make up a table: real Delta and Iceberg tables, directories, and what is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names_of(meta: DatasetMeta) -> list[str]:
 
 @pytest.fixture
 def delta(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a Delta table, or another version of it, and returns its folder."""
+    """Write a Delta table, or another version of it, and return its folder."""
     deltalake = pytest.importorskip("deltalake")
 
     def write(table: pa.Table = ROWS, **options: Any) -> Path:
@@ -69,7 +69,7 @@ def test_files_of_one_table_lay_out_text_and_lists_as_their_writers_do(delta: Ca
     kinds = pa.schema({"x": pa.int64(), "s": pa.large_string(), "l": pa.list_(pa.string()), "b": pa.binary()})
     rows = {"x": [1, 2], "s": ["a", "b"], "l": [["a"], ["b"]], "b": [b"a", b"b"]}
     folder = delta(pa.table(rows, kinds))
-    DeltaTable(folder).delete("x = 1")  # writes the rest anew, as views
+    DeltaTable(folder).delete("x = 1")  # writes the rest again, as views
     delta(pa.table(rows, kinds), mode="append")
     files = meta_of(folder).files
     assert len({str(pq.read_schema(file)) for file in files}) == 2
@@ -111,7 +111,7 @@ def test_partitions_of_a_delta_table_are_columns(delta: Callable[..., Path]) -> 
 
 
 def rows_of(source: ParquetSource, *columns: str) -> list[dict[str, Any]]:
-    """All rows, as a rank reads them."""
+    """Return all rows, as a rank reads them."""
     asked = Asked(columns=columns)
     with closing(source.open(asked, TableForm())) as reader:
         feed = Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position())
@@ -124,7 +124,7 @@ def test_columns_that_an_old_file_has_not_are_null_there(delta: Callable[..., Pa
     folder = delta(ROWS.select(["x"]))
     delta(ROWS.select(["x", "name"]), mode="append", schema_mode="merge")
     source = parquet_source(folder)
-    if newest_first:  # the order of the files is that of random names
+    if newest_first:  # files are ordered by their random names
         groups = sorted(source.dataset.row_groups, key=lambda group: "name" not in pq.read_schema(group.file).names)
         source = replace(source, dataset=replace(source.dataset, row_groups=tuple(groups)))
     assert source.schema.names == ["x", "name"]
@@ -179,7 +179,7 @@ def test_a_log_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def iceberg(tmp_path: Path) -> Any:
-    """A table of two files and three columns."""
+    """A table with two files and three columns."""
     catalogs = pytest.importorskip("pyiceberg.catalog.sql")
     folder = tmp_path / "warehouse"
     catalog = catalogs.SqlCatalog("c", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{folder}")

@@ -1,7 +1,7 @@
-"""What the files of a Delta or Iceberg table do not tell: their columns' names and types, and which rows are deleted.
+"""What a Delta or Iceberg table's files do not show: their columns' names and types, and deleted rows.
 
-Delta's logs are written by hand as its protocol says, since deltalake writes few of its features; held against
-deltalake's and pyiceberg's own readers, and where these read nothing against rows that are known.
+Delta's logs are written by hand according to its protocol, since deltalake writes few of its features; compared with
+deltalake's and pyiceberg's own readers or, if these cannot read a table, with known rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NESTED = tuple(map(int, pa.__version__.split(".")[:2])) >= (20, 0)
 
 
 def rows_of(source: ParquetSource, **options: Any) -> list[dict[str, Any]]:
-    """All rows with all columns, as a rank reads them, in an order that does not depend on the files'."""
+    """Return all rows with all columns, as a rank reads them, in an order that does not depend on the files'."""
     asked = Asked(columns=tuple(source.schema.names), **options)
     with closing(source.open(asked, TableForm())) as reader:
         feed = Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position())
@@ -48,7 +48,7 @@ def ordered(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def deltalake_rows(folder: Path) -> list[dict[str, Any]]:
-    """What deltalake's own engine reads."""
+    """Return what deltalake's own engine reads."""
     deltalake = pytest.importorskip("deltalake")
     query = deltalake.QueryBuilder().register("t", deltalake.DeltaTable(folder)).execute("select * from t")
     return ordered(pa.table(query.read_all()))
@@ -59,13 +59,13 @@ def mapping(mode: str) -> dict[str, Any]:
 
 
 def numbered(table: pa.Table, *numbers: int) -> pa.Table:
-    """The same with field IDs for its columns."""
+    """Return the same with field IDs for its columns."""
     ids = [{b"PARQUET:field_id": str(number).encode()} for number in numbers]
     return table.cast(pa.schema([each.with_metadata(told) for each, told in zip(table.schema, ids, strict=True)]))
 
 
 def test_delta_columns_under_other_names_by_name(tmp_path: Path) -> None:
-    """Renamed columns, one that was dropped, and one that was added; the same inside a struct, and partitions."""
+    """Renamed columns, a dropped one, and an added one; the same inside a struct, and partitions."""
     inner = {"type": "struct", "fields": [column("u", "long", 4, "c4"), column("added", "string", 5, "c5")]}
     columns = [
         column("x", "long", 1, "c1"),
@@ -112,7 +112,7 @@ def test_delta_columns_under_other_names_by_id(tmp_path: Path) -> None:
 
 
 def test_rows_that_deletion_vectors_mark(tmp_path: Path) -> None:
-    """In row groups of two rows: a whole one, a half, and none; below a folder whose name is escaped twice."""
+    """In row groups of two rows: a whole group, a half, and none; below a folder whose name is escaped twice."""
     columns = [column("x", "long"), column("part", "string")]
     folder = tmp_path / "my table"
     written = {"path": "part=a%2520b%2525/a.parquet", "partitionValues": {"part": "a b%"}}
@@ -136,7 +136,7 @@ def test_rows_that_deletion_vectors_mark(tmp_path: Path) -> None:
 
 
 def test_deletion_vectors_in_files_of_their_own_and_columns_by_name(tmp_path: Path) -> None:
-    """As Databricks writes both today."""
+    """Databricks writes both today."""
     log = head([column("x", "long", 1, "c1")], ["deletionVectors", "columnMapping"], **mapping("name"))
     tmp_path.joinpath("t").mkdir()
     marked = vector_beside(tmp_path / "t", 1, 2)
@@ -199,7 +199,7 @@ def test_what_deltalake_does_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_delta_table_with_liquid_clustering_and_a_checkpoint_of_the_second_form(tmp_path: Path) -> None:
-    """The log before the checkpoint is gone; which files there are stands in a sidecar."""
+    """The log before the checkpoint is gone; a sidecar lists the files."""
     files = [added(tmp_path, f"{name}.parquet", pa.table({"x": [at]})) for at, name in enumerate("abc")]
     protocol = head([column("x", "long")], ["v2Checkpoint"], ["clustering", "domainMetadata", "rowTracking"])
     clustered = json.dumps({"clusteringColumns": [["x"]], "domainName": "delta.clustering"})
@@ -281,7 +281,7 @@ ROWS = pa.table({"x": pa.array([1, 2, 3, 4], pa.int32()), "name": ["a", "b", "c"
 
 @pytest.fixture
 def iceberg(tmp_path: Path) -> Any:
-    """A table of two files and three columns."""
+    """A table with two files and three columns."""
     catalogs = pytest.importorskip("pyiceberg.catalog.sql")
     folder = tmp_path / "warehouse"
     catalog = catalogs.SqlCatalog("c", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{folder}")
@@ -332,7 +332,7 @@ def test_iceberg_columns_with_defaults(iceberg: Any, tmp_path: Path) -> None:
         update.add_column("day", types.DateType())
     changed = json.loads(Path(iceberg.metadata_location.removeprefix("file://")).read_text())
     later, day = changed["schemas"][-1]["fields"][-2:]
-    later["initial-default"], file = 7.5, tmp_path / "changed.metadata.json"  # which pyiceberg cannot write yet
+    later["initial-default"], file = 7.5, tmp_path / "changed.metadata.json"  # pyiceberg cannot write it yet
     file.write_text(json.dumps(changed))
     assert [(row["later"], row["day"]) for row in rows_of(parquet_source(file))] == [(7.5, None)] * 5
     day["initial-default"] = "2024-01-31"
@@ -357,7 +357,7 @@ def test_an_iceberg_column_of_ids_is_one_of_bytes(iceberg: Any) -> None:
 def test_files_of_iceberg_without_ids(iceberg: Any, tmp_path: Path) -> None:
     types = pytest.importorskip("pyiceberg.types")
     pq.write_table(ROWS.select(["x", "name"]), tmp_path / "older.parquet")
-    iceberg.add_files([str(tmp_path / "older.parquet")])  # notes by which names such files have the columns
+    iceberg.add_files([str(tmp_path / "older.parquet")])  # records the names by which such files have the columns
     with iceberg.update_schema() as update:
         update.rename_column("x", "y")
         update.add_column("later", types.DoubleType())

@@ -1,4 +1,4 @@
-"""FaultPlan: what it holds, what it refuses, and when its faults strike; the striking itself in processes."""
+"""FaultPlan: what it contains, what it refuses, and when its faults happen; the faults themselves in processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Where this process stands, as far as a plan asks."""
+    """Set this process's position, as far as a plan uses it."""
     where = {"rank": 0, "size": 2, "generation": 0}
     for name in where:
         monkeypatch.setattr(basics, name, lambda name=name: where[name])
@@ -163,7 +163,7 @@ def test_it_needs_a_world_but_an_empty_plan_none() -> None:
 
 
 def strike(kind: str, log: Path) -> bytes:
-    """In a world of one: what a connection says after the fault."""
+    """Return, in a world of one, a connection's error after the fault."""
     near, far = socket.socket(), socket.create_server(("127.0.0.1", 0))
     near.connect(far.getsockname())
     near.settimeout(0.1)

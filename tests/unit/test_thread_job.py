@@ -1,4 +1,4 @@
-"""Threads with the interface of a Spark job: what has ended is told, and what hangs is not waited for."""
+"""Threads with the interface of a Spark job: ended ones are reported, and hung ones are not waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of too few slots: how many there are, and the setting that gives as many as are wanted."""
+"""The message about too few slots: how many there are, and the setting that provides as many as needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_hvd.runner.spark.profiles import Application, Ask, TaskResources, pla
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, there: int, ask: Ask, **settings: str) -> str:
-    """The text of the error for 10 tasks where so many can run."""
+    """Return the text of the error for 10 tasks if so many can run."""
     monkeypatch.setattr(slots, "task_slots", lambda spark, resources: there)
     monkeypatch.setattr(slots.spark_private, "count_executors", lambda spark: 2)
     settings = {f"spark.{name.replace('_', '.')}": value for name, value in settings.items()}

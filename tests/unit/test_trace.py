@@ -1,4 +1,4 @@
-"""Recording loses nothing, whoever records; the file is what Chrome's trace-event format asks for, complete or not."""
+"""Recording loses nothing, whichever thread records; the file is in Chrome's trace-event format, complete or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTS = ["alpha", "alpha", "beta"]
 
 
 def written(path: Path) -> list[dict[str, Any]]:
-    """The entries of a complete file, after a look at what the format demands of each."""
+    """Return the entries of a complete file, after a check of the format's rules for each."""
     entries: list[dict[str, Any]] = json.loads(path.read_text())
     threads: set[tuple[int, int]] = set()
     processes: set[int] = set()
@@ -87,7 +87,7 @@ def test_ten_threads_lose_nothing() -> None:
         nonlocal shipping
         shipping += 1
         at_once.append(shipping)
-        time.sleep(0.0005)  # so that others come to a full list meanwhile
+        time.sleep(0.0005)  # so that others find a full list meanwhile
         shipped.append(batch)
         shipping -= 1
 
@@ -124,7 +124,7 @@ def test_an_event_recorded_while_shipping_is_kept() -> None:
     def ship(batch: list[Event]) -> None:
         shipped.append(batch)
         if len(shipped) == 1:
-            recorder.span("engine", "OTHER", 3, 4)  # must not wait for itself, though the list is full again
+            recorder.span("engine", "OTHER", 3, 4)  # must not wait for itself, although the list is full again
 
     recorder = Recorder(ship, batch=1)
     recorder.span("grad", "ALLREDUCE", 1, 2)
@@ -194,7 +194,7 @@ def test_zero_is_no_later_than_the_start_of_the_recording(tmp_path: Path) -> Non
     writer.close()
     first, early, cut = events_in(written(tmp_path / "trace.json"))
     assert first["ts"] >= 1e6 > early["ts"] >= 0
-    assert (cut["ts"], cut["dur"]) == (0, first["ts"])  # Perfetto drops what is before zero
+    assert (cut["ts"], cut["dur"]) == (0, first["ts"])  # Perfetto drops events before zero
 
 
 def test_a_file_that_is_not_closed_lacks_only_its_bracket(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0:  # nobody refuses root
+    if os.geteuid() == 0:  # root is refused nothing
 
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise PermissionError(13, "Permission denied")

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and that it cannot disturb one."""
+"""What a tracker receives from a run, and that it cannot disturb one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Recorder:
-    """Keeps what it is told."""
+    """Keeps what it receives."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
@@ -39,7 +39,7 @@ class Recorder:
 
 
 class Broken:
-    """Fails whenever it is asked."""
+    """Fails at every call."""
 
     def start(self, facts: Any) -> None:
         raise ConnectionError("no server")

@@ -22,14 +22,14 @@ from spark_hvd.tuning import TrialFailedError, TrialTracker, optimize  # noqa: E
 
 
 class Below(optuna.pruners.BasePruner):
-    """Prunes what has got below zero."""
+    """Prunes values below zero."""
 
     def prune(self, study: Any, trial: Any) -> bool:
         return bool(trial.intermediate_values[trial.last_step] < 0)
 
 
 class Notes:
-    """A tracker that notes what it is told."""
+    """A tracker that records what it receives."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -60,7 +60,7 @@ def test_epochs_of_rank_0_are_reported_once_and_prune() -> None:
     tracking.take(vitals(1, epochs_done=rows(5.0, 5.0, 5.0)))
     tracking.take(vitals(0, epochs_done=rows(3.0)))
     tracking.take(vitals(0, epochs_done=rows(3.0, 2.0)))
-    tracking.take(vitals(0, epochs_done=rows(8.0)[:1]))  # done again after a loss
+    tracking.take(vitals(0, epochs_done=rows(8.0)[:1]))  # made again after a loss
     with pytest.raises(StopRun, match="after epoch 3, with val_loss -1") as stopped:
         tracking.take(vitals(0, epochs_done=rows(3.0, 2.0, -1.0, 7.0)))
     assert isinstance(stopped.value, optuna.TrialPruned)

@@ -1,4 +1,4 @@
-"""In which order rows stand, and whose they are: for all sizes of a world, and whatever order rows arrive in."""
+"""The order and the owners of rows: for all world sizes, and whatever order rows arrive in."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_shuffled_order_is_not_that_of_ids_nor_that_of_another_epoch() -> None
 IDS = st.lists(st.integers(0, 1 << 40) | st.integers(0, (1 << 63) - 1) | st.integers(0, 99), unique=True, max_size=200)
 
 
-@example([(1 << 62) + 2, 1 << 62, (1 << 33) - 1], 2, None)  # keys that differ in bits for which there is no room
+@example([(1 << 62) + 2, 1 << 62, (1 << 33) - 1], 2, None)  # keys that differ in bits that do not fit
 @given(IDS, st.integers(1, 5) | st.integers(1, 1 << 14), st.none() | SEEDS)
 def test_rows_stand_by_unit_and_key_however_long_keys_are(
     ids: list[int], units: int, seed: tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""Cause and echoes, and what the caller gets."""
+"""Causes and consequences, and what the caller gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_error_of_the_users_own_is_no_echo(error: Exception) -> None:
 
 
 def test_what_jax_says_of_a_lost_rank_is_an_echo() -> None:
-    """As JAX 0.10.2 has it, on the CPU."""
+    """As in JAX 0.10.2 on the CPU."""
     gloo = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:8901: "
     assert is_echo(ValueError(f"UNKNOWN: {gloo}Connection reset by peer"))
     assert not is_echo(ValueError("Connection refused: db:5432"))

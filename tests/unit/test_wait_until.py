@@ -1,4 +1,4 @@
-"""A deadline of a test fails it, whatever the code under test catches."""
+"""A test's deadline fails the test, whatever the code under test catches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run waits for executors that register one after the other, on a clock that the test turns."""
+"""How long a run waits for executors that register one after the other, on a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there
     ("comes_at", "settings", "start_timeout", "over_at"),
     [
         ([5, 5], {}, 600, None),
-        ([40, 49], {}, 600, None),  # JVMs that take their time
+        ([40, 49], {}, 600, None),  # slow JVMs
         ([40], {}, 600, 50),
         ([], {}, 600, 60),
         ([], {}, 20, 20),

@@ -1,4 +1,4 @@
-"""Weights of rows: 1 for all changes nothing, whatever the loss and its reduction; others weigh what they stand for."""
+"""Row weights: all ones change nothing, whatever the loss and its reduction; others count as they should."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
 
 
 def both(loss: Callable[..., Any], output: torch.Tensor, label: torch.Tensor, weights: Any) -> tuple[Any, Any]:
-    """The loss and the gradient of the output."""
+    """Return the loss and the gradient of the output."""
     output = output.clone().requires_grad_()
     value = Objective([loss], None, 1)([output], [label], weights)
     value.backward()

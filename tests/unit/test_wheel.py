@@ -1,4 +1,4 @@
-"""The wheel holds the three packages under one name, works without the checkout, and drops nothing else on the path."""
+"""The wheel contains the three packages under one name, works without the checkout, and adds nothing else."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ assert importlib.util.find_spec("estimators") is None
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Through an sdist, as a release would: what the sdist forgets is then missing here too.
+    # Through an sdist, like a release: what the sdist lacks is then missing here, too.
     target = tmp_path_factory.mktemp("dist")
-    # By the setuptools that are installed: an environment of their own takes longer than the rest.
+    # With the installed setuptools: a separate environment would take longer than the rest.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (built,) = target.glob("*.whl")
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources() -> set[str]:
-    """The modules that git has, as a wheel names them."""
+    """Return git's modules, as a wheel names them."""
     listed = ["git", "-C", str(ROOT), "ls-files", "spark_hvd/*.py", "runner/*.py", "estimators/*.py"]
     paths = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
     return {path if path.startswith("spark_hvd/") else f"spark_hvd/{path}" for path in paths}

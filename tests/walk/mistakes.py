@@ -1,6 +1,6 @@
 """Mistakes that newcomers make, as a table: what they type, and what the message must name.
 
-A message is good if it names the value that is wrong (or what failed), the place (the argument, the column, or the line
+A message is good if it names the wrong value (or what failed), the place (the argument, the column, or the line
 of the user's code) and the next step.
 """
 
@@ -22,7 +22,7 @@ def fit(df=rows, model=None, **given):
 def run(fn, *args, **given):
     return spark_hvd.run(fn, args, **{"num_proc": 2, "verbose": 0, **given})
 """
-"""What stands before each of them."""
+"""Lines that come before each of them."""
 NEVER = (
     "memory://",
     "py4j",
@@ -32,7 +32,7 @@ NEVER = (
     "/__w/",
     "\nRuntimeError: the connection",
 )
-"""Of Spark's Java, of Python's None, of Gloo's sources and of what our own frames caught a newcomer learns nothing."""
+"""Words of Spark's Java, Python's None, Gloo's sources and our own frames, from which a newcomer learns nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Mistake:
     """A mistake.
 
     Attributes:
-        code: What is typed.
-        value: What is wrong: the message has it.
-        place: Where: an argument, a column, or what stands in the line of the code.
+        code: What the user types.
+        value: What is wrong, as in the message.
+        place: Where it is wrong: an argument, a column, or text in the line of code.
         step: What helps.
-        fails: Whether it is an error; else a warning is printed, and the run goes on.
+        fails: Whether it raises; otherwise a warning is printed, and the run continues.
     """
 
     code: str
@@ -55,18 +55,18 @@ class Mistake:
 
     @property
     def shakes(self) -> bool:
-        """Whether it reaches ranks, or ends the session: a job afterwards shows whether the next one runs."""
+        """Whether it reaches ranks, or ends the session: a later job shows whether the next one runs."""
         return any(part in self.code for part in ("def fn", ".fit(", "spark.stop()"))
 
 
 def in_rank(body: str, call: str = "run(fn)") -> str:
-    """A function for ranks, and the call that runs it."""
+    """Return a function for ranks, and the call that runs it."""
     lines = "".join(f"    {line}\n" for line in body.split("\n"))
     return f"def fn():\n    import os, sys, time, torch, spark_hvd.torch as hvd\n{lines}{call}"
 
 
 def training(before: str, steps: str = "2", backward: str = "model(torch.ones(4, 2)).sum().backward()") -> str:
-    """Training with DistributedOptimizer, after the lines `before`."""
+    """Return training with DistributedOptimizer, after the lines `before`."""
     return in_rank(
         f"""model = torch.nn.Linear(2, 1)
 {before}

@@ -1,4 +1,4 @@
-"""Somebody who calls the interpreter by its full path, in a folder of his own, with no environment activated."""
+"""A user who calls the interpreter by its full path, in an own folder, without activating an environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.jvm import SHORT_LIVED
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "spark.driver.extraJavaOptions": SHORT_LIVED,
-    # One daemon for SQL and RDDs, with torch, as of the sessions of the other tests.
+    # One daemon for SQL and RDDs, with torch, as in the sessions of the other tests.
     "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
     "spark.python.daemon.module": "tests.warm_daemon",
     "spark.log.level": "OFF",
@@ -23,17 +23,17 @@ SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
-"""What pages leave to a cluster's own configuration."""
+"""Settings that pages leave to a cluster's own configuration."""
 
 
 def configure(folder: Path, *but_for: str) -> None:
-    """Write the settings, but for some, to where Spark looks if SPARK_CONF_DIR names this folder."""
+    """Write the settings, except for some, where Spark looks if SPARK_CONF_DIR names this folder."""
     lines = [f"{name} {value}\n" for name, value in SETTINGS.items() if name not in but_for]
     (folder / "spark-defaults.conf").write_text("".join(lines))
 
 
 def typed(folder: Path, *arguments: str, timeout: float) -> str:
-    """What Python prints, called with `arguments` in `folder`; it must succeed."""
+    """Return Python's output, called with `arguments` in `folder`; it must succeed."""
     configure(folder)
     environment = {
         **not_activated(),

@@ -1,4 +1,4 @@
-"""What is said of each mistake: its value, its place and the next step; and the session goes on."""
+"""The message about each mistake: its value, its place and the next step; and the session continues."""
 
 from __future__ import annotations
 

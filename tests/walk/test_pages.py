@@ -1,7 +1,7 @@
-"""The Python of the documentation runs: all blocks of a page, in order, as one program; what does not run says why.
+"""The documentation's Python runs: all blocks of a page, in order, as one program; a block that cannot run says why.
 
-Above each block stands ``<!-- runnable -->`` or ``<!-- not run: the reason -->``. Lines that a page needs and that a
-reader does not are in a comment of their own, ``<!-- before it:`` to ``-->``, and run where they stand.
+Above each block is ``<!-- runnable -->`` or ``<!-- not run: the reason -->``. Lines that a page needs and that its
+readers do not are in a separate comment, ``<!-- before it:`` to ``-->``, and run at that place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def blocks(page: Path) -> list[re.Match[str]]:
 
 
 def program(page: Path) -> str:
-    """The lines that run, each at the line that it has on the page, so that tracebacks point there."""
+    """Return the lines that run, each at its line number on the page, so that tracebacks point there."""
     text, lines = page.read_text(), [""] * page.read_text().count("\n")
     for block in BLOCK.finditer(text):
         if block["unseen"] or block["marker"] == RUNNABLE:
@@ -40,14 +40,14 @@ def program(page: Path) -> str:
 
 
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
-# Pages with Horovod's words come last: their process has Horovod's dialect from then on.
+# Pages with Horovod's names come last: from then on, their process has Horovod's dialect.
 TOGETHER = [
     "data", "estimators", "migrating-from-torchdistributor", "run-data", "README", "index", "networks", "run",
     "quickstart", "tracking", "doctor", "elastic", "embeddings", "image-classifier", "local-sgd", "predict",
     "transformers", "tutorial", "checkpoints", "collectives", "ddp", "progress", "timeline", "tuning",
     "migrating-from-horovodrunner", "migrating-from-horovod",
 ]  # fmt: skip
-"""Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
+"""Pages that run one after another in a process: otherwise starting Spark and torch would take most of the time."""
 RUNS = [TOGETHER, *([page] for page in PROGRAMS if page not in TOGETHER)]
 
 
@@ -65,7 +65,7 @@ def test_each_block_is_python_that_fits_the_page(page: Path) -> None:
     for block in blocks(page):
         ast.parse(block["unseen"] or block["code"])
         wide = [line for line in (block["code"] or "").splitlines() if len(line) > 100]
-        assert wide == []  # the site shows so many columns on a laptop's screen
+        assert wide == []  # the site shows this many columns on a laptop's screen
 
 
 @pytest.mark.slow

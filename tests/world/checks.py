@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.world.world import SimulatedWorld
 
 _LONG_ENOUGH = 15.0
-"""Seconds in which ranks that have come late take part, where nothing goes wrong."""
+"""Seconds in which late ranks take part if nothing goes wrong."""
 _NOTICES = {"notice", "notice to rank", "decommission"}
 _BRIEF = {
     "cut": 4.0,
@@ -31,7 +31,7 @@ _BRIEF = {
     "stop": 2.0,
     "slow": 99.0,
 }
-"""Seconds of what is survived without a failure."""
+"""Seconds of a disturbance that is survived without a failure."""
 _ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
 _GONE = r"not been heard from|lost its executor|restarted its task|did not answer|left it|could not meet|"
 _GONE += (
@@ -50,33 +50,33 @@ _NAMED = {
     "stop": rf"SIGSTOP|waited|Timed out|{_GONE}",
     "slow": _GONE,
 }
-"""By kind of fault: what an error says of it. Others are of hosts and wires."""
+"""What an error says, by kind of fault. Others are faults of hosts and wires."""
 
 
 def is_harmless(fault: Fault) -> bool:
-    """Whether a run goes on without a failure."""
+    """Return whether a run continues without a failure."""
     return fault.kind in ("new host", "clock", *_NOTICES) or (
         fault.seconds is not None and fault.seconds <= _BRIEF.get(fault.kind, 0.0)
     )
 
 
 class Checks:
-    """See the module's description; each failure is an AssertionError where it happens."""
+    """See the module's description; each failure raises an AssertionError where it happens."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
         self._harmful = [fault for fault in world.plan.faults if not is_harmless(fault)]
         self._worlds: dict[int, dict[int, RankProcess]] = {}
         self._steps: dict[int, tuple[int, int]] = {}
-        """Of each generation: the first step that was made in it, and the last."""
+        """For each generation: the first step that was made in it, and the last."""
         self._printed = self._vitals = 0
         self.behind = False
-        """Whether a world has begun of ranks that have told of no commit, though one was told of."""
+        """Whether a world began with ranks that reported no commit, although one had been reported."""
         self._generations: list[Any] = []
         """The product's records."""
 
     def joined(self, process: RankProcess, generation: int, rank: int, members: list[RankProcess]) -> None:
-        """A rank has joined a world."""
+        """Check that a rank has joined a world."""
         seats = self._worlds.setdefault(generation, dict(enumerate(members)))
         assert seats == dict(enumerate(members)), f"two worlds of generation {generation}: {seats} and {members}"
         assert seats[rank] is process
@@ -85,7 +85,7 @@ class Checks:
         self._world.log("{} is rank {} of generation {}", process, rank, generation)
 
     def stepped(self, process: RankProcess, generation: int, told: list[Any]) -> None:
-        """Ranks have made a step: what each of them was at, in rank order."""
+        """Check a step of the ranks: the position of each, in rank order."""
         assert all(theirs[:3] == told[0][:3] for theirs in told), f"weights, steps or epochs differ: {told}"
         step = told[0][1]
         if generation in self._steps:
@@ -102,7 +102,7 @@ class Checks:
             assert last - lost <= step <= last, f"generation {generation} begins at step {step}, after {last} steps"
 
     def printed(self, label: int, text: str) -> None:
-        """What a rank says has arrived at the driver."""
+        """Check a rank's output that has arrived at the driver."""
         self._printed += 1
         number, generation, rank = map(int, text.split())
         present = self._world.driver.membership.generation
@@ -110,12 +110,12 @@ class Checks:
             assert label == rank, f"what rank {rank} prints is shown as rank {label}'s"
 
     def lives(self, record: Vitals) -> None:
-        """What a rank tells of itself has arrived at the driver."""
+        """Check a rank's vitals that have arrived at the driver."""
         self._vitals += 1
         assert record.rank < len(self._worlds[record.generation]) == record.size
 
     def decided(self, membership: Any) -> None:
-        """The hub has taken its turn."""
+        """Check the hub's turn."""
         present, before = membership.generation, self._generations[-1] if self._generations else None
         if present is before:
             return
@@ -134,7 +134,7 @@ class Checks:
     # ---- at the end -----------------------------------------------------------------------------------------------
 
     def at_end(self) -> None:
-        """The run has ended, or should have."""
+        """Check a run that has ended, or should have."""
         world, driver = self._world, self._world.driver
         if not driver.dead:
             assert driver.ended_at is not None, f"neither a result nor an error after {world.seconds:.0f} s"
@@ -163,7 +163,7 @@ class Checks:
         assert len(set(seen)) == len(seen), f"a row twice: {sorted(row for row in set(seen) if seen.count(row) > 1)}"
         for epoch in range(plan.epochs):
             missing = set(range(plan.rows)) - {row for at, row in seen if at == epoch}
-            # Where ranks change and fewer rows than ranks are left of an epoch, these are left out: docs/elastic.md.
+            # If ranks change and an epoch has fewer rows left than ranks, these are dropped: docs/elastic.md.
             most = 0 if len(self._worlds) == 1 else max(map(len, self._worlds.values())) - 1
             assert len(missing) <= most, f"epoch {epoch}: rows {sorted(missing)} are missing"
         quiet = all(fault.kind == "new host" for fault in plan.faults)
@@ -173,7 +173,7 @@ class Checks:
             assert len(values) == plan.limits.max_num_proc, "a rank that has come late takes no part"
 
     def _failures(self, resets: int) -> None:
-        """How many the product counts."""
+        """Return how many the product counts."""
         if _NEWCOMER in str(self._world.driver.error):
             return
         if not self._harmful:
@@ -190,14 +190,14 @@ class Checks:
             return
         assert isinstance(error, RunError), repr(error)
         assert "the hub of this run failed" not in text, text
-        if _NEWCOMER in text:  # new ranks begin with the first
+        if _NEWCOMER in text:  # new ranks begin with the first one
             assert plan.again
             assert plan.limits.min_num_proc > 1
             assert self._harmful or _NOTICES.intersection(kinds), "the others would have gone on without them"
             return
         if isinstance(error, RunTimeoutError):
-            # A rank that hangs alone is nobody's to notice; others come to know when their collectives take too long.
-            # Nor is it known of a task that had ended whether Spark will find a slot to have it, and its value, again.
+            # A rank that hangs alone is not noticed; others learn of it when their collectives take too long.
+            # For a task that has ended, it is unknown whether Spark finds a slot to repeat it, and its value.
             alone = "hang" in kinds and len(self._generations[-1].members) == 1
             lost = "had not handed over" in text and any(fault.seconds is None for fault in self._harmful)
             assert alone or lost, "it would have gone on for ever"
@@ -209,7 +209,7 @@ class Checks:
         assert short or any(re.search(each, text) for each in named), f"the error names no cause: {text}"
         if len(self._harmful) > 1 or not {fault.kind for fault in self._harmful} <= _ONE_FAILURE:
             return
-        # One failure at most: it is survived, unless too few are left, or all who had the state are gone.
+        # At most one failure: it is survived, unless too few ranks are left, or all with the state are gone.
         gone = {host.name for host in world.hosts.values() if host.leaving} | world.network.down
         slots = sum(host.slots for host in world.hosts.values() if host.name not in gone)
         alone = any(len({process.host for process in seats.values()}) == 1 for seats in self._worlds.values())

@@ -13,7 +13,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 _MOST = 300_000
-"""Events of a world; a long one has 20,000."""
+"""Maximum events of a world; a long one has 20,000."""
 
 
 class Killed(BaseException):
@@ -21,10 +21,10 @@ class Killed(BaseException):
 
 
 class Clock:
-    """Calls functions at virtual times; what is to happen at one moment happens in the order in which it was asked for.
+    """Calls functions at virtual times; those of the same moment run in the order in which they were requested.
 
     Args:
-        seed: Of all chance in a world.
+        seed: Seed of all chance in a world.
         grain: Seconds of which all times are multiples, so that much happens at the same moment; 0 for none.
     """
 
@@ -33,7 +33,7 @@ class Clock:
         self.random = Random(seed)
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        """What is to happen at this moment, after what of it is due since before."""
+        """The calls of this moment, after earlier ones that are still due."""
         self._numbers = itertools.count()
         self.strands: list[Strand] = []
 
@@ -47,15 +47,15 @@ class Clock:
             self._soon.append((call, args))
 
     def rounded(self, seconds: float) -> float:
-        """As a multiple of the grain."""
+        """Return a multiple of the grain."""
         return round(seconds / self._grain) * self._grain if self._grain else seconds
 
     def some(self, least: float, most: float) -> float:
-        """A random number of seconds."""
+        """Return a random number of seconds."""
         return least + (most - least) * self.random.random()
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
-        """Let time pass until a moment, or until something holds."""
+        """Let time pass until a moment, or until a condition holds."""
         due, soon = self._due, self._soon
         for _ in range(_MOST):
             if not (due or soon) or done():
@@ -81,12 +81,12 @@ class Clock:
 
 
 class Strand:
-    """Blocking code on a stack of its own.
+    """Blocking code on its own stack.
 
     Args:
-        clock: Under which it runs.
+        clock: The clock under which it runs.
         work: The code. What it raises is raised where the clock runs.
-        owner: Whose code it is: see :func:`me`.
+        owner: The owner of the code: see :func:`me`.
     """
 
     def __init__(self, clock: Clock, work: Callable[[], object], owner: Any = None) -> None:
@@ -100,7 +100,7 @@ class Strand:
         self.poke()
 
     def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until something holds, at most so long; called by the code itself. Others say that it may hold by poke.
+        """Wait until a condition holds, at most so long; called by the code itself. Others call poke when it may hold.
 
         Returns:
             Whether it holds.
@@ -119,7 +119,7 @@ class Strand:
         return ready()
 
     def poke(self) -> None:
-        """What the code waits for may hold now."""
+        """Check again what the code waits for."""
         if not self._poked and not self.ended:
             self._poked = True
             self._clock.after(0.0, self._look)
@@ -160,24 +160,24 @@ _me: Any = None
 
 
 def me() -> Any:
-    """Whose code runs: a rank's process; None for the driver's, an agent's or nobody's."""
+    """Return the owner of the running code: a rank's process; None for the driver's, an agent's or no code."""
     return _me
 
 
 def running() -> Strand | None:
-    """The blocking code that runs, if any does."""
+    """Return the running blocking code, if any."""
     return _current
 
 
 def strand() -> Strand:
-    """The blocking code that runs."""
+    """Return the running blocking code."""
     assert _current is not None
     return _current
 
 
 @contextlib.contextmanager
 def acting(owner: Any) -> Iterator[None]:
-    """Have code run on behalf of a process."""
+    """Let code run on behalf of a process."""
     global _me
     before, _me = _me, owner
     try:

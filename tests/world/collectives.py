@@ -1,4 +1,4 @@
-"""The coordinator among ranks that run programs, with messages under way; held against the reference at each event."""
+"""The coordinator among ranks that run programs, with messages in transit; compared with the reference each time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.world.reference import Reference
 
 
 class Rank(Calls):
-    """One rank's program, and what it sends."""
+    """One rank's program, and its messages."""
 
     def __init__(self, place: int, program: Program) -> None:
         super().__init__(place)
@@ -57,7 +57,7 @@ class Rank(Calls):
         return True
 
     def post(self) -> bool:
-        """Send what there is to tell."""
+        """Send pending messages."""
         ids, fresh = self.take()
         if ids or fresh:
             self._send("ready", f"{ids:x}", fresh)
@@ -74,10 +74,10 @@ class Collectives:
     """See the module's description.
 
     Args:
-        programs: Of the ranks.
-        order: What happens when.
+        programs: The ranks' programs.
+        order: Decides what happens when.
         capacity, stall_timeout, remembered, horovod: See :class:`Reference`.
-        leaves: Whether a rank goes at some moment.
+        leaves: Whether a rank leaves at some moment.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Collectives:
         self.coordinator.last_in_memory = self._in_memory_last.get
 
     def run(self) -> None:
-        """Until nothing can happen any more."""
+        """Run until nothing more can happen."""
         paced = [rank for rank in self.ranks for _ in range(self._order.choice([1, 10, 100]))]
         events = self._step, Rank.post, self._hear, self._read
-        idle, number = 0, self._order.random  # what Random makes of it takes longer than what happens
+        idle, number = 0, self._order.random  # its overhead exceeds the time of the events
         while idle < 30:
             rank = paced[int(number() * len(paced))]
             happened = events[int(number() * len(events))](rank)
@@ -122,12 +122,12 @@ class Collectives:
                 self._goes_at -= 1
                 if self._goes_at < 0:
                     self._go(rank)
-        # Nothing is overlooked only because it was improbable.
+        # Rare events must not be missed only because they are improbable.
         if any([each(rank) for each in events for rank in self.ranks]):
             self.run()
 
     def fail_what_waits(self) -> bool:
-        """Let the time run out; whether any call waited."""
+        """Let the time run out; return whether any call waited."""
         waited = self.coordinator.has_waiting
         self._now += 1e6
         self._look(self._now)
@@ -167,7 +167,7 @@ class Collectives:
         return True
 
     def _told_by_number(self) -> int:
-        """Numbers of the names of which some rank has told here, as bits."""
+        """Return the numbers of the names that some rank has called here, as bits."""
         numbers = self.reference.numbers
         told = {name for name in self.reference.waiting if name in numbers} | self.reference.by_request
         return sum(1 << numbers[name] for name in told)
@@ -231,7 +231,7 @@ class Collectives:
     # ---- what is decided --------------------------------------------------------------------------------------------
 
     def _decided(self, decisions: list[Decision], late: set[str], places: list[int], by_number: set[str]) -> None:
-        """These and no others had to be made."""
+        """Check that exactly these decisions were made."""
         reference = self.reference
         expected, learned = reference.complete(), dict[str, int]()
         for decision in decisions:
@@ -268,7 +268,7 @@ class Collectives:
     def _tell(self, decisions: list[Decision]) -> None:
         if decisions:
             self._stream.append(encode(decisions))
-        if self._order.random() < 0.5:  # as slots are given at a decision
+        if self._order.random() < 0.5:  # as slots are assigned at a decision
             entries = list(enumerate(self._entries))
             self._in_memory = sum(1 << id for id, entry in entries if entry.request.kind == "allreduce")
             self.coordinator.in_memory = self._in_memory
@@ -280,7 +280,7 @@ class Collectives:
 
 
 def _alike(entry: Entry, expected: Entry | str) -> bool:
-    """Whether two entries are the same; a tensor without dimensions counts as one row."""
+    """Return whether two entries are equal; a tensor without dimensions counts as one row."""
     if isinstance(expected, str):
         return False
     rows = [[shape or [1] for shape in each.request.shapes] for each in (entry, expected)]

@@ -26,7 +26,7 @@ _NOTHING = zmq.Again()
 
 
 class Frame:
-    """In place of zmq.Frame."""
+    """Replaces zmq.Frame."""
 
     def __init__(self, data: Any) -> None:
         self.bytes = data
@@ -36,7 +36,7 @@ class Frame:
 
 
 class Router:
-    """In place of the hub's socket: who has sent something is its identity."""
+    """Replaces the hub's socket: a message's sender is its identity."""
 
     def __init__(self) -> None:
         self.inbox: deque[tuple[Pipe, bytes, bytes]] = deque()
@@ -81,12 +81,12 @@ class Driver:
 
     @property
     def membership(self) -> Any:
-        """The product's."""
+        """The product's membership."""
         return self.hub._state.membership
 
     @property
     def answers(self) -> bool:
-        """Whether somebody is there."""
+        """Return whether the driver is alive."""
         return not self.frozen and not self.dead and self.ended_at is None
 
     def start(self) -> None:
@@ -95,23 +95,23 @@ class Driver:
         self._regularly()
 
     def poke(self) -> None:
-        """Something may have ended."""
+        """Check again: something may have ended."""
         self._strand.poke()
 
     def take(self, message: tuple[Pipe, bytes, bytes]) -> None:
-        """Something has come from an agent."""
+        """Take a message from an agent."""
         self._router.inbox.append(message)
         if not self._soon and b'"alive"' not in message[1]:
             self._soon = True
             self._clock.after(0.0, self.turn)
 
     def freeze(self, *, frozen: bool) -> None:
-        """Suspend the driver, or let it go on."""
+        """Suspend the driver, or let it continue."""
         self.frozen = self._strand.frozen = frozen
         self._strand.poke()
 
     def kill(self) -> None:
-        """The driver is gone."""
+        """End the driver."""
         self.dead = True
         self._strand.kill()
 
@@ -121,7 +121,7 @@ class Driver:
             self._clock.after(_TICK, self._regularly)
 
     def turn(self) -> None:
-        """The hub looks round."""
+        """Let the hub take its turn."""
         self._soon = False
         if not self.frozen and not self.dead:
             self.hub._guarded(lambda: self.hub._turn(self._poller))

@@ -1,4 +1,4 @@
-"""How faults strike a world."""
+"""How faults happen in a world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:
-    """Have it happen now; nothing happens if there is nobody whom it could strike."""
+    """Let it happen now; nothing happens if it has no possible target."""
     world.log("*** {}", fault)
     _STRIKES[fault.kind](world, fault)
 

@@ -1,4 +1,4 @@
-"""What membership has to decide at each event, worked out plainly: lists of agents, workers and one present world."""
+"""Membership's decisions at each event, computed in a simple way: lists of agents, workers and one current world."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from spark_hvd.world.layout import WorldLayout
 from tests.world.records import Agent, Kept, Worker, World
 
 Told = ev.Decision | str
-"""A decision; of a note what it has to say."""
+"""A decision; for a note, its words."""
 SETTLE, PAUSE, LONGEST_PAUSE = 1.0, 0.5, 16.0
 
 
 class Members(Kept):
-    """Takes the events that a membership takes.
+    """Takes the same events as a membership.
 
     Args:
-        limits: The run's.
+        limits: The run's limits.
     """
 
     def __init__(self, limits: ev.Limits) -> None:
@@ -32,18 +32,18 @@ class Members(Kept):
         self._apart_since: float | None = None
         self._last_lost: int | None = None
         self._failures: dict[str, list[int]] = {}
-        """Of each host: the task of each failure that counts."""
+        """For each host: the task of each failure that counts."""
         self._exclusions: dict[str, list[tuple[float, float]]] = {}
-        """Of each host: from when until when, so far."""
+        """For each host: the start and end of its exclusion."""
 
     def handle(self, event: ev.Event, now: float, told: list[ev.Decision]) -> list[Told]:
-        """What has to be decided; lengths of exclusions are read from what was told."""
+        """Return the decisions; the lengths of exclusions are read from the product's notes."""
         self._told = told
         getattr(self, f"_{type(event).__name__.lower()}")(event, now)
         return [] if isinstance(event, ev.Committed) else self.tick(now, told)
 
     def tick(self, now: float, told: list[ev.Decision]) -> list[Told]:
-        """The same, of time that passes."""
+        """Do the same for passing time."""
         self._told = told
         if self.verdict is None:
             self._end_the_late(now)
@@ -276,7 +276,7 @@ class Members(Kept):
         if agent.worker is not None or agent.leaving or now < agent.pause_until:
             return False
         _, until = self._exclusions.get(agent.host, [(0.0, 0.0)])[-1]
-        if abs(until - now) <= 0.51 and until < float("inf"):  # what is told of it is rounded
+        if abs(until - now) <= 0.51 and until < float("inf"):  # the note is rounded
             return any(isinstance(each, ev.StartWorker) and each.agent == agent.number for each in self._told)
         return now >= until
 

@@ -25,9 +25,9 @@ class Mesh(Communicator):
     """One rank's end of a world.
 
     Args:
-        process: The rank's.
-        generation: Of the world.
-        rank: Mine.
+        process: The rank's process.
+        generation: The world's generation.
+        rank: This rank.
         members: The processes of all ranks.
         timeout: Seconds after which a collective fails.
     """
@@ -58,7 +58,7 @@ class Mesh(Communicator):
         return FinishedHandle(torch.tensor([max(numbers) for numbers in zip(*told, strict=True)]))
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
-        """What all ranks give, in rank order; blocks.
+        """Return all ranks' values, in rank order; blocks.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -86,7 +86,7 @@ class Mesh(Communicator):
         return [given for _, given in told]
 
     def take(self, sender: int, message: tuple[int, bytes] | None) -> None:
-        """Something has come from a peer: a part of a collective, or the end of the connection."""
+        """Take a message from a peer: a part of a collective, or the end of the connection."""
         if message is None:
             self._gone.add(sender)
         else:
@@ -94,7 +94,7 @@ class Mesh(Communicator):
         self.process.strand.poke()
 
     def abort(self) -> None:
-        """End all connections; what is under way here fails."""
+        """End all connections; collectives in flight here fail."""
         self.broken = self.broken or "the connections were aborted"
         self.close()
         self.process.strand.poke()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOOK = 1.0
 _SILENCE = 3.0
-"""Seconds after which a connection ends over which nothing comes."""
+"""Seconds after which a silent connection ends."""
 _CONNECT = 30.0
 
 
@@ -33,14 +33,14 @@ class Named(Calls):
     """One rank's named collectives; also the sockets of the coordinator, on rank 0.
 
     Args:
-        mesh: The ranks.
+        mesh: The ranks' connections.
         hosts: The host of each.
     """
 
     def __init__(self, mesh: Mesh, hosts: list[str]) -> None:
         super().__init__(mesh.rank)
         self._mesh, self._process = mesh, mesh.process
-        # What the coordination asks of a queue.
+        # What the coordination needs from a queue.
         self.ranks: Any = range(mesh.size)
         self.memory = SimpleNamespace(last=lambda place: None, ids=0)
         self.tracing = SimpleNamespace(recorder=None)
@@ -68,10 +68,10 @@ class Named(Calls):
             self._tell("hello")
 
     def open(self) -> None:
-        """Wait until the others are here; blocks.
+        """Wait until the others are connected; blocks.
 
         Raises:
-            CollectiveError: They do not come.
+            CollectiveError: They do not connect.
         """
         coordination = self.coordination
         if coordination is None:
@@ -82,11 +82,11 @@ class Named(Calls):
             raise CollectiveError(self._over() or coordination.absent_text(_CONNECT))
 
     def run(self, calls: list[tuple[str, Request]]) -> list[Entry]:
-        """Be ready for collectives, and wait until all may run; they do in the order that is returned. Blocks.
+        """Submit collectives, and wait until all may run; return the order in which they do. Blocks.
 
         Raises:
             CollectiveError: A peer or the network failed.
-            MismatchError, StalledError: The coordinator says so.
+            MismatchError, StalledError: The coordinator reports it.
         """
         for name, request in calls:
             self.submit(name, request)
@@ -114,7 +114,7 @@ class Named(Calls):
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def take_message(self, sender: int, message: bytes | None) -> None:
-        """Something has come from the coordinator, or from a member."""
+        """Take a message from the coordinator, or from a member."""
         if message is None or message == b"come":
             self._presence.append((sender, message is not None))
         else:
@@ -122,7 +122,7 @@ class Named(Calls):
         self.turn()
 
     def turn(self) -> None:
-        """Deal with what has come, unless the process is stopped."""
+        """Process the messages, unless the process is stopped."""
         if self._process.strand.frozen or not self._process.alive or self._closed:
             return
         with acting(self._process):
@@ -137,7 +137,7 @@ class Named(Calls):
         self._process.strand.poke()
 
     def apply(self, decisions: list[Decision]) -> None:
-        """Do what the coordinator has decided."""
+        """Carry out the coordinator's decisions."""
         for decision in decisions:
             if isinstance(decision, Gone):
                 self.failure = self.failure or decision.text
@@ -162,7 +162,7 @@ class Named(Calls):
         process.world.clock.after(_LOOK, self._look)
 
     def _silent(self, place: int) -> None:
-        """Both ends of a connection notice that nothing comes, if that lasts."""
+        """Let both ends of a connection notice silence, if it lasts."""
         self._lost.discard(place)
         other = self._mesh.members[place]
         if not self._process.world.network.reaches(self._process.host, other.host):
@@ -170,7 +170,7 @@ class Named(Calls):
             other.hear(self._mesh.generation, 0, None)
 
     def close(self, text: str) -> None:
-        """Take leave, and end the connections; what is under way fails."""
+        """Leave, and end the connections; collectives in flight fail."""
         self.abort(text)
         if not self._closed and self._process.alive:
             if self.coordination is not None:
@@ -180,12 +180,12 @@ class Named(Calls):
         self.hang_up()
 
     def abort(self, text: str) -> None:
-        """What is under way fails."""
+        """Fail the collectives in flight."""
         self.failure = self.failure or text
         self._process.strand.poke()
 
     def hang_up(self) -> None:
-        """The connections end."""
+        """End the connections."""
         if not self._closed:
             self._closed = True
             self._to_others(None)

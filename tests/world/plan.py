@@ -1,4 +1,4 @@
-"""What a seed stands for: a run, its cluster, and the faults that strike it."""
+"""What a seed defines: a run, its cluster, and its faults."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Fault:
 
     Attributes:
         at: Seconds after the start of the run.
-        kind: What; see :mod:`tests.world.faults`.
-        target: Picks whom it strikes.
-        seconds: How long it lasts; None for ever.
+        kind: The kind; see :mod:`tests.world.faults`.
+        target: Selects the target.
+        seconds: Its duration; None for forever.
     """
 
     at: float
@@ -34,23 +34,23 @@ class Plan:
     """One run.
 
     Attributes:
-        seed: Of the rest of chance: delays, picks.
-        limits: The run's.
+        seed: Seed of the remaining chance: delays, choices.
+        limits: The run's limits.
         hosts: Slots of each host.
         starts: When each task starts.
-        rows, batch_size, epochs: What is trained on.
+        rows, batch_size, epochs: The training.
         again: Elastic functions besides the last; each ends with an epoch.
         commit_every: Steps between commits.
         checks: Whether ranks look for updates at the other steps.
         step_seconds: About how long a step takes.
-        preparing: Least and greatest seconds until a rank calls its elastic function.
-        collective_timeout, timeout: Of the run.
-        latency: Greatest seconds that a message takes.
-        names: Most named collectives that get a number.
-        sealed: Whether a collective of each step has seals, by which it is another one each time.
+        preparing: Minimum and maximum seconds until a rank calls its elastic function.
+        collective_timeout, timeout: The run's timeouts.
+        latency: Maximum seconds that a message takes.
+        names: Maximum number of named collectives that get a number.
+        sealed: Whether one collective of each step has seals, which make it a different one each time.
         grain: Seconds of which all times are multiples; 0 for none.
         elastic: Whether fn has an elastic function.
-        faults: In order.
+        faults: The faults, in order.
     """
 
     seed: int | str
@@ -75,11 +75,11 @@ class Plan:
     faults: tuple[Fault, ...] = field(default=())
 
     def without(self, number: int) -> Plan:
-        """The same, but for one fault."""
+        """Return the same plan without one fault."""
         return replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
 
     def describe(self) -> str:
-        """All of it."""
+        """Return a description of the whole plan."""
         faults = "".join(f"\n    {fault}" for fault in self.faults) or "\n    none"
         return f"{replace(self, faults=())}\n  faults:{faults}"
 
@@ -94,11 +94,11 @@ KINDS = {
 
 
 def plan_of(seed: int | str) -> Plan:
-    """The run that a seed stands for."""
+    """Return the run that a seed defines."""
     chance = Random(f"plan {seed}")
     most = chance.choice([2, 2, 3, 3, 4])
     wanted = chance.randint(max(1, most - 1), most)
-    patience = chance.choice([10.0, 10.0, 10.0, 30.0])  # for tasks that are late; at times more than for ranks later
+    patience = chance.choice([10.0, 10.0, 10.0, 30.0])  # for late tasks; sometimes longer than for later ranks
     limits = Limits(
         num_proc=wanted,
         min_num_proc=chance.randint(1, wanted),
@@ -143,5 +143,5 @@ def plan_of(seed: int | str) -> Plan:
         elastic=chance.random() > 0.03,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
-    # Without an elastic function ranks return when they like: a value can be lost before others are there.
+    # Without an elastic function, ranks return at any time: a value can be lost before the others arrive.
     return made if made.elastic else replace(made, preparing=(0.1, 12.0))

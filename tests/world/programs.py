@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from spark_hvd.collectives.messages import AUTO, Request
 
 RANKS = [0, 3, 4, 7, 8, 9, 10, 13, 20]
-"""Of the world, by place in the process set, so that texts can be told from places."""
+"""The ranks of the world, by place in the process set, so that texts can be told from places."""
 
 
 class Round(NamedTuple):
@@ -18,24 +18,24 @@ class Round(NamedTuple):
     name: str
     kind: str
     variant: int
-    """Of the shape, alike on all ranks."""
+    """Part of the shape that is equal on all ranks."""
     odd: int | None
-    """A place whose call does not fit the others'."""
+    """A place whose call does not match the others'."""
 
 
 class Call(NamedTuple):
-    """Begin a collective."""
+    """Starts a collective."""
 
     name: str
     request: Request
 
 
 class Drain(NamedTuple):
-    """Wait for all calls."""
+    """Waits for all calls."""
 
 
 class Join(NamedTuple):
-    """Have no more data."""
+    """Joins: the rank has no more data."""
 
     counts: bool
 
@@ -44,7 +44,7 @@ Program = list[Call | Drain | Join]
 
 
 def request_of(collective: Round, place: int, size: int) -> Request:
-    """What a rank asks for."""
+    """Return a rank's request."""
     dtype = "int8" if collective.odd == place else "float32"
     rows, columns = place + collective.variant, 2 + collective.variant
     match collective.kind:
@@ -64,18 +64,18 @@ def request_of(collective: Round, place: int, size: int) -> Request:
 
 
 class Epoch(NamedTuple):
-    """What all ranks do until all have joined: collectives in sections, of which a rank does the first few."""
+    """What all ranks do until all have joined: collectives in sections, of which a rank executes the first few."""
 
     sections: list[list[Round]]
     lengths: list[int]
-    """Sections of each rank."""
+    """Number of sections of each rank."""
     counts: list[bool]
-    """Whether Average counts each rank when it has joined."""
+    """Whether Average counts each rank after it has joined."""
     drains: list[list[bool]]
     """Whether each rank waits at the end of a section."""
 
     def program(self, place: int, size: int, order: Random) -> Program:
-        """One rank's. Sections may overlap, so a rank may run ahead until it needs a name that is still in use."""
+        """Return one rank's program. Sections may overlap, so a rank may run ahead until it needs a name in use."""
         steps: Program = []
         for section, drain in zip(self.sections[: self.lengths[place]], self.drains[place], strict=False):
             mine: Program = [Call(each.name, request_of(each, place, size)) for each in section]
@@ -84,7 +84,7 @@ class Epoch(NamedTuple):
         return [*steps, Join(self.counts[place])]
 
     def outcomes(self, place: int) -> dict[str, list[str]]:
-        """What becomes of one rank's calls, by name, if none stalls."""
+        """Return the outcomes of one rank's calls, by name, if none stalls."""
         found: dict[str, list[str]] = defaultdict(list)
         for number, section in enumerate(self.sections[: self.lengths[place]]):
             here = [other for other, length in enumerate(self.lengths) if length > number]
@@ -96,7 +96,7 @@ class Epoch(NamedTuple):
 
 
 def epoch_of(chance: Random, size: int) -> Epoch:
-    """A random one."""
+    """Return a random epoch."""
     kinds = ["allreduce", "allgather", "objects", "alltoall", "barrier", "scalars"]
     names = {name: chance.choice(kinds) for name in ["a", "b", "c", "d", f"e{AUTO}1"][: chance.randint(1, 5)]}
     count = chance.randint(2, 8)

@@ -1,4 +1,4 @@
-"""A rank's process: the launcher, the state and the loader of the product, in blocking code that trains a stand-in."""
+"""A rank's process: the product's launcher, state and loader, in blocking code with a simulated training."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from tests.world.world import SimulatedWorld
 
 CONFIG: Any = None
-"""Of named collectives; set where the world is built."""
+"""Configuration of named collectives; set where the world is built."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is told when it starts, as far as it matters here; see RankOrder."""
+    """What a rank gets at its start, as far as it matters here; see RankOrder."""
 
     me: RankInfo
     ip: str
@@ -56,20 +56,20 @@ class Exit(BaseException):
 
 
 class Early(Exception):
-    """Fn returns without having called its elastic function to the end, where a plan says so."""
+    """Fn returns before its elastic function has ended, if a plan says so."""
 
 
 class UserError(Exception):
-    """What the function that trains raises where a plan says so."""
+    """The error that the training function raises if a plan says so."""
 
 
 class RankProcess:
     """See the module's description.
 
     Args:
-        world: In which it is.
+        world: Its world.
         host: Its host's name.
-        order: What to do.
+        order: Its order.
     """
 
     def __init__(self, world: SimulatedWorld, host: str, order: Order) -> None:
@@ -80,7 +80,7 @@ class RankProcess:
         self.frames: deque[tuple[dict[str, Any], bytearray]] = deque()
         """What has arrived at the agent."""
         self.on_news: Callable[[], object] = lambda: None
-        """Called when something has."""
+        """Called when something has arrived."""
         self.up = Pipe(world.network, host, host, self._arrived_up)
         self.down = Pipe(world.network, host, host, self._arrived_down)
         self.hung_up = False
@@ -90,9 +90,9 @@ class RankProcess:
         self.mail: dict[int, list[tuple[int, Any]]] = {}
         self.told: dict[int, list[tuple[int, Any]]] = {}
         self.joined, self.reset_in = 0, set[int]()
-        """Worlds, and those of which the state was told."""
+        """The worlds that it has joined, and those of which the state was told."""
         self.functions = 0
-        """Elastic functions that it has begun: the first world of each may be like the one before."""
+        """Elastic functions that it has begun: the first world of each may equal the previous one."""
         self.error: UserError | None = None
         self.hangs, self.returns, self.slow = False, False, 0.0
         self.strand = Strand(world.clock, self._main, self)
@@ -129,24 +129,24 @@ class RankProcess:
             self.up.send((message, bytearray(payload)))
 
     def stacks(self) -> str:
-        """Where its threads stood; nobody asks here."""
+        """Return its threads' stacks; unused here."""
         return ""
 
     @property
     def generation(self) -> int:
-        """Of its world, or its last one."""
+        """The generation of its world, or of its last one."""
         assert self.mesh is not None
         return self.mesh.generation
 
     def receive(self, generation: int, sender: int, message: Any) -> None:
-        """Something has come from another rank; this one may not have opened its end yet."""
+        """Take a message from another rank; this one may not have opened its end yet."""
         if self.mesh is not None and self.mesh.generation == generation:
             self.mesh.take(sender, message)
         else:
             self.mail.setdefault(generation, []).append((sender, message))
 
     def hear(self, generation: int, sender: int, message: Any) -> None:
-        """The same, of named collectives."""
+        """Do the same for named collectives."""
         if self.mesh is not None and self.mesh.generation == generation and self.mesh.named is not None:
             self.mesh.named.take_message(sender, message)
         else:
@@ -155,7 +155,7 @@ class RankProcess:
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def die(self, code: int) -> None:
-        """The process is gone: the kernel closes what it had open."""
+        """End the process: the kernel closes its connections."""
         if not self.alive:
             return
         self.world.log("{} ends with {}", self, code)
@@ -171,7 +171,7 @@ class RankProcess:
             self.strand.kill()
 
     def freeze(self, *, frozen: bool) -> None:
-        """Stop it, or let it go on."""
+        """Stop it, or let it continue."""
         self.strand.frozen = frozen
         self.strand.poke()
         if self.mesh is not None and self.mesh.named is not None:
@@ -256,7 +256,7 @@ class RankProcess:
             ("gradients", Request("allreduce", ["float32"], [[8]], "cpu", "SUM")),
             ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu", seal=_seal(rows) if sealed else None)),
         ]
-        self.world.clock.random.shuffle(calls)  # as hooks do: gradients are ready in any order
+        self.world.clock.random.shuffle(calls)  # like hooks: gradients become ready in any order
         entries = mesh.named.run(calls)
         given = {entry.name: mesh.exchange(entry.name, parts[entry.name]) for entry in entries}
         seals = next(entry.seals for entry in entries if entry.name == "rows")

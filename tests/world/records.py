@@ -57,13 +57,13 @@ class World:
 
 
 class Kept:
-    """Agents, workers, and the present world, or the last.
+    """Agents, workers, and the current world, or the last.
 
     Args:
-        limits: The run's.
+        limits: The run's limits.
 
     Attributes:
-        verdict: How the run has ended: of the text what it has to say.
+        verdict: How the run ended, with the required words of the text.
     """
 
     def __init__(self, limits: ev.Limits) -> None:
@@ -80,7 +80,7 @@ class Kept:
         return [(member.agent, member.number) for member in self._members() if self._alive(member)]
 
     def _its_world(self, event: ev._InGeneration) -> World | None:
-        """The present world, if it goes on and the event is of one of its members."""
+        """Return the current world, if it continues and the event comes from one of its members."""
         world, worker = self.world, self.workers[event.worker]
         if world is None or self.verdict is not None or world.over or world.finished or not self._alive(worker):
             return None
@@ -96,11 +96,11 @@ class Kept:
         return self._alive(worker) and worker.later
 
     def _is_behind(self, worker: Worker) -> bool:
-        """Whether a worker has yet to be in a world, and so begins with the first elastic function."""
+        """Return whether a worker has not been in a world yet, so that it begins with the first elastic function."""
         return not worker.later and worker.rank is None
 
     def _by_seniority(self, workers: list[Worker]) -> list[Worker]:
-        """Those with the state, then others; each in the order of their ranks, then as they came."""
+        """Return workers with the state, then others; each in rank order, then in order of arrival."""
         old = sorted((worker for worker in workers if worker.rank is not None), key=lambda worker: worker.rank or 0)
         ordered = [*old, *(worker for worker in workers if worker.rank is None)]
         return sorted(ordered, key=lambda worker: worker.commits < 0)

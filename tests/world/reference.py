@@ -1,4 +1,4 @@
-"""What a coordinator has to decide, worked out plainly: sets of names and ranks, and no numbers."""
+"""A coordinator's decisions, computed in a simple way: sets of names and ranks, and no numbers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from spark_hvd.world.words import ranks_text
 
 
 class Waiting(NamedTuple):
-    """A name that some ranks have told of and others have not."""
+    """A name that some ranks have called and others have not."""
 
     since: float
     requests: dict[int, Request]
 
 
 class Reference:
-    """Follows what ranks tell, and says what is to be decided at once.
+    """Follows what ranks report, and returns what must be decided at once.
 
     Args:
         ranks: The members' ranks in the world.
-        capacity: Most names that get a number.
-        remembered: Names whose last entry is remembered without their having a number.
+        capacity: Maximum number of names that get a number.
+        remembered: Names whose last entry is remembered although they have no number.
         stall_timeout: Seconds after which a name fails; None: never.
         horovod: Whether errors are Horovod's.
 
     Attributes:
-        waiting: By name.
-        told: When each rank last told of something, and of which names then.
-        numbers: Of the names that have one.
+        waiting: Waiting names.
+        told: When each rank last called something, and the names then.
+        numbers: Numbers of the names that have one.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Reference:
         self.told: list[tuple[float, set[str]] | None] = [None] * len(ranks)
         self.numbers: dict[str, int] = {}
         self.by_request: set[str] = set()
-        """Names with a number whose round is decided by what ranks ask for: some have not told it by its number."""
+        """Names with a number whose round is decided by requests: some ranks have not called it by its number."""
         self._joined: dict[int, bool] = {}
         self._late: dict[str, set[int]] = {}
         self._last: OrderedDict[str, Entry] = OrderedDict()
 
     def submitted(self, place: int, known: dict[str, Request], fresh: dict[str, Request], now: float) -> set[str]:
-        """A rank is ready for names with a number, and for others; returns those whose failure it is told now."""
+        """A rank is ready for names with a number, and for others; return those whose failure it gets now."""
         if known or fresh:
             self.told[place] = now, {*known, *fresh}
         self.by_request |= fresh.keys() & self.numbers.keys()
@@ -64,11 +64,11 @@ class Reference:
         return failed
 
     def joined(self, place: int, *, counts: bool) -> None:
-        """A rank has no more data."""
+        """A rank joins: it has no more data."""
         self._joined[place] = counts
 
     def all_joined(self) -> bool:
-        """Whether all have; they have not any more then."""
+        """Return whether all have joined; then none has any more."""
         over = len(self._joined) == len(self._ranks)
         if over:
             self._joined.clear()
@@ -76,16 +76,16 @@ class Reference:
         return over
 
     def complete(self) -> dict[str, Entry | str]:
-        """The names for which nobody is missing any more: what is to run, or why it cannot."""
+        """Return the names for which no rank is missing any more: what to run, or why it cannot run."""
         names = [name for name in self.waiting if not self.missing(name)]
         return {name: self._decided(name, self.waiting.pop(name).requests) for name in names}
 
     def runs_by_number(self, name: str) -> bool:
-        """Whether a name that is complete needs no more than its number."""
+        """Return whether a complete name needs only its number."""
         return name in self.numbers and name not in self.by_request and not self._joined
 
     def learns(self, name: str, entry: Entry) -> int | None:
-        """The number that a name gets now that it has come twice in a row."""
+        """Return the number that a name gets, because it was called twice in a row."""
         if entry.absent or entry.seals:
             return None
         if self._last.get(name) != entry:
@@ -102,7 +102,7 @@ class Reference:
         return number
 
     def overdue(self, now: float) -> dict[str, tuple[str, list[int]]]:
-        """The names that have waited for too long: what is said of it, and to which ranks now."""
+        """Return the names that have waited for too long: the message about each, and the ranks that get it now."""
         if self._stall_timeout is None:
             return {}
         late = [name for name, waiting in self.waiting.items() if now - waiting.since >= self._stall_timeout]
@@ -114,11 +114,11 @@ class Reference:
         return failed
 
     def missing(self, name: str) -> set[int]:
-        """The places that a name waits for."""
+        """Return the places for which a name waits."""
         return set(range(len(self._ranks))) - self.waiting[name].requests.keys() - self._joined.keys()
 
     def stall_text(self, name: str, now: float) -> str:
-        """The sentence on a name that waits; LAST stands for what ranks did last, which :meth:`did` tells."""
+        """Return the message about a waiting name; LAST stands for the ranks' last calls, see :meth:`did`."""
         waiting = self.waiting[name]
         missing = sorted(self.missing(name))
         did = "; ".join(f"rank {self._ranks[place]} LAST" for place in missing[:6])
@@ -129,7 +129,7 @@ class Reference:
         return f"{kind} {name!r} has waited {now - waiting.since:.1f} s for {who} ({did}{more}); ready: {ready}."
 
     def did(self, rank: int, now: float) -> set[str]:
-        """What may be said of what a rank did last."""
+        """Return what may be said about a rank's last call."""
         told = self.told[self._ranks.index(rank)]
         if told is None:
             return {"has called nothing yet"}

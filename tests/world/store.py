@@ -1,4 +1,4 @@
-"""A generation's key-value store, in place of torch's TCPStore: one rank's process serves it, others reach it."""
+"""A generation's key-value store, in place of torch's TCPStore: one rank's process serves it, and others connect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StoreServer:
-    """A server; gone when its process is."""
+    """A server; it is gone when its process is."""
 
     def __init__(self, process: RankProcess, port: int) -> None:
         self.process, self.port = process, port
@@ -21,21 +21,21 @@ class StoreServer:
         self.closed = False
 
     def close(self) -> None:
-        """Its process is gone."""
+        """End it with its process."""
         self.closed = True
         self.process.world.stores.pop((self.process.host, self.port), None)
         for process in self.waiting:
             process.strand.poke()
 
     def set(self, key: str, value: bytes) -> None:
-        """Take in a value."""
+        """Store a value."""
         self.data[key] = value
         for process in self.waiting:
             process.strand.poke()
 
 
 class Listener:
-    """A port that is listened on."""
+    """A listening port."""
 
     def __init__(self, process: RankProcess, port: int) -> None:
         self._address = process.host, port
@@ -48,15 +48,15 @@ class Listener:
 
 
 def listen(ip: str, ports: Any) -> Listener:
-    """In place of :func:`spark_hvd.world.ports.listen`."""
+    """Replaces :func:`spark_hvd.world.ports.listen`."""
     return Listener(me(), me().world.next_pid())
 
 
 def connect(address: tuple[str, int], seconds: float) -> StoreServer:
-    """Reach a server.
+    """Connect to a server.
 
     Raises:
-        OSError: Nobody answers.
+        OSError: There is no listener.
     """
     process, network = me(), me().world.network
     if not network.reaches(process.host, address[0]):
@@ -70,7 +70,7 @@ def connect(address: tuple[str, int], seconds: float) -> StoreServer:
 
 
 class Connection:
-    """In place of ``socket.create_connection``: only whether there is one matters."""
+    """Replaces ``socket.create_connection``: it only matters whether a connection exists."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
         connect(address, seconds)
@@ -80,7 +80,7 @@ class Connection:
 
 
 class SimulatedStore:
-    """In place of ``torch.distributed.TCPStore``: a client, of one's own server or another's."""
+    """Replaces ``torch.distributed.TCPStore``: a client of its own process's server or another's."""
 
     def __init__(
         self, host: str, port: int, size: None, is_master: bool, timeout: timedelta, *_: Any, **listening: Any
@@ -109,7 +109,7 @@ class SimulatedStore:
         """Wait for an answer.
 
         Raises:
-            RuntimeError: There is none.
+            RuntimeError: No answer arrives.
         """
         server, process = self._server, self._process
         network, registry = process.world.network, process.standing.registry

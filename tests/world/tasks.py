@@ -1,4 +1,4 @@
-"""Spark's side of a run: hosts with executors, attempts of tasks, and in each the product's agent."""
+"""Spark's side of a run: hosts with executors, attempts of tasks, and the product's agent in each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _TURN = 0.5
 _CUT_OFF = 25.0
-"""Seconds after which Spark gives up an executor that it does not reach; two minutes in earnest."""
+"""Seconds after which Spark gives up an executor that it does not reach; really two minutes."""
 
 
 class SimulatedLink:
-    """In place of Link, with the heartbeat's own connection."""
+    """Replaces Link, with the heartbeat's own connection."""
 
     def __init__(self, attempt: Attempt) -> None:
         world, host = attempt.world, attempt.host.name
@@ -56,7 +56,7 @@ class SimulatedLink:
         driver = self.attempt.world.driver
         parts = [value[:8], value[8:20], value[20:]]
         kept = driver.answers and self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
-        if kept:  # in earnest it waits for the answer
+        if kept:  # the real one waits for the answer
             for part, data in enumerate(parts, 1):
                 message = {
                     "type": "value",
@@ -70,7 +70,7 @@ class SimulatedLink:
         return kept
 
     def _is_told_by(self, driver: Driver) -> bool:
-        """Whether the driver, which looks round now, says that it has the whole value."""
+        """Return whether the driver, in its current turn, reports that it has the whole value."""
         told: list[bytes] = []
         send, self.down.send = self.down.send, told.append
         try:
@@ -110,7 +110,7 @@ class SimulatedLink:
 
 
 class SimulatedServer:
-    """In place of a fork server."""
+    """Replaces a fork server."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.alive = host, True
@@ -125,7 +125,7 @@ class SimulatedServer:
 
 
 class SimulatedRank:
-    """In place of SupervisedRank: the agent's end of a rank's process."""
+    """Replaces SupervisedRank: the agent's end of a rank's process."""
 
     def __init__(
         self, job: Any, server: SimulatedServer, link: SimulatedLink, poller: Any, on_frame: Callable[..., None]
@@ -176,7 +176,7 @@ class SimulatedRank:
 
 
 class SimulatedPoller:
-    """In place of zmq.Poller: says what is there, and waits for nothing."""
+    """Replaces zmq.Poller: returns what has arrived, and never waits."""
 
     def __init__(self) -> None:
         self._socket: Any = None
@@ -193,11 +193,11 @@ class Host:
     """A machine with one executor.
 
     Attributes:
-        name: Its name, and address.
-        slots: Tasks that it runs at a time.
+        name: Its name and address.
+        slots: Number of tasks that it runs at a time.
         frozen: Whether it is suspended.
         bad: Whether ranks that start on it end at once.
-        leaving: Whether Spark says that its executor is being decommissioned.
+        leaving: Whether Spark reports that its executor is being decommissioned.
         lost: Whether Spark knows that it is gone.
         server: Its fork server.
     """
@@ -213,14 +213,14 @@ class Host:
         self.server = SimulatedServer(self)
 
     def fork_server(self) -> SimulatedServer:
-        """As fork_server() does: another one where the last was killed."""
+        """Do what fork_server() does: start another one if the last was killed."""
         if not self.server.alive:
             self.server = SimulatedServer(self)
         return self.server
 
 
 class Attempt:
-    """One attempt of a task: an agent, as `run_agent` runs it."""
+    """One attempt of a task: an agent, run like `run_agent`."""
 
     def __init__(self, world: SimulatedWorld, number: int, task: int, host: Host) -> None:
         self.world, self.number, self.task, self.host = world, number, task, host
@@ -238,7 +238,7 @@ class Attempt:
 
     @property
     def process(self) -> RankProcess | None:
-        """That of its rank, if there is one."""
+        """The process of its rank, if there is one."""
         worker: Any = self.agent._worker
         return None if worker is None else worker.rank.process
 
@@ -248,7 +248,7 @@ class Attempt:
         return SimpleNamespace(order=order, env={})
 
     def turn_soon(self) -> None:
-        """Something has come for the agent."""
+        """Let the agent take its turn soon: something has arrived."""
         if not self._soon and self.alive:
             self._soon = True
             self.world.clock.after(0.0, self._turn)
@@ -280,7 +280,7 @@ class Attempt:
         self.alive = False
 
     def kill(self) -> None:
-        """The task's process is gone, and the rank with it."""
+        """End the task's process, and its rank."""
         if self.alive:
             self.world.log("{} is killed", self)
             self.alive = False
@@ -289,7 +289,7 @@ class Attempt:
 
 
 class Spark:
-    """Places attempts on executors, and notices what becomes of them; the face of a TaskJob."""
+    """Places attempts on executors, and notices their ends; has the interface of a TaskJob."""
 
     error = None
 
@@ -312,7 +312,7 @@ class Spark:
         self.place()
 
     def place(self) -> None:
-        """Start attempts of tasks that wait where there is room."""
+        """Start attempts of waiting tasks if there is room."""
         if self._cancelled or self.world.driver.dead:
             return
         for task in self._waiting.copy():
@@ -333,7 +333,7 @@ class Spark:
                 attempt.kill()
 
     def ended(self, attempt: Attempt, again: bool) -> None:
-        """An attempt has ended; Spark hears of it unless its host is cut off."""
+        """End an attempt; Spark notices unless its host is cut off."""
         if not again and not self.world.network.reaches(DRIVER, attempt.host.name):
             self.world.clock.after(1.0, self.ended, attempt, again)
             return
@@ -347,12 +347,12 @@ class Spark:
         self.world.driver.poke()
 
     def lose(self, attempt: Attempt) -> None:
-        """Spark notices that an attempt is no more."""
+        """Let Spark notice that an attempt is gone."""
         if attempt.known_as_running and attempt.task not in self._finished:
             self.ended(attempt, True)
 
     def cut_off(self, host: Host) -> None:
-        """The driver has just lost its connection to a host: its executor is lost, too, if that lasts."""
+        """The driver has lost its connection to a host: its executor is lost, too, if that lasts."""
         if not self.world.network.reaches(host.name, DRIVER) and host not in self._cut_off:
             self._cut_off.add(host)
             self._look_at(host, self.world.clock.now + _CUT_OFF)
@@ -380,7 +380,7 @@ class Spark:
             raise KeyboardInterrupt
 
     def cancel(self) -> None:
-        """Spark kills the tasks that it reaches."""
+        """Kill the tasks that Spark reaches."""
         self._cancelled = True
         for attempt in self.attempts_made:
             if attempt.alive and self.world.network.reaches(DRIVER, attempt.host.name):
@@ -393,5 +393,5 @@ class Spark:
         ]
 
     def reports(self) -> list[AgentReport]:
-        """What finished attempts have handed over."""
+        """Return what finished attempts have reported."""
         return [attempt.report for attempt in self._reports if attempt.report is not None]

@@ -1,4 +1,4 @@
-"""The coordinator of named collectives under seeds: every call ends once, as it must, in one order, never too early."""
+"""The coordinator of named collectives under seeds: every call ends once, as required, in order, never too early."""
 
 from __future__ import annotations
 

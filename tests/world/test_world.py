@@ -1,7 +1,7 @@
-"""Elastic runs as a whole, each of them made up from a seed: its cluster, its settings, and what goes wrong in it.
+"""Whole elastic runs, each generated from a seed: its cluster, its settings, and its faults.
 
-`SPARK_HVD_SEED=17 pytest tests/world -s` runs one seed and shows what happens in it; `SPARK_HVD_NIGHT=20000` runs ten
-times so many others.
+`SPARK_HVD_SEED=17 pytest tests/world -s` runs one seed and shows its events; `SPARK_HVD_NIGHT=20000` runs ten times
+as many others.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ NIGHT = 10 * int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 @pytest.fixture(scope="module", autouse=True)
 def _simulated() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # what is loaded stays, and need not be looked at again and again
+    gc.freeze()  # what is loaded stays, and need not be visited again and again
     before = gc.get_threshold()
-    gc.set_threshold(20_000, 5, 5)  # a world has that many objects, most of them until its end
+    gc.set_threshold(20_000, 5, 5)  # a world has this many objects, most of them until its end
     with simulated():
         yield
     gc.set_threshold(*before)
 
 
 def run(plan: Plan, *, tracing: bool = False) -> SimulatedWorld:
-    """Carry a plan out.
+    """Carry out a plan.
 
     Raises:
-        AssertionError: Something is wrong, with the plan, and a trace if wanted.
+        AssertionError: Something is wrong; the text has the plan, and a trace if requested.
     """
     world = SimulatedWorld(plan, tracing=tracing)
     try:
@@ -57,7 +57,7 @@ def fails(plan: Plan) -> bool:
 
 
 def check(seed: int) -> None:
-    """Run a seed; what is wrong is shown with as few faults as it takes."""
+    """Run a seed; show a failure with as few faults as possible."""
     plan = plan_of(seed)
     if not fails(plan):
         return
@@ -94,7 +94,7 @@ def test_one_seed() -> None:
 
 
 def test_who_has_told_of_the_first_commit_is_to_leave_and_the_other_has_not() -> None:
-    """It takes thousands of seeds by chance: only the rank that has notice has all that is said of a commit."""
+    """By chance it takes thousands of seeds: only the rank with the notice has all reports of a commit."""
     limits = Limits(num_proc=2, min_num_proc=1, max_num_proc=2, start_timeout=10.0, rejoin_timeout=8.0)
     plan = Plan("commit 2", limits, (1, 1), (0.0, 0.0), 12, batch_size=1, epochs=1, commit_every=2, latency=0.3)
     trace = run(plan, tracing=True).trace
@@ -189,7 +189,7 @@ FOUND = {
         ),
     ),
 }
-"""Plans that have shown faults, with as few of their own as that took."""
+"""Plans that have revealed faults, with as few of their own as possible."""
 
 
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)

@@ -1,4 +1,4 @@
-"""The product's membership, each of whose decisions is held against the reference's."""
+"""The product's membership, each of whose decisions is compared with the reference's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.world.members import Members, Told
 
 
 class Watched(Membership):
-    """See the module's description; `noted` is what is to be read in the log."""
+    """See the module's description; `noted` is what the log must contain."""
 
     def __init__(self, limits: ev.Limits, chance: random.Random) -> None:
         super().__init__(limits, chance)

@@ -1,4 +1,4 @@
-"""Hosts, and what lies between them: connections that are slow, or cut, one way or both."""
+"""Hosts, and the connections between them, which may be slow, or cut, one way or both."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Network:
     """Which hosts reach which others.
 
     Args:
-        clock: The world's.
-        latency: Greatest number of seconds that a message takes.
+        clock: The world's clock.
+        latency: Maximum number of seconds that a message takes.
     """
 
     def __init__(self, clock: Clock, latency: float) -> None:
@@ -26,19 +26,19 @@ class Network:
         self._held: list[Pipe] = []
 
     def open(self, source: str, target: str) -> bool:
-        """Whether packets get from one host to another."""
+        """Return whether packets get from one host to another."""
         return (source, target) not in self._cuts and source not in self.down and target not in self.down
 
     def reaches(self, one: str, other: str) -> bool:
-        """Whether a connection between two hosts can be made."""
+        """Return whether two hosts can connect."""
         return self.open(one, other) and self.open(other, one)
 
     def cut(self, source: str, target: str) -> None:
-        """Packets from one host to another are lost from now on."""
+        """Lose packets from one host to another from now on."""
         self._cuts[source, target] = self._cuts.get((source, target), 0) + 1
 
     def heal(self, source: str, target: str) -> None:
-        """They get through again, unless they are cut another time; TCP sends again what was lost, a little later."""
+        """Let them through again, unless they are cut again; TCP resends what was lost, a little later."""
         self._cuts[source, target] -= 1
         if not self._cuts[source, target]:
             del self._cuts[source, target]
@@ -47,16 +47,16 @@ class Network:
             self.clock.after(self.clock.some(0.0, 2.0), pipe.flush)
 
     def hold(self, pipe: Pipe) -> None:
-        """This connection has something that does not get through now."""
+        """Record that this connection has data that do not get through now."""
         if pipe not in self._held:
             self._held.append(pipe)
 
 
 class Pipe:
-    """One direction of a TCP connection: what is sent arrives in its order, late, or never.
+    """One direction of a TCP connection: data arrive in order, late, or never.
 
     Args:
-        network: Over which it goes.
+        network: The network.
         source: The host at one end.
         target: The host at the other.
         deliver: Takes what arrives.

@@ -41,14 +41,14 @@ from tests.world.tasks import Host, SimulatedPoller, SimulatedRank, Spark
 from tests.world.wire import Network
 
 SECONDS = 500.0
-"""In which a world must have ended."""
+"""Seconds in which a world must have ended."""
 
 
 class SimulatedWorld:
     """One run of a plan.
 
     Args:
-        plan: What happens in it.
+        plan: The plan.
         tracing: Whether to keep a trace.
     """
 
@@ -56,7 +56,7 @@ class SimulatedWorld:
         self.plan = plan
         self.trace: list[str] = []
         self.noted: list[str] = []
-        """What the driver has logged of the run."""
+        """What the driver has logged about the run."""
         self._tracing = tracing
         self.clock = Clock(f"world {plan.seed}", plan.grain)
         self._started = self.clock.now
@@ -79,33 +79,33 @@ class SimulatedWorld:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since its start."""
         return self.clock.now - self._started
 
     def next_pid(self) -> int:
-        """A number that nothing else has."""
+        """Return a unique number."""
         return next(self._pids)
 
     def log(self, form: str, *args: object) -> None:
-        """Note what happens, if anybody wants to know."""
+        """Record an event, if there is a trace."""
         if self._tracing:
             self.trace.append(f"{self.seconds:7.2f} {form.format(*args)}")
 
     def add_host(self) -> None:
-        """Spark gets another executor."""
+        """Add an executor to Spark."""
         name = f"10.0.0.{len(self.hosts) + 1}"
         self.hosts[name] = Host(name, 1)
         self.spark.place()
 
     def lost(self, host: Host) -> None:
-        """Spark notices that an executor is gone."""
+        """Let Spark notice that an executor is gone."""
         host.lost = True
         for attempt in self.spark.attempts_made:
             if attempt.host is host:
                 self.spark.lose(attempt)
 
     def run(self) -> None:
-        """Carry out the plan; raises AssertionError where something is wrong."""
+        """Carry out the plan; raise an AssertionError if something is wrong."""
         global _world
         _world = self
         try:
@@ -134,7 +134,7 @@ _world: SimulatedWorld | None = None
 
 
 class _Standing:
-    """Stands for the ProcessState of the process whose code runs."""
+    """Replaces the ProcessState of the process whose code runs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(me().standing, name)
@@ -144,7 +144,7 @@ class _Standing:
 
 
 class _Condition:
-    """In place of threading.Condition, in blocking code."""
+    """Replaces threading.Condition, in blocking code."""
 
     def __enter__(self) -> None:
         pass
@@ -174,7 +174,7 @@ def _sleep(seconds: float) -> None:
 
 
 def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, config: Any) -> None:
-    """In place of what makes torch's process group: ranks connect to each other."""
+    """Replaces the creation of torch's process group: ranks connect to each other."""
     process: RankProcess = me()
     rank, generation = world.me.rank, world.generation
     store_.set(f"pid/{rank}", str(process.pid))
@@ -220,7 +220,7 @@ def _broadcast_object(mine: Any, root: int) -> Any:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Put clock, wires and processes of the simulation in place of those of this machine."""
+    """Replace clock, wires and processes of this machine by simulated ones."""
     ranks.CONFIG = Config()
     time = SimpleNamespace(monotonic=_now, time=_time_of_day, sleep=_sleep)
     hub_time = SimpleNamespace(monotonic=_now, sleep=lambda seconds: _sleep(max(seconds, 0.25)))
