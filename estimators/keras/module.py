@@ -159,10 +159,10 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 
 @dataclass(frozen=True)
 class Described:
-    """A loss, metric or optimizer of Keras in serialized form, from which ranks make equal objects.
+    """A loss, metric or optimizer of Keras in serialised form, from which ranks make equal objects.
 
     Attributes:
-        config: What Keras serializes.
+        config: What Keras serialises.
         own: Name -> class for classes that ranks cannot import.
         undecayed: A regular expression for variables without weight decay, which Keras does not serialize.
     """

@@ -101,7 +101,7 @@ class CallersPool(DummyPool):  # type: ignore[misc]
 
 
 class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
-    """Petastorm's process pool, which would wait for ever for a killed process, and 20 seconds for one to start."""
+    """Petastorm's process pool, which would wait forever for a killed process, and 20 seconds for one to start."""
 
     def _wait_for_workers_to_start(self) -> None:
         self._worker_poller = _WorkerPoller(self._results_receiver_poller, self._workers)

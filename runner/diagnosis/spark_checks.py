@@ -118,7 +118,7 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
         remedy = "run(..., num_proc=4)   # set the number of ranks; doctor(num_proc=4) tries that many"
         yield ok("slots", found) if requested else warning("slots", f"{found}; one was tried", remedy)
     else:
-        yield ok("slots", f"{slots} available{'' if requested is None else f', {requested} requested'} ({kind})")
+        yield ok("slots", f"{slots} available{'' if requested is None else f', {requested} needed'} ({kind})")
     if slots and facts.busy:
         enough = slots - facts.busy >= (requested or slots)
         yield Finding(

@@ -92,8 +92,8 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
     most = int((1 - Fraction(wanted, max(slots, 1))) * room)
     fewer = f"feeders={most}" if most > 0 else "no feeders"
     raise NotEnoughSlotsError(
-        f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots wanted, {room} there. Each feeder "
-        f"takes a slot besides those of the ranks during the whole run. Ask for fewer, {fewer}, or "
+        f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots needed, {room} available. Each "
+        f"feeder takes a slot besides those of the ranks during the whole run. Ask for fewer, {fewer}, or "
         + (f'start the session with master("local[{wanted + feeders}]")' if on_spark.is_local(session) else _MORE)
     )
 

@@ -86,7 +86,7 @@ class MpiMismatchError(RuntimeError):
 
 
 def library_version() -> str:
-    """Return name and version of the MPI library that mpi4py has loaded, without initializing MPI.
+    """Return name and version of the MPI library that mpi4py has loaded, without initialising MPI.
 
     Raises:
         MpiMismatchError: mpi4py or its library cannot be imported.

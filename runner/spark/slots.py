@@ -46,7 +46,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         The number of tasks.
 
     Raises:
-        NotEnoughSlotsError: There are too few. The message names the slots wanted, the slots available, and the
+        NotEnoughSlotsError: There are too few. The message names the slots needed, the slots available, and the
             settings to change.
         ClusterError: ``num_proc`` is None, and a Spark Connect server does not say how many slots it has.
     """
@@ -131,7 +131,7 @@ def _too_few(spark: SparkSession, num_tasks: int, slots: int, resources: TaskRes
     procs = resources.plan.ask.procs_per_task
     fewer = f"Ask for fewer ranks, num_proc={slots * procs}, or" if slots else "Ask the cluster for more:"
     asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""
-    found = f"{num_tasks} slots wanted, {slots} there{_amounts_there(spark, num_tasks, resources)}"
+    found = f"{num_tasks} slots needed, {slots} available{_amounts_there(spark, num_tasks, resources)}"
     return (
         f"num_proc={num_tasks * procs}{asked}: {found} (master {master}{', ' + now if now else ''}). "
         f"{AT_ONCE} {fewer} {more}."
@@ -139,12 +139,12 @@ def _too_few(spark: SparkSession, num_tasks: int, slots: int, resources: TaskRes
 
 
 def _amounts_there(spark: SparkSession, num_tasks: int, resources: TaskResources) -> str:
-    """Name the cores and GPUs wanted and available, if a slot is more than one core."""
+    """Name the cores and GPUs needed and available, if a slot is more than one core."""
     plan = resources.plan
     texts = []
     executors = 1 if is_local(spark) else spark_private.count_executors(spark)
     if plan.gpus and plan.gpus_there is not None:
-        texts.append(f"{num_tasks * plan.gpus:g} GPUs wanted, {executors * plan.gpus_there} there")
+        texts.append(f"{num_tasks * plan.gpus:g} GPUs needed, {executors * plan.gpus_there} available")
     if plan.cpus > 1:
-        texts.append(f"{num_tasks * plan.cpus} cores wanted, {plan.cpus} in one executor for each task")
+        texts.append(f"{num_tasks * plan.cpus} cores needed, {plan.cpus} in one executor for each task")
     return f": {'; '.join(texts)}" if texts else ""

@@ -323,7 +323,7 @@ def host_of(address: str) -> str:
 def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str] | None) -> dict[str, str]:
     """Return the environment of a rank: this process's, then variables for native libraries, then the user's.
 
-    It includes torchrun's variables, for Lightning, Accelerate and plain ``env://`` initialization. MASTER_ADDR and
+    It includes torchrun's variables, for Lightning, Accelerate and plain ``env://`` initialisation. MASTER_ADDR and
     MASTER_PORT are added once rank 0 listens.
     """
     ours: dict[str, str | None] = {

@@ -1,4 +1,4 @@
-"""Records trials in MLflow, each as a run below the one that is active where the study is optimized."""
+"""Records trials in MLflow, each as a run below the one that is active where the study is optimised."""
 
 from __future__ import annotations
 

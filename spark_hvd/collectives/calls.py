@@ -1,4 +1,4 @@
-"""The calls that a rank's user threads make on a process set: names them, recognizes repeated ones, and sends them.
+"""The calls that a rank's user threads make on a process set: names them, recognises repeated ones, and sends them.
 
 A call goes into the memory that ranks of one host share, or into the outbox for the coordinator. A call without a name
 may first have to wait until a generated name is free. None of this blocks on another rank.

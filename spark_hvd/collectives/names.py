@@ -23,7 +23,7 @@ How = tuple[object, ...]
 """Everything that a call specifies besides its name and its one tensor, as returned by :func:`how_of`."""
 
 RING = 60
-"""Number of names of a kind of unnamed call before they repeat; repeated names are recognized. In a loop with 2, 3, 4,
+"""Number of names of a kind of unnamed call before they repeat; repeated names are recognised. In a loop with 2, 3, 4,
 5, 6, 10 or 12 such calls, each call gets the same names in every iteration."""
 
 
@@ -40,7 +40,7 @@ class KnownCall:
         self.title = repr(handle.name)
         self.device: torch.device | None = None
         """None: the CPU, or no tensor."""
-        # Only for the most frequent calls, which are then recognized without being described again.
+        # Only for the most frequent calls, which are then recognised without being described again.
         plain = len(tensors) == (0 if request.kind == "barrier" else 1) and request.seal is None
         self.how = how_of(request) if plain else None
         if tensors:

@@ -80,7 +80,7 @@ class CoordinatorSockets:
         """Send queued messages, for a second at most, and close.
 
         Members first have a moment to leave. If a socket is closed while a peer disconnects, libzmq 4.3.5 may never
-        reap it, and its context stays for ever, with threads and descriptors (in 3 of 100 worlds whose members all left
+        reap it, and its context stays forever, with threads and descriptors (in 3 of 100 worlds whose members all left
         within 2 ms, with or without CURVE and linger). ``deadline`` is on the monotonic clock; by default it is
         `CLOSE_GRACE_SECONDS` from now.
         """
@@ -151,7 +151,7 @@ class MemberSockets:
         """Send queued messages, for a moment at most, and close.
 
         Nothing is sent once the connection has ended: libzmq 4.3.5 may never reap a socket that lingers for it, and its
-        context stays for ever, with threads and descriptors (in 1 of 100 worlds whose coordinator was cut off).
+        context stays forever, with threads and descriptors (in 1 of 100 worlds whose coordinator was cut off).
         """
         self.decisions.disable_monitor()
         self.losses.close(0)

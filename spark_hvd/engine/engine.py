@@ -271,7 +271,7 @@ class Engine:
         try:
             while not self._closing:
                 self._run_once()
-        except BaseException as error:  # a defect of ours must not leave ranks waiting for ever
+        except BaseException as error:  # a defect of ours must not leave ranks waiting forever
             _log.exception("the engine of the named collectives has failed")
             self._give_up(f"{type(error).__name__}: {error}")
         self._authenticator.socket.close()
@@ -288,7 +288,7 @@ class Engine:
             if handler is not None:
                 handler()
             elif not handled:  # otherwise another handler of this turn has closed the socket
-                # pyzmq takes a closed socket for file descriptor 0, and would report it for ever.
+                # pyzmq takes a closed socket for file descriptor 0, and would report it forever.
                 raise RuntimeError("a socket was closed while the engine was serving it")
             handled = True
         if self._gathered_at is not None and time.monotonic() >= self._gathered_at:

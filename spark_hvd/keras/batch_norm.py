@@ -1,4 +1,4 @@
-"""Batch normalization for Keras with the statistics of all ranks' batches together."""
+"""Batch normalisation for Keras with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _log = logging.getLogger("spark_hvd")
 
 
 class StateHandler:
-    """Saves, restores and synchronizes one value; the base class of users' handlers, as in Horovod.
+    """Saves, restores and synchronises one value; the base class of users' handlers, as in Horovod.
 
     A direct subclass implements `save`, `restore` and `sync`.
 
@@ -92,7 +92,7 @@ class StateDictHandler(StateHandler):
         """Prepare for leaving the function that uses the value; :meth:`renewed` follows in the next world."""
 
     def renewed(self) -> None:
-        """Act after the value has been restored or synchronized."""
+        """Act after the value has been restored or synchronised."""
 
 
 class ModelStateHandler(StateDictHandler):

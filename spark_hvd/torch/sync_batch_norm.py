@@ -1,4 +1,4 @@
-"""Batch normalization with the statistics of all ranks' batches together."""
+"""Batch normalisation with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SyncBatchNorm(BatchNormBase):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
-        """Replace every batch normalization in a model, in place, as torch's function of this name does.
+        """Replace every batch normalisation in a model, in place, as torch's function of this name does.
 
         The new modules share parameters and buffers with the old ones, so existing optimizers stay valid. Hooks on the
         old ones are lost.
@@ -77,7 +77,7 @@ class SyncBatchNorm(BatchNormBase):
             process_set: The process set of the new modules.
 
         Returns:
-            The model, or its replacement if it is itself a batch normalization.
+            The model, or its replacement if it is itself a batch normalisation.
 
         Raises:
             ValueError: A lazy module has not seen its first input.

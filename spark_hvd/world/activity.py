@@ -127,7 +127,7 @@ class Activity:
         self._values = {}
 
     def epochs_done(self, now: float) -> list[Mapping[str, float]]:
-        """Return the epochs of the last seconds: whoever asks once a second sees each, and none for ever."""
+        """Return the epochs of the last seconds: whoever asks once a second sees each, and none is kept forever."""
         return [means for at, means in list(self._epochs) if now - at < _EPOCH_SECONDS]
 
     def add_source(self, source: Source) -> None:

@@ -121,7 +121,7 @@ import os, sys, types
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-class Client:  # waits in a child for threads that it does not have, for ever: here it says so
+class Client:  # waits in a child for threads that it does not have, forever: here it says so
     def __del__(self):
         print("destroyed", flush=True)
 

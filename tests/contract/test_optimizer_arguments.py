@@ -1,4 +1,4 @@
-"""DistributedOptimizer's arguments, and its behavior in a world of one."""
+"""DistributedOptimizer's arguments, and its behaviour in a world of one."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_too_few_slots_are_waited_for_a_moment_and_named_with_the_settings(
     assert slots._SETTLE <= 10
     monkeypatch.setattr(slots, "_SETTLE", 1.0)  # executors may be about to register
     started = time.monotonic()
-    with pytest.raises(NotEnoughSlotsError, match=r"5 slots wanted, 2 there .*spark\.executor\.instances"):
+    with pytest.raises(NotEnoughSlotsError, match=r"5 slots needed, 2 available .*spark\.executor\.instances"):
         run(lambda: 1, num_proc=5, spark=cluster)
     assert time.monotonic() - started > 1
 

@@ -31,7 +31,7 @@ def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> Non
     assert [f for f in report.findings if f.level is not Level.OK and f.check not in scarce] == []
     assert report.ok
     found = report.findings
-    assert "2 available, 2 requested" in of("slots", found).found
+    assert "2 available, 2 needed" in of("slots", found).found
     assert "all tasks reach 127.0.0.1:42" in of("executor to driver", found).found
     assert "1 connection between 1 host on ports 42000-42999" in of("rank to rank", found).found
     assert of("all-reduce", found).found.startswith("2 ranks, tensors on cpu: the sum is correct")

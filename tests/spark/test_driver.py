@@ -52,7 +52,7 @@ def reduce_one() -> float:
 
 def test_too_few_slots_fails_at_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_SETTLE", 600.0)  # a run that waits would do so for longer than a test may take
-    with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
+    with pytest.raises(NotEnoughSlotsError, match=r'3 slots needed, 2 available .*master\("local\[3\]"\)'):
         run(lambda: 1, num_proc=3, spark=spark)
 
 

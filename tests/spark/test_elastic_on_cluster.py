@@ -92,7 +92,7 @@ def test_ranks_of_several_executors_of_a_host_count_its_ranks(cluster: SparkSess
 
 
 def test_fewer_slots_than_the_minimum(cluster: SparkSession) -> None:
-    with pytest.raises(NotEnoughSlotsError, match="num_proc=3: 3 slots wanted, 2 there"):
+    with pytest.raises(NotEnoughSlotsError, match="num_proc=3: 3 slots needed, 2 available"):
         run_elastic(train, [Job()], num_proc=4, min_num_proc=3, spark=cluster, start_timeout=1)
 
 

@@ -160,10 +160,10 @@ def test_a_function_that_works_when_the_run_ends_is_killed(four: SparkSession, t
 
 def test_feeders_that_find_no_room(four: SparkSession) -> None:
     data = {"train": Mapped(frame(four), lambda rows: rows)}
-    wanted = r"num_proc=2, feeders=3: 5 slots wanted, 4 there.*feeders=2.*local\[5\]"
+    wanted = r"num_proc=2, feeders=3: 5 slots needed, 4 available.*feeders=2.*local\[5\]"
     with pytest.raises(NotEnoughSlotsError, match=wanted):
         run(read, (1,), num_proc=2, data=data, feeders=3, spark=four)
-    with pytest.raises(NotEnoughSlotsError, match=r"num_proc=None, feeders=4: 5 slots wanted, 4 there"):
+    with pytest.raises(NotEnoughSlotsError, match=r"num_proc=None, feeders=4: 5 slots needed, 4 available"):
         run(read, (1,), data=data, feeders=4, spark=four)
     with pytest.raises(ValueError, match="feeders=2: no data set of data= goes through a function"):
         run(read, (1,), num_proc=2, data={"train": frame(four)}, feeders=2, spark=four)

@@ -52,7 +52,7 @@ def session_on(master: str, **settings: str) -> Iterator[SparkSession]:
 def test_cores_in_local_mode(spark: SparkSession) -> None:
     assert run(seen, spark=spark, cpus_per_proc=2, gpus_per_proc=0) == [("", "2")], "one rank of two cores"
     with pytest.raises(
-        NotEnoughSlotsError, match=r"cpus_per_proc=2: 2 slots wanted, 1 there: 4 cores wanted.*local\[4\]"
+        NotEnoughSlotsError, match=r"cpus_per_proc=2: 2 slots needed, 1 available: 4 cores needed.*local\[4\]"
     ):
         run(seen, num_proc=2, spark=spark, cpus_per_proc=2)
 
@@ -80,7 +80,7 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
         assert sorted(run(seen, spark=session, cpus_per_proc=2)) == [(None, "2")] * 2
         assert run(seen, num_proc=1, spark=session) == [(None, "1")], "nothing asked, nothing assigned"
         with pytest.raises(
-            NotEnoughSlotsError, match=r"gpus_per_proc=2: 3 slots wanted, 2 there: 6 GPUs wanted, 4 there"
+            NotEnoughSlotsError, match=r"gpus_per_proc=2: 3 slots needed, 2 available: 6 GPUs needed, 4 available"
         ):
             run(seen, num_proc=3, spark=session, gpus_per_proc=2)
         with pytest.raises(ClusterError, match="a task needs 3 GPUs, and an executor has 2"):
@@ -103,7 +103,7 @@ def test_tasks_that_share_a_gpu(tmp_path: Path) -> None:
         with pytest.raises(RankFailedError, match=r'backend="nccl": rank 0 on host .* has no GPU that torch can use'):
             run(seen, spark=session, backend="nccl", verbose=0)
         with pytest.raises(
-            NotEnoughSlotsError, match=r"num_proc=3: 3 slots wanted, 2 there: 1\.5 GPUs wanted, 1 there"
+            NotEnoughSlotsError, match=r"num_proc=3: 3 slots needed, 2 available: 1\.5 GPUs needed, 1 available"
         ):
             run(seen, num_proc=3, spark=session)
 

@@ -110,7 +110,7 @@ def test_warm_up_says_what_is_warm_and_does_it_once(spark: SparkSession) -> None
 def test_warm_up_refuses_what_it_cannot_do(spark: SparkSession) -> None:
     with pytest.raises(ValueError, match=r"OMP_NUM_THREADS.*expected only SPARK_HVD_PRELOAD"):
         spark_hvd.warm_up(spark, env={"OMP_NUM_THREADS": "2"})
-    with pytest.raises(NotEnoughSlotsError, match="3 slots wanted, 2 there"):
+    with pytest.raises(NotEnoughSlotsError, match="3 slots needed, 2 available"):
         spark_hvd.warm_up(spark, num_proc=3)
     with pytest.raises(ValueError, match="num_proc=0: expected a whole number of ranks, at least 1"):
         spark_hvd.warm_up(spark, num_proc=0)

@@ -39,10 +39,10 @@ def test_a_client_newer_than_its_server_and_the_reverse(server: str, level: Leve
 
 
 def test_too_few_slots_are_what_a_run_says_of_them() -> None:
-    lacking = f"num_proc=10: 10 slots wanted, 4 there (master yarn). {AT_ONCE} Ask for fewer ranks."
+    lacking = f"num_proc=10: 10 slots needed, 4 available (master yarn). {AT_ONCE} Ask for fewer ranks."
     finding = of("slots", check_spark(application(asked=10, lacking=lacking)))
     assert finding.level is Level.ERROR
-    assert finding.found == f"num_proc=10: 10 slots wanted, 4 there (master yarn). {AT_ONCE}"
+    assert finding.found == f"num_proc=10: 10 slots needed, 4 available (master yarn). {AT_ONCE}"
     assert finding.remedy == "Ask for fewer ranks."
 
 

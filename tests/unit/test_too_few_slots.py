@@ -35,13 +35,13 @@ def lacking(monkeypatch: pytest.MonkeyPatch, there: int, ask: Ask, **settings: s
 )
 def test_the_setting_is_named(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], more: str) -> None:
     text = lacking(monkeypatch, 4, Ask(), **settings)
-    assert text.startswith("num_proc=10: 10 slots wanted, 4 there")
+    assert text.startswith("num_proc=10: 10 slots needed, 4 available")
     assert f"{slots.AT_ONCE} Ask for fewer ranks, num_proc=4, or {more}" in text
 
 
 def test_ranks_are_counted_where_a_task_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
     text = lacking(monkeypatch, 4, Ask(procs_per_task=2), master="yarn")
-    assert text.startswith("num_proc=20, procs_per_task=2: 10 slots wanted, 4 there")
+    assert text.startswith("num_proc=20, procs_per_task=2: 10 slots needed, 4 available")
     assert "fewer ranks, num_proc=8, or" in text
 
 

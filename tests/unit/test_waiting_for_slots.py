@@ -46,6 +46,6 @@ def test_until_no_more_executors_come(
         assert slots.wait_for_slots(spark, 2, start_timeout, RESOURCES) == 2
         assert now[0] == comes_at[-1]
     else:
-        with pytest.raises(NotEnoughSlotsError, match=f"2 slots wanted, {len(comes_at)} there"):
+        with pytest.raises(NotEnoughSlotsError, match=f"2 slots needed, {len(comes_at)} available"):
             slots.wait_for_slots(spark, 2, start_timeout, RESOURCES)
         assert now[0] == over_at

@@ -200,7 +200,7 @@ class Checks:
             # For a task that has ended, it is unknown whether Spark finds a slot to repeat it, and its value.
             alone = "hang" in kinds and len(self._generations[-1].members) == 1
             lost = "had not handed over" in text and any(fault.seconds is None for fault in self._harmful)
-            assert alone or lost, "it would have gone on for ever"
+            assert alone or lost, "it would have gone on forever"
         if "before anything was committed" in text:
             policy = world.driver.membership.policy
             assert policy.commits <= max(self._generations[-3].commits, 0), "there was progress in between"

@@ -121,7 +121,7 @@ def test_a_value_is_lost_while_another_rank_has_yet_to_return() -> None:
 
 
 FOUND = {
-    "ranks that do not reach each other tried for ever": Plan(
+    "ranks that do not reach each other tried forever": Plan(
         687,
         Limits(
             num_proc=3, min_num_proc=3, max_num_proc=3, start_timeout=10.0, elastic_timeout=15.0, rejoin_timeout=8.0

@@ -57,7 +57,7 @@ class Fragment:
         flats: The memory of the anchors.
         lost: The compression error so far; the next exchange includes it.
         wait: Number of local steps after which an exchange begins.
-        first_wait: The value of `wait` in the first round and after the ranks have synchronized.
+        first_wait: The value of `wait` in the first round and after the ranks have synchronised.
         steps: This rank's local steps since the last exchange that was applied.
         exchange: The exchange in flight.
     """

@@ -25,7 +25,7 @@ class SharedArena:
         self._kinds = kinds
         self._end = sum(_padded(numel * dtype.itemsize) for numel, dtype in kinds)
         self._size = self._end + _ALIGNMENT
-        # Follows the buffers. Other ranks recognize this memory by it: in another container, the numbers of processes
+        # Follows the buffers. Other ranks recognise this memory by it: in another container, the numbers of processes
         # and descriptors mean something else.
         self._mark = secrets.token_bytes(_MARK_BYTES)
         with contextlib.ExitStack() as undo:

@@ -27,7 +27,7 @@ def _start() -> tuple[Any, bool]:
         import mpi4py
 
         if not theirs:
-            # We start and end MPI ourselves: mpi4py's own finalization would block forever in a world that has failed.
+            # We start and end MPI ourselves: mpi4py's own finalisation would block forever in a world that has failed.
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI as module  # noqa: N811
     except (ImportError, RuntimeError) as error:
