@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 PREFIX = "spark_hvd-scratch-"
 _MOST_SWEEPS = 100
-"""Folders that are made until one is not swept at once by somebody else; two in a row are rare."""
+"""Maximum number of folders to create until no other process sweeps one at once; two in a row are rare."""
 _swept: set[str] = set()
 _locks: set[int] = set()
 
@@ -82,7 +82,7 @@ def _make(parent: str, purpose: str) -> tuple[str, int | None]:
             lock = _opened(path)
         except FileNotFoundError:  # a sweep was quicker
             continue
-        except OSError:  # it cannot be used: by a server of files, say, that has made it somebody else's
+        except OSError:  # it cannot be used, for example because a file server changed its owner
             with contextlib.suppress(OSError):
                 os.rmdir(path)
             raise

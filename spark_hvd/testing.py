@@ -104,7 +104,7 @@ def _require_count(name: str, value: object, otherwise: str = "") -> None:
 
 
 class _Progress:
-    """The steps that this process has made in the present generation; a copy begins anew.
+    """The steps that this process has made in the present generation; a copy restarts.
 
     What was planned for it and did not happen is said when the generation is over, and when the process ends.
     """

@@ -306,8 +306,8 @@ def model_fields(
 
 
 def _check_validated(settings: Settings, validation: Any) -> None:
-    if (beside := settings.get("validation_in_background")) and not validation:
-        raise ValueError(f"validation_in_background={beside} without rows to validate on: pass validation=, or omit it")
+    if (runs := settings.get("validation_in_background")) and not validation:
+        raise ValueError(f"validation_in_background={runs} without rows to validate on: pass validation=, or omit it")
 
 
 def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:

@@ -87,10 +87,10 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         )
     if keeps and alone:
         raise ValueError(store_missing("MlflowTracker(checkpoints=True) reads the checkpoint of each epoch"))
-    if beside := settings.get("validation_in_background", 0):
-        backend = _leaving_slots(backend, settings, beside)
+    if runs := settings.get("validation_in_background", 0):
+        backend = _leaving_slots(backend, settings, runs)
         if alone:
-            raise ValueError(store_missing(f"validation_in_background={beside} reads rows and checkpoints from files"))
+            raise ValueError(store_missing(f"validation_in_background={runs} reads rows and checkpoints from files"))
     store = _store(settings["store"], alone)
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
@@ -132,17 +132,17 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     )
 
 
-def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend:
+def _leaving_slots(backend: Backend, settings: Settings, runs: int) -> Backend:
     """Return a backend that leaves some slots of the cluster free, if it would otherwise take all."""
     if not hasattr(backend, "run_beside"):
         raise ValueError(
-            f"validation_in_background={beside} with backend={backend!r}: expected one that can run two things at "
+            f"validation_in_background={runs} with backend={backend!r}: expected one that can run two things at "
             "once, a SparkBackend or LocalBackend"
         )
     if settings["backend"] is not None or settings["num_proc"] is not None or settings["max_num_proc"] is not None:
         return backend
     assert isinstance(backend, SparkBackend)
-    return backend.of(max(1, backend.num_processes() - beside))
+    return backend.of(max(1, backend.num_processes() - runs))
 
 
 def _commit_every(settings: Settings, elastic: bool) -> int | None:

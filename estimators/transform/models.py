@@ -106,7 +106,7 @@ def memory_named(what: str, remedy: str = "") -> Iterator[None]:
         host = socket.gethostname()
         if isinstance(error, torch.OutOfMemoryError) or "cuda out of memory" in text:
             raise ModelError(
-                f"{what} does not fit into the memory of the GPU on {host}: {message}Give each task a GPU of its own "
+                f"{what} does not fit into the memory of the GPU on {host}: {message}Give each task its own GPU "
                 "(spark.task.resource.gpu.amount=1), run fewer tasks at a time on one, or use a smaller model (half "
                 "precision, quantised). nvidia-smi shows what uses it"
             ) from error

@@ -13,7 +13,7 @@ SILENT_AFTER = 7.0
 HUB_PATIENCE = 30.0
 """Seconds without an answer from the hub after which a task ends its rank. This is much longer than SILENT_AFTER,
 because ranks train without the hub: a driver that is suspended or starved for twenty seconds must not end a healthy
-run. Tasks must end their ranks only if a host is cut off for good, and then it does no harm to wait."""
+run. Tasks must end their ranks only if a host is cut off permanently, and then it does no harm to wait."""
 _AWAKE = 1.0
 """Seconds; if two readings of the time are further apart, the reader was suspended or starved in between."""
 _SUSPENDED = 5.0

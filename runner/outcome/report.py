@@ -20,7 +20,7 @@ from spark_hvd.runner.watch.hang.verdict import HangVerdict
 from spark_hvd.world.words import ranks_text
 
 WIDTH = 100
-_VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without a word")
+_VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without notice")
 _ERROR_CHARS = 200
 
 

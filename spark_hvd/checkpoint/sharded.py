@@ -169,7 +169,7 @@ def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
 
     # A world of one needs no process group. The filter stays, because a thread cannot remove it for itself alone.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    # Saving may run beside the program's own collectives. Those without names are matched by order, so use names here.
+    # Saving may run during the program's own collectives. Those without names are matched by order, so use names here.
     names = (f"{_SAVING}.{number}" for number in itertools.count())
     try:
         with sharded_objects_by(

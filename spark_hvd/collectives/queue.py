@@ -163,7 +163,7 @@ class NegotiatedQueue(Calls, Source):
         """Handle the end of the coordinator's connection."""
         if self._failure.text is None:
             text = (
-                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or can no longer be reached. "
+                f"rank {self.ranks[0]}, which coordinates, has ended without notice, or can no longer be reached. "
                 "See its own output and exit code for the cause."
             )
             self.gone(text)

@@ -176,7 +176,7 @@ class Coordination:
                 del self._vanished[place]
                 self.on_message(place, "traced", ())
                 text = (
-                    f"{self._who(place)} has ended without a word, or can no longer be reached. See its own output and "
+                    f"{self._who(place)} has ended without notice, or can no longer be reached. See its own output and "
                     "exit code for the cause."
                 )
                 decisions += self._coordinator.gone(place, text, left=False)

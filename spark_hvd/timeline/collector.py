@@ -16,7 +16,7 @@ _LAST_EVENTS_SECONDS = 10.0
 
 
 class Collector:
-    """Writes the events of all ranks, in a thread of its own: encoding them would hold up the engine.
+    """Writes the events of all ranks, in a separate thread: encoding them would hold up the engine.
 
     Raises:
         OSError: The file cannot be written.

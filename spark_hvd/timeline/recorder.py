@@ -1,4 +1,4 @@
-"""What a timeline is made of: the names of its phases, a recorder on every rank, and the writer of rank 0's file.
+"""The parts of a timeline: the names of its phases, a recorder on every rank, and the writer of rank 0's file.
 
 Nothing here talks to another rank. Whoever carries the events to rank 0 also measures how far the ranks' clocks are
 apart; the writer puts all times on rank 0's clock. The file is Chrome's trace-event format as an array, one event a
@@ -23,7 +23,7 @@ Times are ``time.monotonic_ns()`` of the rank that recorded it; `args` is a dict
 
 _END_NS = 1 << 63
 
-# Phases of named collectives. Where Horovod has a word it is Horovod's, so that scripts which read its timelines go on.
+# Phases of named collectives. They use Horovod's words if it has them, so that scripts for its timelines keep working.
 
 NEGOTIATE = "NEGOTIATE_"
 """Begins NEGOTIATE_ALLREDUCE and so on: from the call until all ranks are known to be ready."""

@@ -55,4 +55,4 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "its text cannot be told"
+        return "its text is not available"

@@ -33,10 +33,10 @@ def test_killed_peer(size: int, operation: str) -> None:
             "broadcast_object": lambda: hvd.broadcast_object(1, root_rank=1),
         }
         start = time.monotonic()
-        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without a word"):
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without notice"):
             calls[operation]()
         seconds = time.monotonic() - start
-        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without a word"):
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without notice"):
             calls[operation]()
         return seconds
 

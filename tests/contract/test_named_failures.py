@@ -90,10 +90,10 @@ def leave_and_live() -> None:
 
 # What the victim does, and what the others learn.
 ENDS: dict[str, tuple[Callable[[], None], str]] = {
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended without a word"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended without notice"),
     "stopped": (
         lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "has ended without a word, or can no longer be reached",
+        "has ended without notice, or can no longer be reached",
     ),
     "exits": (exit_as_python_does, "has left the world"),
     "leaves": (leave_and_live, "has left the world"),

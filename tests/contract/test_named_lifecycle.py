@@ -142,7 +142,7 @@ def test_a_rank_that_goes_while_others_wait_in_memory(end: str) -> None:
     with ranks(3) as three:
         outcomes = three.outcomes(fn)
     assert [outcomes[rank][0] for rank in (0, 2)] == [True, True], outcomes
-    said = "has ended without a word" if end == "killed" else "has left the world"
+    said = "has ended without notice" if end == "killed" else "has left the world"
     assert all(said in outcomes[rank][1] and "rank 1" in outcomes[rank][1] for rank in (0, 2))
 
 

@@ -118,7 +118,7 @@ def test_report_says_when_other_ranks_had_returned_already() -> None:
 
 
 def test_a_rank_that_was_suspended_is_named() -> None:
-    echo = failed(0, "CollectiveError: allreduce 'x' failed: rank 1 (on h) has ended without a word, or ...", echo=True)
+    echo = failed(0, "CollectiveError: allreduce 'x' failed: rank 1 (on h) has ended without notice, or ...", echo=True)
     assert "failed on host 10.0.0.0: the process of rank 1 was there and did not answer: Coll" in failure_report(
         [echo, stopped(1)], 2
     )

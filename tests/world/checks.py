@@ -35,7 +35,7 @@ _BRIEF = {
 _ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
 _GONE = r"not been heard from|lost its executor|restarted its task|did not answer|left it|could not meet|"
 _GONE += (
-    r"join the others|come back|cannot be reached|lost the executor|ended without a word|will leave|had not handed over"
+    r"join the others|come back|cannot be reached|lost the executor|ended without notice|will leave|had not handed over"
 )
 _NEWCOMER = "elastic function number"
 _NAMED = {

@@ -133,7 +133,7 @@ class Named(Calls):
                 while self._inbox:
                     self.apply(decode(self._inbox.popleft()))
                 if self._presence:
-                    self.failure = self.failure or "rank 0, which coordinates, has ended without a word"
+                    self.failure = self.failure or "rank 0, which coordinates, has ended without notice"
         self._process.strand.poke()
 
     def apply(self, decisions: list[Decision]) -> None:

@@ -333,7 +333,7 @@ class Membership:
         leaving = [worker for worker in waiting if self.roster.leaves(worker)]
         staying = [worker for worker in waiting if not self.roster.leaves(worker)]
         if self.policy.commits > 0 and all(worker.commits < 0 for worker in staying):
-            return waiting  # somebody has to hand the state over
+            return waiting  # one of them must hand over the state
         for agent, number in self.roster.addresses(worker.number for worker in leaving):
             self._out.append(ev.Dismiss(agent, number))
             self.roster.workers[number].stage = Stage.GONE

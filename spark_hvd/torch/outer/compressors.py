@@ -271,7 +271,7 @@ class Averaging:
             self._handle = start_allreduce(
                 [wire], self._name, reducing, self._process_set, single_result, in_place=True
             )
-        self._handle.poll()  # tells the coordinator now, not when somebody waits
+        self._handle.poll()  # tells the coordinator now, not when a thread waits
 
     def wait(self) -> None:
         """Wait until the exchange is complete.
