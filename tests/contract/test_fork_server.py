@@ -216,7 +216,7 @@ def killed_with_its_server() -> str:
 
 
 def test_an_elastic_run_starts_a_new_server_and_blames_nobody() -> None:
-    env = {"OMP_NUM_THREADS": "5"}  # needs its own server
+    env = {"OMP_NUM_THREADS": "5"}  # a server of its own
     first, second = spark_hvd.run_elastic_local(
         killed_with_its_server, num_proc=2, host_failure_limit=1, env=env, verbose=0
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 AGAIN_AND_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
-# In its own process, because the effect is permanent; the DNS server counts queries and answers none.
+# In a process of its own, as what is tested lasts; the DNS counts questions and answers none.
 PROGRAM = """
 import socket, sys, threading, time
 from datetime import timedelta
@@ -38,7 +38,7 @@ except socket.gaierror:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
-    """Return a command prefix that runs a command where the DNS server is ours."""
+    """A command before a command that runs it where the DNS is one of ours."""
     config = tmp_path / "resolv.conf"
     config.write_text("nameserver 127.0.0.53\noptions timeout:1 attempts:1\n")
     by = ["unshare", "--mount", "sh", "-c", f'mount --bind {config} /etc/resolv.conf && exec "$@"', "sh"]

@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.slow
 
-ROWS, STEPS = 100, 7  # per epoch, on two ranks
+ROWS, STEPS = 100, 7  # of an epoch, on two ranks
 
 
 def callback() -> str:

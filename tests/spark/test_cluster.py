@@ -189,7 +189,7 @@ def test_values_too_large_for_the_heap_come_all_the_same(cluster: SparkSession) 
     assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
 
 
-@pytest.mark.night  # by day only the setting, above, and such a session in test_gpus.py
+@pytest.mark.night  # by day with such a setting alone, above, and with such a session in test_gpus.py
 def test_dynamic_allocation_is_refused_at_once() -> None:
     session = start_session(LOCAL_CLUSTER, **{"spark.dynamicAllocation.enabled": "true"})
     try:

@@ -100,7 +100,7 @@ def estimators_auc(printed: str) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_flights(tmp_path: Path) -> None:
-    """Both programs of `make demo` in one process: otherwise starting Spark and torch would take most of the time."""
+    """Both programs of `make demo` in one process: most of their time would be the start of Spark and of torch."""
     small = f"--rows 20000 --epochs 4 --out {tmp_path}"
     programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 1"]
     done = run(["-c", TOGETHER, *programs], timeout=580)

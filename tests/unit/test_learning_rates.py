@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_optimizer_or_scheduler() -> None:
     adam = torch.optim.Adam(model[0].parameters(), lr=0.1)
     saved = of_run(adam, model)
     assert check_described(saved, of_run(torch.optim.Adam(model[0].parameters(), lr=0.1), model), "r") == []
-    assert check_described(None, saved, "r") == []  # written before this was recorded
+    assert check_described(None, saved, "r") == []  # written before this was known
     others = {
         "optimizer: Adam then, AdamW now": of_run(torch.optim.AdamW(model[0].parameters()), model),
         r"parameters .*0.weight.*then, .*1.weight.*now": of_run(torch.optim.Adam(model[1].parameters()), model),

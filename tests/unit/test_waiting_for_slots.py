@@ -18,7 +18,7 @@ RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there
     ("comes_at", "settings", "start_timeout", "over_at"),
     [
         ([5, 5], {}, 600, None),
-        ([40, 49], {}, 600, None),  # slow JVMs
+        ([40, 49], {}, 600, None),  # JVMs that take their time
         ([40], {}, 600, 50),
         ([], {}, 600, 60),
         ([], {}, 20, 20),

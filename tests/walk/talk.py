@@ -1,7 +1,7 @@
-"""Makes the mistakes of the table in one session, like a user who has not activated the environment.
+"""Makes the mistakes of the table in one session, as somebody would who has not activated the environment.
 
-``python -m tests.walk.talk FOLDER [NAME ...]`` prints a JSON object for each: its name, its output, the message of
-the error and, if it shakes the session, what a later job returned.
+``python -m tests.walk.talk FOLDER [NAME ...]`` prints for each a JSON object: its name, what was said, the message of
+the error, and, if it shakes the session, what a job returned afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.walk.mistakes import DATA, MISTAKES
 
 
 def make(name: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """Make one mistake; return what a user reads, and the message of the error, None if there was none."""
+    """Make one mistake: what a user reads, and the message of the error, None if there was none."""
     path = folder / f"{name.replace(' ', '_')}.py"
     path.write_text(MISTAKES[name].code.lstrip())
     linecache.checkcache()

@@ -29,7 +29,7 @@ def blocks(page: Path) -> list[re.Match[str]]:
 
 
 def program(page: Path) -> str:
-    """Return the lines that run, each at its line number on the page, so that tracebacks point there."""
+    """The lines that run, each at the line that it has on the page, so that tracebacks point there."""
     text, lines = page.read_text(), [""] * page.read_text().count("\n")
     for block in BLOCK.finditer(text):
         if block["unseen"] or block["marker"] == RUNNABLE:
@@ -40,14 +40,14 @@ def program(page: Path) -> str:
 
 
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
-# Pages with Horovod's names come last: from then on, their process has Horovod's dialect.
+# Pages with Horovod's words come last: their process has Horovod's dialect from then on.
 TOGETHER = [
     "data", "estimators", "migrating-from-torchdistributor", "run-data", "README", "index", "networks", "run",
     "quickstart", "tracking", "doctor", "elastic", "embeddings", "image-classifier", "local-sgd", "predict",
     "transformers", "tutorial", "checkpoints", "collectives", "ddp", "progress", "timeline", "tuning",
     "migrating-from-horovodrunner", "migrating-from-horovod",
 ]  # fmt: skip
-"""Pages that run one after another in a process: otherwise starting Spark and torch would take most of the time."""
+"""Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
 RUNS = [TOGETHER, *([page] for page in PROGRAMS if page not in TOGETHER)]
 
 

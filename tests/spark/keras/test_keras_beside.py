@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
 
 def hearing(place: MeetingPlace, path: Path) -> Any:
-    """A callback that begins an epoch when the previous one has been validated, and records what it receives."""
+    """A callback that begins an epoch when the one before has been validated, and writes down what it hears of them."""
 
     class Hears(keras.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
         def on_train_begin(self, logs: Any = None) -> None:
