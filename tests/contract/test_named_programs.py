@@ -29,7 +29,7 @@ SETS = {3: [[0, 2], [1, 2]]}
 
 
 class World:
-    """Ranks that serve many examples; one that fails ends them."""
+    """Ranks that serve many examples; one that fails costs them their life."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the simulated devices."""
+    """The simulated devices, compiled."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         if os.environ.get("CI"):

@@ -29,14 +29,14 @@ ROUNDING = {torch.float16: 0.3, torch.bfloat16: 0.3, torch.float32: 1e-5, torch.
 
 
 class LastingWorld:
-    """Ranks that serve many tests. They start when first needed; a test that fails ends them."""
+    """Ranks that serve many tests. They start when first needed; a test that fails costs them their life."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call fn(*args) on every rank; return results in rank order."""
+        """Call fn(*args) on every rank; results in rank order."""
         if self._ranks is None:
             self._ranks = Ranks(self.size, timeout=SECONDS)
         try:
@@ -49,14 +49,14 @@ class LastingWorld:
         """End the ranks."""
         if self._ranks is not None:
             for process in self._ranks.processes:
-                process.kill()  # they may wait for each other, with answers not sent yet
+                process.kill()  # they may wait for one another, and have answers left to give
             self._ranks.close()
             self._ranks = None
 
 
 @contextlib.contextmanager
 def lasting(size: int) -> Iterator[LastingWorld]:
-    """Run a LastingWorld for the duration of a with statement."""
+    """A LastingWorld for the duration of a with statement."""
     world = LastingWorld(size)
     try:
         yield world
