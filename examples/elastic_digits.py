@@ -1,4 +1,4 @@
-"""Handwritten digits, trained on ranks that are lost: one is killed, one is told to leave, and the training goes on.
+"""Handwritten digits, trained on ranks that are lost: one is killed, one is told to leave, and training continues.
 
 python examples/elastic_digits.py            # on an embedded local Spark
 python examples/elastic_digits.py --local    # without Spark
@@ -22,7 +22,7 @@ BATCH = 32
 
 
 def train(images: torch.Tensor, labels: torch.Tensor, epochs: int, faults: FaultPlan) -> dict[str, Any]:
-    """Run on every rank, from its start on those that come later, too; return what a rank ends with."""
+    """Run on every rank, from its start, also on ranks that come later; return a rank's final state."""
     import spark_hvd.torch as hvd
 
     data = torch.utils.data.TensorDataset(images[TEST_IMAGES:], labels[TEST_IMAGES:])
@@ -58,14 +58,14 @@ def train(images: torch.Tensor, labels: torch.Tensor, epochs: int, faults: Fault
 
 
 def main() -> None:
-    """Train with two faults on the way, and say what the ranks went through."""
+    """Train with two faults, and print what the ranks went through."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--local", action="store_true", help="run the ranks on this machine, without Spark")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the images (default: 30)")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    # By then it is the first or second world after the loss: a new rank may come before the other has gone on alone.
+    # By then it is the first or second world after the loss: a new rank may come before the other has continued alone.
     faults = FaultPlan().kill(rank=1, step=60)
     for generation in (1, 2):
         faults = faults.notice(rank=0, step=300, generation=generation)

@@ -1,6 +1,6 @@
 """Late flights again, as a Spark ML Pipeline: StringIndexer, VectorAssembler, TorchEstimator, an evaluator.
 
-The same question and the same held-out days as in flights.py. Beside the network, Spark's own logistic regression and
+The same question and the same held-out days as in flights.py. For comparison, Spark's own logistic regression and
 gradient-boosted trees learn from the same rows, and with --keras the same network in Keras.
 
     python examples/flights_estimator.py            the real thing, two or three minutes

@@ -1,7 +1,7 @@
-"""Late flights in plain JAX, beside the same network in PyTorch: the same start, the same rows in each step.
+"""Late flights in plain JAX, and the same network in PyTorch: the same start, the same rows in each step.
 
-The question, the features and the held-out days are those of flights.py. Both trainings read the DataFrame that `run`
-was given, in the same order; what differs is who averages the gradients. In PyTorch it is DistributedOptimizer. In JAX
+The question, the features and the held-out days are those of flights.py. Both trainings read the DataFrame passed to
+`run`, in the same order; what differs is who averages the gradients. In PyTorch it is DistributedOptimizer. In JAX
 it is the compiler: a batch is one array over the devices of all ranks, and the loss is its mean.
 
     python examples/flights_jax.py            two ranks, all flights, two or three minutes
@@ -67,7 +67,7 @@ def train_in_jax(params: dict[str, np.ndarray], epochs: int) -> tuple[dict[str, 
 
     import spark_hvd.jax as hvd
 
-    hvd.init()  # jax.distributed.initialize(), with all that it asks for
+    hvd.init()  # jax.distributed.initialize(), with all its arguments
 
     @jax.jit
     def step(state: Any, batch: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Late flights, tuned: twenty trials of an Optuna study beside the default, several fits at once, the poor ones pruned.
+"""Late flights, tuned: twenty trials of an Optuna study after the default, several fits at once, the poor ones pruned.
 
 The same question and the same held-out days as in flights_estimator.py. Trials are compared by the loss on a tenth of
 the training days' flights; the held-out days are asked once, at the end, for the default and for the best.
@@ -48,7 +48,7 @@ class Lateness(nn.Module):
 
 
 def estimator(sizes: list[int], chosen: dict[str, Any], arguments: argparse.Namespace, **more: Any) -> TorchEstimator:
-    """The network with these hyperparameters, which begins with the same weights whenever they are the same."""
+    """The network with these hyperparameters; the same ones start with the same weights."""
     torch.manual_seed(0)
     shape = {name: chosen[name] for name in ("width", "dropout", "embedding")}
     rates = {name: chosen[name] for name in ("lr", "weight_decay")}

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xss4m"
-"""For a JVM that lives for a minute: much of its time is its compiler's otherwise. ALS has plans that are deep."""
+"""For a JVM that lives for a minute and would spend much of it compiling. ALS has deep plans."""
 
 
 def local_session(app_name: str, slots: int) -> SparkSession:
@@ -29,7 +29,7 @@ def local_session(app_name: str, slots: int) -> SparkSession:
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", str(slots))
         .config("spark.sql.execution.arrow.pyspark.enabled", "true")
-        # pandas' rows are data, not a part of each plan: to compare plans of 100,000 rows takes seconds
+        # pandas' rows are data, not a part of each plan: comparing plans of 100,000 rows takes seconds
         .config("spark.sql.execution.arrow.localRelationThreshold", "0")
         .getOrCreate()
     )
