@@ -1,4 +1,4 @@
-"""Arenas are mapped only if they are those that the other rank means, and leave no descriptor behind."""
+"""Arenas are mapped only where they are what the other rank means, and leave no descriptor behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print(os.getpid(), mapped is not None, arena.buffers[0].tolist())
 
 
 def two_ranks(*prefix: str) -> list[str]:
-    """Return the output of two processes with an arena each."""
+    """What two processes with an arena each print of it."""
     ends = socket.socketpair()
     processes = [
         subprocess.Popen(
@@ -60,7 +60,7 @@ def two_ranks(*prefix: str) -> list[str]:
 
 
 def test_ranks_in_two_pid_namespaces_do_not_take_each_other_s_memory_for_their_own() -> None:
-    """Both are process 1 with the same descriptor: the same numbers name different memory in each namespace."""
+    """Both are process 1 with the same descriptor: what the numbers name in one namespace is another's memory."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a pid namespace (unshare --pid)")
     assert two_ranks(*NAMESPACE) == [f"1 False {[rank + 1.0] * 8}" for rank in range(2)]
