@@ -12,9 +12,10 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from benchmarks.common import in_turns, seconds_a_call
 
 MINUTES = 1.5
 SIZES = (4, 256, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -38,45 +39,34 @@ def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str
     own = MPI.COMM_WORLD.Dup()
     gloo = dist.new_group(backend="gloo")
 
-    def seconds_a_call(call: Callable[[], object], calls: int) -> float:
-        own.Barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls
-
-    rows = []
-    for size in sizes:
+    def row_of(size: int) -> dict[str, float]:
         tensor = torch.zeros(max(1, size // 4))
         array = tensor.numpy()
         name = f"of {size} bytes"
         calls_of: dict[str, Callable[[], object]] = {
-            RAW: lambda array=array: own.Allreduce(MPI.IN_PLACE, array),  # type: ignore[misc]
-            KINDS[1]: lambda tensor=tensor: communicator.allreduce(tensor, ReduceOp.SUM).wait(),  # type: ignore[misc]
-            KINDS[2]: lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
-            KINDS[3]: lambda tensor=tensor, name=name: hvd.allreduce_(tensor, op=hvd.Sum, name=name),  # type: ignore[misc]
-            KINDS[4]: lambda tensor=tensor: dist.all_reduce(tensor, group=gloo),  # type: ignore[misc]
+            RAW: lambda: own.Allreduce(MPI.IN_PLACE, array),
+            KINDS[1]: lambda: communicator.allreduce(tensor, ReduceOp.SUM).wait(),
+            KINDS[2]: lambda: dist.all_reduce(tensor),
+            KINDS[3]: lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=name),
+            KINDS[4]: lambda: dist.all_reduce(tensor, group=gloo),
         }
         for call in calls_of.values():
-            seconds_a_call(call, 3)
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            seconds_a_call(call, 3, own.Barrier)
         # Each kind has its own number of calls; every rank must make the same number, so no rank's clock decides alone.
         counts = {}
         for kind, call in calls_of.items():
-            pace = own.allreduce(seconds_a_call(call, 3), MPI.MAX)
+            pace = own.allreduce(seconds_a_call(call, 3, own.Barrier)[0], MPI.MAX)
             counts[kind] = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
-        for number in range(rounds):
-            turn = number % len(KINDS)
-            for kind in KINDS[turn:] + KINDS[:turn]:
-                times[kind].append(seconds_a_call(calls_of[kind], counts[kind]))
+        times = in_turns(KINDS, rounds, lambda kind: seconds_a_call(calls_of[kind], counts[kind], own.Barrier)[0])
         row: dict[str, float] = {"bytes": size}
         row |= {kind: statistics.median(times[kind]) for kind in KINDS}
         # The median of the rounds' own ratios: all calls of a round met the same noise.
         for kind in KINDS[1:]:
             pairs = zip(times[kind], times[RAW], strict=True)
             row[f"{kind} ratio"] = statistics.median(ours / raw for ours, raw in pairs)
-        rows.append(row)
-    return rows
+        return row
+
+    return [row_of(size) for size in sizes]
 
 
 def _table(rows: Sequence[dict[str, float]]) -> str:
