@@ -1,6 +1,6 @@
 """Synchronous all-reduce on two local ranks: raw torch.distributed beside hvd, in the same processes, in turns.
 
-`python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2] [--json]`
+`python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2]`
 
 The like-for-like call is `hvd.allreduce_` with op=Sum and a name against `dist.all_reduce`: both reduce in place.
 `hvd.allreduce` without a name returns a new tensor and averages, which costs a copy and a division more. What memory
@@ -10,7 +10,6 @@ allows is taken for three copies of the tensor by each rank at once: into memory
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -82,16 +81,15 @@ def _table(rows: Sequence[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
     parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
     parser.add_argument("--seconds", type=float, default=1.5, help="time for each kind and size, about")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     rows = run_local(_measure, args=(given.sizes, given.rounds, given.seconds), num_proc=given.ranks)[0]
-    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+    print(_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Synchronous all-reduce over MPI on ranks of one host, beside mpi4py's own and Gloo's, in turns in the same processes.
 
-`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 9] [--seconds 1] [--ranks 2] [--json]`
+`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 9] [--seconds 1] [--ranks 2]`
 
 All kinds reduce in place with SUM. mpi4py's own is the blocking `Allreduce` of a numpy array: what MPI takes by itself.
 """
@@ -8,7 +8,6 @@ All kinds reduce in place with SUM. mpi4py's own is the blocking `Allreduce` of 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -83,13 +82,12 @@ def _table(rows: Sequence[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
     parser.add_argument("--rounds", type=int, default=9, help="turns, of which the median counts")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each kind and size, about")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.rank:
@@ -101,7 +99,7 @@ def main() -> None:
     import spark_hvd.torch as hvd
 
     if hvd.rank() == 0:
-        print(json.dumps(rows, indent=1) if given.json else _table(rows))
+        print(_table(rows))
 
 
 if __name__ == "__main__":

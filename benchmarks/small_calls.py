@@ -1,6 +1,6 @@
 """Small synchronous collectives on local ranks, each beside torch.distributed's on Gloo, in turns in one process.
 
-`python -m benchmarks.small_calls [--elements 1] [--rounds 15] [--calls 100] [--ranks 2] [--json]`
+`python -m benchmarks.small_calls [--elements 1] [--rounds 15] [--calls 100] [--ranks 2]`
 
 All calls are without a name, but for one line. Each is called often enough before that ranks know it.
 """
@@ -8,7 +8,6 @@ All calls are without a name, but for one line. Each is called often enough befo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -62,18 +61,14 @@ def _measure(elements: int, rounds: int, calls: int) -> dict[str, tuple[float, f
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1, help="float32 of a tensor")
     parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
     parser.add_argument("--calls", type=int, default=100, help="calls in a turn")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     rows = run_local(_measure, args=(given.elements, given.rounds, given.calls), num_proc=given.ranks)[0]
-    if given.json:
-        print(json.dumps(rows, indent=1))
-        return
     print("| call | hvd us | torch.distributed us | ratio |\n|---|---:|---:|---:|")
     for kind, (ours, theirs, ratio) in rows.items():
         print(f"| {kind} | {ours * 1e6:,.0f} | {theirs * 1e6:,.0f} | {ratio:.2f} |")
