@@ -1,6 +1,6 @@
 """Synchronous all-reduce on two local ranks: raw torch.distributed beside hvd, in the same processes, in turns.
 
-`python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2] [--json]`
+`python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2]`
 
 The like-for-like call is `hvd.allreduce_` with op=Sum and a name against `dist.all_reduce`: both reduce in place.
 `hvd.allreduce` without a name returns a new tensor and averages, which costs a copy and a division more. What memory
@@ -10,15 +10,14 @@ allows is taken for three copies of the tensor by each rank at once: into memory
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, seconds_a_call
 from spark_hvd import run_local
 
 MINUTES = 1
@@ -27,51 +26,39 @@ KINDS = ("dist.all_reduce", "hvd.allreduce_ Sum by name", "hvd.allreduce Average
 MOST_CALLS = 200
 
 
-def _seconds_a_call(call: Callable[[], object], calls: int) -> tuple[float, float]:
-    """Of the clock, and of processor time."""
-    hvd.barrier()
-    start, busy = time.perf_counter(), time.process_time()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls, (time.process_time() - busy) / calls
-
-
 def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str, float]]:
     """Median seconds a call, for each size in bytes and each kind; float32."""
-    rows = []
-    for size in sizes:
-        tensor, other = torch.zeros(max(1, size // 4)), torch.zeros(max(1, size // 4))
+    return [_row(size, rounds, seconds) for size in sizes]
 
-        def copies(tensor: torch.Tensor = tensor, other: torch.Tensor = other) -> None:
-            for _ in range(3):
-                other.copy_(tensor)
 
-        kinds: dict[str, Callable[[], object]] = {
-            KINDS[0]: lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
-            KINDS[1]: lambda tensor=tensor, name=f"of {size} bytes": hvd.allreduce_(tensor, op=hvd.Sum, name=name),  # type: ignore[misc]
-            KINDS[2]: lambda tensor=tensor: hvd.allreduce(tensor),  # type: ignore[misc]
-            KINDS[3]: copies,
-        }
-        for call in kinds.values():
-            _seconds_a_call(call, 2)
-        # Every rank must make the same number of calls, and no rank's clock decides alone.
-        pace = float(hvd.allreduce(torch.tensor(_seconds_a_call(kinds[KINDS[0]], 3)[0]), op=hvd.Max))
-        calls = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
-        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-        for number in range(rounds):
-            turn = number % len(KINDS)
-            for kind in KINDS[turn:] + KINDS[:turn]:
-                times[kind].append(_seconds_a_call(kinds[kind], calls))
-        row: dict[str, float] = {"bytes": size, "calls": calls}
-        row |= {kind: statistics.median(wall for wall, _ in times[kind]) for kind in KINDS}
-        row |= {f"{kind} CPU": statistics.median(cpu for _, cpu in times[kind]) for kind in KINDS}
-        # The median of the rounds' own ratios: both calls of a round met the same noise.
-        for kind, peer in [(KINDS[1], KINDS[0]), (KINDS[2], KINDS[0]), (KINDS[1], KINDS[3])]:
-            for place, what in enumerate(("ratio", "CPU ratio")):
-                pairs = zip(times[kind], times[peer], strict=True)
-                row[f"{kind} to {peer} {what}"] = statistics.median(ours[place] / its[place] for ours, its in pairs)
-        rows.append(row)
-    return rows
+def _row(size: int, rounds: int, seconds: float) -> dict[str, float]:
+    tensor, other = torch.zeros(max(1, size // 4)), torch.zeros(max(1, size // 4))
+
+    def copies() -> None:
+        for _ in range(3):
+            other.copy_(tensor)
+
+    kinds: dict[str, Callable[[], object]] = {
+        KINDS[0]: lambda: dist.all_reduce(tensor),
+        KINDS[1]: lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=f"of {size} bytes"),
+        KINDS[2]: lambda: hvd.allreduce(tensor),
+        KINDS[3]: copies,
+    }
+    for call in kinds.values():
+        seconds_a_call(call, 2, hvd.barrier)
+    # Every rank must make the same number of calls, and no rank's clock decides alone.
+    pace = float(hvd.allreduce(torch.tensor(seconds_a_call(kinds[KINDS[0]], 3, hvd.barrier)[0]), op=hvd.Max))
+    calls = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
+    times = in_turns(KINDS, rounds, lambda kind: seconds_a_call(kinds[kind], calls, hvd.barrier))
+    row: dict[str, float] = {"bytes": size, "calls": calls}
+    row |= {kind: statistics.median(wall for wall, _ in times[kind]) for kind in KINDS}
+    row |= {f"{kind} CPU": statistics.median(cpu for _, cpu in times[kind]) for kind in KINDS}
+    # The median of the rounds' own ratios: both calls of a round met the same noise.
+    for kind, peer in [(KINDS[1], KINDS[0]), (KINDS[2], KINDS[0]), (KINDS[1], KINDS[3])]:
+        for place, what in enumerate(("ratio", "CPU ratio")):
+            pairs = zip(times[kind], times[peer], strict=True)
+            row[f"{kind} to {peer} {what}"] = statistics.median(ours[place] / its[place] for ours, its in pairs)
+    return row
 
 
 def _table(rows: Sequence[dict[str, float]]) -> str:
@@ -94,16 +81,15 @@ def _table(rows: Sequence[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
     parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
     parser.add_argument("--seconds", type=float, default=1.5, help="time for each kind and size, about")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     rows = run_local(_measure, args=(given.sizes, given.rounds, given.seconds), num_proc=given.ranks)[0]
-    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+    print(_table(rows))
 
 
 if __name__ == "__main__":

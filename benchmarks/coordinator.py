@@ -1,6 +1,6 @@
 """The coordinator of named collectives with many ranks, in one process: messages in, decisions out, no sockets.
 
-`python -m benchmarks.coordinator [--ranks 512] [--tensors 200] [--steps 20] [--json]`
+`python -m benchmarks.coordinator [--ranks 512] [--tensors 200] [--steps 20]`
 
 All ranks reduce the same tensors in every step. Their messages are made beforehand, in the engine's JSON; what is timed
 is the coordinator's share: reading a message, deciding, and writing the decisions that follow from it. Each message is
@@ -149,19 +149,18 @@ def _table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--steps", type=int, default=20, help="of each later kind, of which the median counts")
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     random.seed(0)
     rows = _measure(given.ranks, given.tensors, given.steps)
     tracemalloc.start()
     for row, traced in zip(rows, _measure(given.ranks, given.tensors, 1), strict=True):
         row["peak bytes"] = traced["peak bytes"]
-    print(json.dumps(rows, indent=1) if given.json else _table(rows, given.ranks))
+    print(_table(rows, given.ranks))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
+from benchmarks.train_step import MODELS
+from spark_hvd import run_local
 
 MINUTES = 1.5
 BATCH = 32
@@ -33,13 +29,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-4),
 }
-
-
-def _model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
-        nn.Linear(2048, 10),
-    )  # fmt: skip
 
 
 class _Copies:
@@ -64,7 +53,7 @@ class _Training:
 
     def __init__(self, kind: str, optimizer: str, rank: int, every: int) -> None:
         torch.manual_seed(0)
-        self._model = _model()
+        self._model = MODELS["mlp"][0]()
         self._optimizer = hvd.DistributedOptimizer(OPTIMIZERS[optimizer](self._model), self._model.named_parameters())
         torch.manual_seed(rank)
         self._rows, self._labels = torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,))
@@ -90,14 +79,17 @@ class _Training:
         return (time.perf_counter() - start) / self._every
 
 
-def _measure(optimizer: str, rank: int, arguments: argparse.Namespace) -> None:
-    trainings = {kind: _Training(kind, optimizer, rank, arguments.every) for kind in KINDS}
+def _measure(
+    optimizer: str, arguments: argparse.Namespace
+) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
+    """By kind: milliseconds a step in each turn, by round, and milliseconds in each commit."""
+    torch.set_num_threads(1)
+    trainings = {kind: _Training(kind, optimizer, hvd.rank(), arguments.every) for kind in KINDS}
     for training in trainings.values():
         for _ in range(3):  # the second and third commit allocate
             training.cycle()
         training.commits.clear()
-    rounds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    lowest = dict.fromkeys(KINDS, math.inf)
+    rounds: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     for number in range(arguments.rounds):
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for turn in range(arguments.commits):
@@ -105,37 +97,24 @@ def _measure(optimizer: str, rank: int, arguments: argparse.Namespace) -> None:
                 hvd.barrier()
                 times[kind].append(1e3 * trainings[kind].cycle())
         for kind in KINDS:
-            rounds[kind].append(statistics.median(times[kind]))
-            lowest[kind] = min(lowest[kind], *times[kind])
-    if rank == 0:
-        _report(optimizer, trainings, rounds, lowest)
+            rounds[kind].append(times[kind])
+    return rounds, {kind: [1e3 * each for each in training.commits] for kind, training in trainings.items()}
 
 
-def _report(
-    optimizer: str, trainings: dict[str, _Training], rounds: dict[str, list[float]], lowest: dict[str, float]
-) -> None:
-    count = sum(param.numel() for param in _model().parameters())
-    print(f"\n{optimizer}, {count:,} parameters, {hvd.size()} rank(s)")
+def _report(optimizer: str, ranks: int, rounds: dict[str, list[list[float]]], commits: dict[str, list[float]]) -> None:
+    count = sum(param.numel() for param in MODELS["mlp"][0]().parameters())
+    print(f"\n{optimizer}, {count:,} parameters, {ranks} rank(s)")
     print("| | ms/step | more than without | by round | lowest ms/step | more | in commit(), ms |")
     print("|---|---|---|---|---|---|---|")
-    for kind, mine in rounds.items():
-        by_round = [100 * (each / base - 1) for each, base in zip(mine, rounds["no commit"], strict=True)]
+    medians = {kind: [statistics.median(times) for times in mine] for kind, mine in rounds.items()}
+    lowest = {kind: min(map(min, mine)) for kind, mine in rounds.items()}
+    for kind, mine in medians.items():
+        by_round = [100 * (each / base - 1) for each, base in zip(mine, medians["no commit"], strict=True)]
         shown = " ".join(f"{each:.1f}" for each in by_round)
-        inside = 1e3 * statistics.median(trainings[kind].commits)
         more = f"{statistics.median(by_round):.1f} % | {shown}"
         least = f"{lowest[kind]:.1f} | {100 * (lowest[kind] / lowest['no commit'] - 1):.1f} %"
+        inside = statistics.median(commits[kind])
         print(f"| {kind} | {statistics.median(mine):.1f} | {more} | {least} | {inside:.1f} |", flush=True)
-
-
-def _rank(rank: int, meeting: str, arguments: argparse.Namespace) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=arguments.ranks)
-    hvd.init()
-    for optimizer in arguments.optimizers:
-        _measure(optimizer, rank, arguments)
-    hvd.shutdown()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -147,9 +126,9 @@ def main() -> None:
     parser.add_argument("--commits", type=int, default=4)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, arguments), nprocs=arguments.ranks)
+    for optimizer in arguments.optimizers:
+        found = run_local(_measure, (optimizer, arguments), num_proc=arguments.ranks, verbose=0)[0]
+        _report(optimizer, arguments.ranks, *found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -19,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -29,7 +26,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 import spark_hvd
-from benchmarks.fit import session
+from benchmarks.common import session
 
 MINUTES = 2
 FEATURES = [f"f{number}" for number in range(20)]

@@ -18,14 +18,11 @@ import argparse
 import io
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from typing import Any
 
-os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -33,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import spark_hvd
+from benchmarks.common import session
 from spark_hvd.data import Mapped
 
 MINUTES = 2.5
@@ -132,11 +130,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=640)
     parser.add_argument("--only", choices=STEPS, help="where images are decoded; by default both are measured")
     arguments = parser.parse_args()
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(f"local[{2 + arguments.feeders}]").config("spark.ui.enabled", "false")
-    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.log.level", "ERROR")
-    spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    spark = session(2 + arguments.feeders)
     with tempfile.TemporaryDirectory() as folder:
         path, rows = f"{folder}/images.parquet", arguments.images
         size = write_images(path, rows)

@@ -13,33 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.common import session
+
 MINUTES = 2.5
-os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["KERAS_BACKEND"] = "torch"
 
 HOROVOD = 16.6
-
-
-def session() -> Any:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master("local[2]").appName("fit")
-    for key, value in {
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.log.level": "ERROR",
-    }.items():
-        builder = builder.config(key, value)
-    return builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
 
 
 def data(spark: Any, folder: str, rows: int, seed: int) -> Any:

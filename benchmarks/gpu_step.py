@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns
 from benchmarks.train_step import Chain
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.torch.optimizer.arguments import spec_of
@@ -161,10 +163,7 @@ def _steps(model: str, device: str, rounds: int, steps: int) -> None:
         trainings[kind].timed(WARM_UP)
         trainings[kind].optimizer.zero_grad()
         memory[kind] = (torch.cuda.memory_allocated() - before) >> 20 if device == "cuda" else 0
-    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for turn in range(rounds):
-        for kind in KINDS if turn % 2 == 0 else KINDS[::-1]:
-            times[kind].append(trainings[kind].timed(steps))
+    times = in_turns(KINDS, rounds, lambda kind: trainings[kind].timed(steps))
     base = statistics.median(whole for whole, _ in times["no exchange"])
     print(f"\n{model}: | ms a step | of no exchange | ms of the host | MiB held between steps")
     for kind, found in times.items():
@@ -196,18 +195,19 @@ def _held(model: str, device: str, rounds: int, steps: int) -> None:
             "commit": lambda number: state.save(),
             "checkpoint in the background": save,
         }
-        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-        for turn in range(-1, rounds):
-            for kind, act in kinds.items():
-                _wait(device)
-                began = time.perf_counter()
-                handle = act(turn + 1)
-                held = 1e3 * (time.perf_counter() - began)
-                whole = training.timed(steps)[0]
-                if handle is not None:
-                    handle.wait()
-                if turn >= 0:
-                    found[kind].append((held, whole))
+        numbers = itertools.count()
+
+        def measure(kind: str) -> tuple[float, float]:
+            _wait(device)
+            began = time.perf_counter()
+            handle = kinds[kind](next(numbers))
+            held = 1e3 * (time.perf_counter() - began)
+            whole = training.timed(steps)[0]
+            if handle is not None:
+                handle.wait()
+            return held, whole
+
+        found = in_turns([*kinds], rounds, measure, warm_up=1)
     print(f"\n{model} with Adam, {size / 1e9:.2f} GB: | ms held | ms of each of {steps} steps after it")
     for kind, column in found.items():
         held, whole = (statistics.median(values) for values in zip(*column, strict=True))

@@ -13,9 +13,7 @@ that take 5 ms to decode, for a convolutional network that takes about as long: 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 import zlib
@@ -28,12 +26,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pyspark.ml.functions import predict_batch_udf
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, FloatType
 from torch import nn
 
 import spark_hvd
+from benchmarks.common import session
 
 MINUTES = 2.5
 CORES, WORDS, WIDTH = 2, 1 << 13, 128
@@ -130,19 +129,6 @@ def _write(path: Path, kind: str, rows: int) -> None:
             lengths = np.exp(generator.normal(np.log(30), 0.8, count)).astype(int).clip(3, 250)
             column = pa.array([" ".join(map(str, generator.integers(0, 9000, length))) for length in lengths])
         pq.write_table(pa.table({"x": column}), path / f"{part}.parquet")
-
-
-def _session() -> SparkSession:
-    return (
-        SparkSession.builder.master(f"local[{CORES}]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.memory", "2g")
-        .config("spark.log.level", "ERROR")
-        .config("spark.ui.showConsoleProgress", "false")
-        .getOrCreate()
-    )
 
 
 def _total(frame: DataFrame, output: int) -> float:
@@ -248,12 +234,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ["PYSPARK_PYTHON"] = sys.executable
     counts = {"numbers": arguments.rows, "wide": arguments.rows // 10, "texts": arguments.texts}
     counts |= {"pictures": arguments.pictures, "fetched": arguments.pictures}
     with tempfile.TemporaryDirectory() as name:
-        spark = _session()
+        spark = session(CORES, {"spark.driver.memory": "2g"})
         for kind in arguments.kinds:
             _write(Path(name, kind), kind, counts[kind])
             _measure(

@@ -20,7 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+
+from benchmarks.common import milliseconds_of
 
 MINUTES = 3
 BATCH = 32
@@ -39,15 +42,7 @@ Block = Callable[[int], list[float]]
 
 
 def _each(step: Callable[[], object]) -> Block:
-    def block(steps: int) -> list[float]:
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-
-    return block
+    return partial(milliseconds_of, step)
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

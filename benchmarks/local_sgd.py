@@ -1,6 +1,6 @@
 """Training over a slow network: DDP and DistributedOptimizer beside LocalSGD and DiLoCo, speed and accuracy.
 
-`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 2] [--seeds 3] [--every 20] [--ways fragments] [--json]`
+`sudo python -m benchmarks.local_sgd [--rate 1gbit] [--rounds 2] [--seeds 3] [--every 20] [--ways fragments]`
 
 Two hosts are network namespaces of this machine, a rank each, whose cables carry the rate and no more. What is timed is
 an MLP of 10 million parameters on batches of 32 of scikit-learn's digits; each round times every way, and what is
@@ -205,7 +205,6 @@ def main() -> None:
     parser.add_argument(
         "--ways", default="", help="only those with this regular expression in their names, such as int4|top"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
@@ -218,9 +217,6 @@ def main() -> None:
         return
     arguments = [f"--{option}={getattr(given, option)}" for option in ("rounds", "seeds", "every", "ways")]
     found = run_on_hosts("benchmarks.local_sgd", arguments, 2, given.rate)
-    if given.json:
-        print(json.dumps({"rate": given.rate, **found}, indent=1))
-        return
     if given.rounds:
         print("| way | samples/s | of DDP's | of alone | CPU ms a step | of which exchanges | the rest |")
         print("|--|--|--|--|--|--|--|")

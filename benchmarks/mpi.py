@@ -1,6 +1,6 @@
 """Synchronous all-reduce over MPI on ranks of one host, beside mpi4py's own and Gloo's, in turns in the same processes.
 
-`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 9] [--seconds 1] [--ranks 2] [--json]`
+`python -m benchmarks.mpi [--sizes 4 1024 ...] [--rounds 9] [--seconds 1] [--ranks 2]`
 
 All kinds reduce in place with SUM. mpi4py's own is the blocking `Allreduce` of a numpy array: what MPI takes by itself.
 """
@@ -8,13 +8,13 @@ All kinds reduce in place with SUM. mpi4py's own is the blocking `Allreduce` of 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from benchmarks.common import in_turns, seconds_a_call
 
 MINUTES = 1.5
 SIZES = (4, 256, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -38,45 +38,34 @@ def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str
     own = MPI.COMM_WORLD.Dup()
     gloo = dist.new_group(backend="gloo")
 
-    def seconds_a_call(call: Callable[[], object], calls: int) -> float:
-        own.Barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls
-
-    rows = []
-    for size in sizes:
+    def row_of(size: int) -> dict[str, float]:
         tensor = torch.zeros(max(1, size // 4))
         array = tensor.numpy()
         name = f"of {size} bytes"
         calls_of: dict[str, Callable[[], object]] = {
-            RAW: lambda array=array: own.Allreduce(MPI.IN_PLACE, array),  # type: ignore[misc]
-            KINDS[1]: lambda tensor=tensor: communicator.allreduce(tensor, ReduceOp.SUM).wait(),  # type: ignore[misc]
-            KINDS[2]: lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
-            KINDS[3]: lambda tensor=tensor, name=name: hvd.allreduce_(tensor, op=hvd.Sum, name=name),  # type: ignore[misc]
-            KINDS[4]: lambda tensor=tensor: dist.all_reduce(tensor, group=gloo),  # type: ignore[misc]
+            RAW: lambda: own.Allreduce(MPI.IN_PLACE, array),
+            KINDS[1]: lambda: communicator.allreduce(tensor, ReduceOp.SUM).wait(),
+            KINDS[2]: lambda: dist.all_reduce(tensor),
+            KINDS[3]: lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=name),
+            KINDS[4]: lambda: dist.all_reduce(tensor, group=gloo),
         }
         for call in calls_of.values():
-            seconds_a_call(call, 3)
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            seconds_a_call(call, 3, own.Barrier)
         # Each kind has its own number of calls; every rank must make the same number, so no rank's clock decides alone.
         counts = {}
         for kind, call in calls_of.items():
-            pace = own.allreduce(seconds_a_call(call, 3), MPI.MAX)
+            pace = own.allreduce(seconds_a_call(call, 3, own.Barrier)[0], MPI.MAX)
             counts[kind] = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
-        for number in range(rounds):
-            turn = number % len(KINDS)
-            for kind in KINDS[turn:] + KINDS[:turn]:
-                times[kind].append(seconds_a_call(calls_of[kind], counts[kind]))
+        times = in_turns(KINDS, rounds, lambda kind: seconds_a_call(calls_of[kind], counts[kind], own.Barrier)[0])
         row: dict[str, float] = {"bytes": size}
         row |= {kind: statistics.median(times[kind]) for kind in KINDS}
         # The median of the rounds' own ratios: all calls of a round met the same noise.
         for kind in KINDS[1:]:
             pairs = zip(times[kind], times[RAW], strict=True)
             row[f"{kind} ratio"] = statistics.median(ours / raw for ours, raw in pairs)
-        rows.append(row)
-    return rows
+        return row
+
+    return [row_of(size) for size in sizes]
 
 
 def _table(rows: Sequence[dict[str, float]]) -> str:
@@ -93,13 +82,12 @@ def _table(rows: Sequence[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
     parser.add_argument("--rounds", type=int, default=9, help="turns, of which the median counts")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each kind and size, about")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.rank:
@@ -111,7 +99,7 @@ def main() -> None:
     import spark_hvd.torch as hvd
 
     if hvd.rank() == 0:
-        print(json.dumps(rows, indent=1) if given.json else _table(rows))
+        print(_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Named collectives on two local ranks: many small tensors at once beside raw torch.distributed, and what idling costs.
 
-`python -m benchmarks.named_collectives [--tensors 500] [--elements 1000] [--rounds 30] [--ranks 2] [--idle 10]
-[--json]`
+`python -m benchmarks.named_collectives [--tensors 500] [--elements 1000] [--rounds 30] [--ranks 2] [--idle 10]`
 
 Many tensors: `allreduce_async_` by name for each, then `synchronize` for each; beside it one `dist.all_reduce` of as
 many bytes, the same with packing and unpacking by hand, and one `dist.all_reduce` a tensor. All in the same processes,
@@ -11,7 +10,6 @@ in turns. Idling: user and system seconds of a rank that is in a world and does 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, seconds_a_call
 from spark_hvd import run_local
 
 MINUTES = 0.5
@@ -49,14 +48,7 @@ def _measure(tensors: int, elements: int, rounds: int, idle: float) -> dict[str,
     calls: dict[str, Callable[[], object]] = dict(
         zip(KINDS, (lambda: dist.all_reduce(flat), by_hand, each, by_name), strict=True)
     )
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for number in range(rounds + 3):
-        for kind, call in calls.items():
-            hvd.barrier()
-            start = time.perf_counter()
-            call()
-            if number >= 3:  # the first rounds warm up
-                times[kind].append(time.perf_counter() - start)
+    times = in_turns(KINDS, rounds, lambda kind: seconds_a_call(calls[kind], 1, hvd.barrier)[0], warm_up=3)
     result = {kind: statistics.median(times[kind]) for kind in KINDS}
     pairs = zip(times[KINDS[3]], times[KINDS[0]], strict=True)
     result["ratio to one flat"] = statistics.median(ours / raw for ours, raw in pairs)
@@ -68,20 +60,16 @@ def _measure(tensors: int, elements: int, rounds: int, idle: float) -> dict[str,
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=500)
     parser.add_argument("--elements", type=int, default=1000, help="float32 each")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--idle", type=float, default=10.0, help="seconds")
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     arguments = (given.tensors, given.elements, given.rounds, given.idle)
     result = run_local(_measure, args=arguments, num_proc=given.ranks)[0]
-    if given.json:
-        print(json.dumps(result, indent=1))
-        return
     print(f"| {given.tensors} tensors of {given.elements} float32 | ms | to one flat |\n|---|---:|---:|")
     for kind in KINDS:
         print(f"| {kind} | {result[kind] * 1e3:.2f} | {result[kind] / result[KINDS[0]]:.2f} |")

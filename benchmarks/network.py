@@ -1,6 +1,6 @@
 """All-reduce between hosts by size over a network of a given rate, and the latency and bandwidth that explain it.
 
-`sudo python -m benchmarks.network --rate 1gbit [--hosts 2] [--sizes 4 1024 ...] [--seconds 1] [--json]`
+`sudo python -m benchmarks.network --rate 1gbit [--hosts 2] [--sizes 4 1024 ...] [--seconds 1]`
 
 Hosts are network namespaces of this machine, one rank each, whose cables carry the rate and no more (`tc tbf`; the
 kernel's own latency, some 30 us, stays). Prints CSV: hosts,size_bytes,seconds_median; then, as a comment, the ring
@@ -62,7 +62,6 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each size, about")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
@@ -71,11 +70,6 @@ def main() -> None:
         return
     rows = between_hosts(given.hosts, given.rate, given.sizes, given.seconds)
     link = fit([Sample(given.hosts, size, median) for size, median in rows])
-    if given.json:
-        table = [{"size_bytes": size, "seconds_median": median} for size, median in rows]
-        fitted = {"alpha_seconds": link.alpha, "beta_bytes_per_second": 1 / link.beta}
-        print(json.dumps({"rate": given.rate, "hosts": given.hosts, "rows": table, **fitted}, indent=1))
-        return
     print("hosts,size_bytes,seconds_median")
     for size, median in rows:
         print(f"{given.hosts},{size},{median:.6g}")

@@ -25,6 +25,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns
 from spark_hvd.context.observe import observe
 from spark_hvd.runner.channel.frames import send_frame
 from spark_hvd.runner.channel.silence import BEAT
@@ -106,10 +107,7 @@ def _measure(rank: int, arguments: argparse.Namespace, sock: socket.socket) -> I
     training = _Training(rank)
     for kind in KINDS:
         _turn(training, kind, 20, sock)
-    rounds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for number in range(arguments.rounds):
-        for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-            rounds[kind].append(_turn(training, kind, arguments.steps, sock))
+    rounds = in_turns(KINDS, arguments.rounds, lambda kind: _turn(training, kind, arguments.steps, sock))
     step = statistics.median(rounds["unwatched"]) * 1e-3
     loop, record = _empty_loop(arguments.empty), _record(sock)
     yield "| | takes | of a step |"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, milliseconds_of
 from spark_hvd import run_local
 
 MINUTES = 1.5
@@ -65,25 +65,19 @@ def _make_step(kind: str) -> Step:
 
 
 def _measure(rounds: int, steps: int) -> dict[str, list[float]]:
-    """Median seconds of a step on this rank, by kind and round."""
+    """Median milliseconds of a step on this rank, by kind and round."""
     torch.set_num_threads(1)
     kinds = {kind: _make_step(kind) for kind in KINDS}
     for step in kinds.values():
         for _ in range(WARM_UP):
             step()
-    medians: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for number in range(rounds):
-        turn = number % len(KINDS)
-        for kind in KINDS[turn:] + KINDS[:turn]:
-            hvd.barrier()
-            times = []
-            for _ in range(steps if hvd.rank() == 0 or kind != ALONE else 0):
-                start = time.perf_counter()
-                kinds[kind]()
-                times.append(time.perf_counter() - start)
-            if times:
-                medians[kind].append(statistics.median(times))
-    return medians
+
+    def measure(kind: str) -> float:
+        hvd.barrier()
+        idle = kind == ALONE and hvd.rank() != 0
+        return 0.0 if idle else statistics.median(milliseconds_of(kinds[kind], steps))
+
+    return in_turns(KINDS, rounds, measure)
 
 
 def table(ranks: Sequence[dict[str, list[float]]]) -> str:
@@ -94,7 +88,7 @@ def table(ranks: Sequence[dict[str, list[float]]]) -> str:
         times = alone if kind == ALONE else [max(pair) for pair in zip(*(rank[kind] for rank in ranks), strict=True)]
         parts = [one / many for one, many in zip(alone, times, strict=True)]
         lines.append(
-            f"| {kind} | {1e3 * statistics.median(times):.1f} | {statistics.median(parts):.1%} "
+            f"| {kind} | {statistics.median(times):.1f} | {statistics.median(parts):.1%} "
             f"| {min(parts):.1%} to {max(parts):.1%} |"
         )
     return "\n".join(lines)

@@ -8,19 +8,15 @@ Both live in the same processes and take turns. DistributedOptimizer gathers the
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, milliseconds_of
+from spark_hvd import run_local
 
 MINUTES = 1.5
 WARM_UP = 5
@@ -70,30 +66,19 @@ def _make_step(kind: str, optimizer_name: str, given: argparse.Namespace) -> tup
     return step, sum(param.nbytes for param in table.parameters())
 
 
-def _rank(rank: int, meeting: str, given: argparse.Namespace) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _measure(name: str, given: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Median milliseconds of a step by kind and round, and the bytes of each kind's weight here."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    hvd.init()
-    for name in OPTIMIZERS:
-        made = {kind: _make_step(kind, name, given) for kind in KINDS}
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for step, _ in made.values():
-            for _ in range(WARM_UP):
-                step()
-        for turn in range(given.rounds):
-            for kind in KINDS if turn % 2 == 0 else KINDS[::-1]:
-                dist.barrier()
-                each = []
-                for _ in range(given.steps):
-                    start = time.perf_counter()
-                    made[kind][0]()
-                    each.append(1e3 * (time.perf_counter() - start))
-                times[kind].append(statistics.median(each))
-        if rank == 0:
-            _report(name, times, {kind: size for kind, (_, size) in made.items()})
-    hvd.shutdown()
-    dist.destroy_process_group()
+    made = {kind: _make_step(kind, name, given) for kind in KINDS}
+    for step, _ in made.values():
+        for _ in range(WARM_UP):
+            step()
+
+    def measure(kind: str) -> float:
+        hvd.barrier()
+        return statistics.median(milliseconds_of(made[kind][0], given.steps))
+
+    return in_turns(KINDS, given.rounds, measure), {kind: size for kind, (_, size) in made.items()}
 
 
 def _report(name: str, times: dict[str, list[float]], sizes: dict[str, int]) -> None:
@@ -122,8 +107,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096, help="ids of each rank")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(str(Path(folder) / "meeting"), given), nprocs=2)
+    for name in OPTIMIZERS:
+        _report(name, *run_local(_measure, (name, given), num_proc=2, verbose=0)[0])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Small synchronous collectives on local ranks, each beside torch.distributed's on Gloo, in turns in one process.
 
-`python -m benchmarks.small_calls [--elements 1] [--rounds 15] [--calls 100] [--ranks 2] [--json]`
+`python -m benchmarks.small_calls [--elements 1] [--rounds 15] [--calls 100] [--ranks 2]`
 
 All calls are without a name, but for one line. Each is called often enough before that ranks know it.
 """
@@ -8,9 +8,7 @@ All calls are without a name, but for one line. Each is called often enough befo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +16,11 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, seconds_a_call
 from spark_hvd import run_local
 
 MINUTES = 1
 WARM_UP = 180
-
-
-def _seconds_a_call(call: Callable[[], object], calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
 
 
 def _pairs(elements: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -57,32 +48,27 @@ def _pairs(elements: int) -> dict[str, tuple[Callable[[], object], Callable[[], 
 
 def _measure(elements: int, rounds: int, calls: int) -> dict[str, tuple[float, float, float]]:
     """By what is called: median seconds of ours and of torch.distributed's, and the median of the rounds' ratios."""
-    rows = {}
-    for kind, (ours, theirs) in _pairs(elements).items():
-        _seconds_a_call(ours, WARM_UP)
-        _seconds_a_call(theirs, 10)
-        times = []
-        for number in range(rounds):
-            pair = [_seconds_a_call(call, calls) for call in ((ours, theirs) if number % 2 else (theirs, ours))]
-            times.append(pair if number % 2 else pair[::-1])
-        medians = [statistics.median(column) for column in zip(*times, strict=True)]
-        rows[kind] = medians[0], medians[1], statistics.median(mine / other for mine, other in times)
-    return rows
+
+    def measured(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float, float]:
+        seconds_a_call(ours, WARM_UP, dist.barrier)
+        seconds_a_call(theirs, 10, dist.barrier)
+        both = {"theirs": theirs, "ours": ours}
+        times = in_turns([*both], rounds, lambda who: seconds_a_call(both[who], calls, dist.barrier)[0])
+        ratio = statistics.median(mine / other for mine, other in zip(times["ours"], times["theirs"], strict=True))
+        return statistics.median(times["ours"]), statistics.median(times["theirs"]), ratio
+
+    return {kind: measured(*pair) for kind, pair in _pairs(elements).items()}
 
 
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1, help="float32 of a tensor")
     parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
     parser.add_argument("--calls", type=int, default=100, help="calls in a turn")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     given = parser.parse_args()
     rows = run_local(_measure, args=(given.elements, given.rounds, given.calls), num_proc=given.ranks)[0]
-    if given.json:
-        print(json.dumps(rows, indent=1))
-        return
     print("| call | hvd us | torch.distributed us | ratio |\n|---|---:|---:|---:|")
     for kind, (ours, theirs, ratio) in rows.items():
         print(f"| {kind} | {ours * 1e6:,.0f} | {theirs * 1e6:,.0f} | {ratio:.2f} |")

@@ -32,29 +32,14 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common import session
+
 MINUTES = 3
-os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-os.environ["PYSPARK_PYTHON"] = sys.executable
 PARTS = ("enter", "all-reduce", "first step", "19 steps", "leave")
 WORK = ("join", "all-reduce", "first step", "19 steps", "leave")
 RINGS = 21
 ALPHA = 50e-6
 """Seconds that a message takes between two hosts, assumed."""
-
-
-def session(slots: int) -> Any:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(f"local[{slots}]").appName("start of ranks")
-    for key, value in {
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.log.level": "ERROR",
-        "spark.ui.showConsoleProgress": "false",
-    }.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
 
 
 def work(mark: Callable[[], object]) -> None:

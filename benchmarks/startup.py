@@ -28,10 +28,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.common import session
+
 MINUTES = 5
 ROWS = 20_000
-os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-os.environ["PYSPARK_PYTHON"] = sys.executable
 PARTS = ("before the run", "to the stage", "to its tasks", "to the ranks", "to fn", "fn", "return")
 
 
@@ -70,21 +70,6 @@ PEERS: dict[str, Callable[[Any], None]] = {
     'spark_hvd.run, backend="mpi"': over_mpi,
     "TorchDistributor": torch_distributor,
 }
-
-
-def session() -> Any:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master("local[2]").appName("startup")
-    for key, value in {
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.log.level": "ERROR",
-        "spark.ui.showConsoleProgress": "false",
-    }.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
 
 
 # -- first runs

@@ -8,27 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.common import in_turns, milliseconds_of
 from spark_hvd import run_local
 
 MINUTES = 1
 Times = dict[str, dict[str, list[float]]]
-
-
-def _seconds_a_call(call: Callable[[], object], calls: int, barrier: Callable[[], object]) -> float:
-    barrier()
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _measure(rounds: int, calls: int) -> Times:
@@ -68,14 +58,17 @@ def _measure(rounds: int, calls: int) -> Times:
             "tf.function": compiled(hvd.allreduce, tf_megabytes),
         },
     }
-    times: Times = {case: {kind: [] for kind in kinds} for case, kinds in cases.items()}
-    for number in range(-1, rounds):  # the first one is to warm up
-        for case, kinds in cases.items():
-            for kind in list(kinds) if number % 2 else list(kinds)[::-1]:
-                found = _seconds_a_call(kinds[kind], calls if case != "16 MiB" else max(1, calls // 10), hvd.barrier)
-                if number >= 0:
-                    times[case][kind].append(found)
-    return times
+
+    def measured(case: str, kinds: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        fewer = calls if case != "16 MiB" else max(1, calls // 10)
+
+        def median(kind: str) -> float:
+            hvd.barrier()
+            return statistics.median(milliseconds_of(kinds[kind], fewer)) / 1e3
+
+        return in_turns([*kinds], rounds, median, warm_up=1)
+
+    return {case: measured(case, kinds) for case, kinds in cases.items()}
 
 
 def main() -> None:

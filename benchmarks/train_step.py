@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_hvd.context.init import init
-from spark_hvd.context.leave import shutdown
-from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+import spark_hvd.torch as hvd
+from benchmarks.common import in_turns, milliseconds_of
+from spark_hvd import run_local
 
 MINUTES = 3
 BATCH = 32
@@ -94,7 +89,7 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     if kind.startswith("spark_hvd"):
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shared_memory="Gloo" not in kind)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), shared_memory="Gloo" not in kind)
     criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
 
     def step() -> None:
@@ -117,38 +112,19 @@ def _beside(busy: int) -> Iterator[None]:
             neighbour.wait()
 
 
-def _measure(name: str, rank: int, rounds: int, steps: int) -> dict[str, list[list[float]]]:
+def _measure(name: str, rounds: int, steps: int) -> dict[str, list[list[float]]]:
     """Milliseconds of each step, by kind and round."""
-    runs = {kind: _make_step(name, kind, rank) for kind in KINDS}
+    torch.set_num_threads(1)
+    runs = {kind: _make_step(name, kind, hvd.rank()) for kind in KINDS}
     for step in runs.values():
         for _ in range(WARM_UP):
             step()
-    all_times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    for number in range(rounds):
-        for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-            dist.barrier()
-            times = []
-            for _ in range(steps):
-                start = time.perf_counter()
-                runs[kind]()
-                times.append(1e3 * (time.perf_counter() - start))
-            all_times[kind].append(times)
-    return all_times
 
+    def measure(kind: str) -> list[float]:
+        dist.barrier()
+        return milliseconds_of(runs[kind], steps)
 
-def _rank(rank: int, meeting: str, names: Sequence[str], rounds: int, steps: int, neighbours: Sequence[int]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    init()
-    for name in names:
-        for busy in neighbours:
-            with _beside(busy) if rank == 0 else contextlib.nullcontext():
-                times = _measure(name, rank, rounds, steps)
-            if rank == 0:
-                _report(name, busy, times)
-    shutdown()
-    dist.destroy_process_group()
+    return in_turns(KINDS, rounds, measure)
 
 
 def _report(name: str, busy: int, times: dict[str, list[list[float]]]) -> None:
@@ -180,9 +156,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--busy", type=int, nargs="+", default=[0], help="numbers of busy processes to measure beside")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, given.models, given.rounds, given.steps, given.busy), nprocs=2)
+    for name in given.models:
+        for busy in given.busy:
+            with _beside(busy):
+                times = run_local(_measure, (name, given.rounds, given.steps), num_proc=2, verbose=0)[0]
+            _report(name, busy, times)
 
 
 if __name__ == "__main__":

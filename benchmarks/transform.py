@@ -11,9 +11,7 @@ Spark needs to bring the columns to Python and zeros back; that and plain torch,
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -31,6 +29,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.common import session
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.packing import pack, unpack
 
@@ -59,19 +58,6 @@ def _net() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
     )  # fmt: skip
-
-
-def _session() -> SparkSession:
-    return (
-        SparkSession.builder.master(f"local[{CORES}]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.memory", "2g")
-        .config("spark.log.level", "ERROR")
-        .config("spark.ui.showConsoleProgress", "false")
-        .getOrCreate()
-    )
 
 
 def _write(folder: Path, rows: int) -> None:
@@ -194,12 +180,10 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=0.002, help="of the rows for one row per forward")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ["PYSPARK_PYTHON"] = sys.executable
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder, arguments.rows)
-        spark = _session()
+        spark = session(CORES, {"spark.driver.memory": "2g"})
         for kind in arguments.kinds:
             _measure(spark, folder, kind, arguments.rows, arguments.rounds, arguments.fraction)
         spark.stop()

@@ -19,6 +19,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.common import in_turns
 from spark_hvd.data import Windows
 from spark_hvd.runner import Reporting, run_local
 
@@ -61,15 +62,14 @@ def _in_rank(given: argparse.Namespace, values: np.ndarray[Any, Any]) -> dict[st
         OURS: lambda: (batch["value"] for batch in loader),
         ITEMS: lambda: iter(items),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(-1, given.rounds):  # the first warms up
-        for name in list(ways)[:: 1 if number % 2 else -1]:
-            began = time.perf_counter()
-            windows = sum(len(batch) for batch in ways[name]())
-            assert windows == shard.rows
-            if number >= 0:
-                found[name].append(windows / (time.perf_counter() - began))
-    return found
+
+    def speed(name: str) -> float:
+        began = time.perf_counter()
+        windows = sum(len(batch) for batch in ways[name]())
+        assert windows == shard.rows
+        return windows / (time.perf_counter() - began)
+
+    return in_turns([*ways], given.rounds, speed, warm_up=1)
 
 
 def main() -> None:

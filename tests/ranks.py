@@ -180,6 +180,38 @@ class MpiRanks(Ranks):
             self.mpiexec.wait(10)
 
 
+class LastingWorld:
+    """Ranks that serve many tests. They start when first needed; a test that fails costs them their life.
+
+    ``begin`` is called on each rank that starts. The options are those of :class:`Ranks`.
+    """
+
+    def __init__(self, size: int, begin: Callable[[], object] | None = None, **options: Any) -> None:
+        self.size = size
+        self._begin, self._options = begin, options
+        self._ranks: Ranks | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call fn(*args) on every rank; results in rank order."""
+        if self._ranks is None:
+            self._ranks = Ranks(self.size, **self._options)
+            if self._begin is not None:
+                self._ranks.run(self._begin)
+        try:
+            return self._ranks.run(fn, *args)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._ranks is not None:
+            for process in self._ranks.processes:
+                process.kill()  # they may wait for one another, and have answers left to give
+            self._ranks.close()
+            self._ranks = None
+
+
 def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings: Any) -> subprocess.Popen[str]:
     """Start a program with MPICH's mpiexec, on loopback.
 

@@ -94,8 +94,8 @@ def in_use(store: Store, data: DatasetMeta) -> contextlib.AbstractContextManager
     return leased(store, key)
 
 
-def delete_unused(store: Store, days: float = DAYS) -> None:
-    """Delete data that killed processes left, if unused for ``days``. Errors are only logged."""
+def delete_unused(store: Store) -> None:
+    """Delete data that killed processes left, if unused for ``DAYS``. Errors are only logged."""
     try:
         paths = store.list(store.join("intermediate_data"))
     except StoreError as error:
@@ -103,7 +103,7 @@ def delete_unused(store: Store, days: float = DAYS) -> None:
         return
     for path in paths:
         try:
-            _delete_unless_used(store, posixpath.basename(path), days)
+            _delete_unless_used(store, posixpath.basename(path))
         except (StoreError, ValueError) as error:  # not ours, or another process deletes it too
             _log.debug("%s is not deleted: %s", path, error)
 
@@ -113,12 +113,12 @@ def roots_of(store: Store, key: str) -> list[str]:
     return [store.data_path(key), *(f"{root}/{key}" for root in (store.train_path, store.val_path) if root)]
 
 
-def _delete_unless_used(store: Store, key: str, days: float) -> None:
+def _delete_unless_used(store: Store, key: str) -> None:
     home, *others = roots_of(store, key)
     written = [path for root in (home, *others) for path in store.list(root)]
     manifest, lease = f"{home}/{MANIFEST}", f"{home}/{USED}"
     renewed = store.read_bytes(lease)
-    if clock() - float(renewed) <= days * 86400:
+    if clock() - float(renewed) <= DAYS * 86400:
         return
     store.delete(manifest)
     if store.read_bytes(lease) != renewed:

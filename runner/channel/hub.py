@@ -69,7 +69,7 @@ class HubServer:
         self.failure: RuntimeError | None = None
         """The error that ended this hub's work, which the driver's loop raises; None if there is none."""
         self._observes = True
-        require_descriptors("the driver's channel to its ranks")
+        require_descriptors()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)

@@ -81,22 +81,23 @@ def _descriptors() -> int:
     return wanted
 
 
-def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
-    """Check that this process can open ``number`` more files.
+def require_descriptors() -> None:
+    """Check that this process can open the files of a hub.
 
     Raises:
         OSError: It cannot. The text says what to do.
     """
     held: list[int] = []
     try:
-        for _ in range(number):
+        for _ in range(SOCKETS):
             held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise OSError(
             error.errno,
-            f"{purpose} needs {number} more open files, but this process can open {len(held)} (its limit is {limit}: "
-            f"{error.strerror}). Next: close files, or raise the limit where the process is started, ulimit -n 65536",
+            f"the driver's channel to its ranks needs {SOCKETS} more open files, but this process can open {len(held)} "
+            f"(its limit is {limit}: {error.strerror}). Next: close files, or raise the limit where the process is "
+            "started, ulimit -n 65536",
         ) from error
     finally:
         for fd in held:

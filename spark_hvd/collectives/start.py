@@ -167,17 +167,17 @@ def start_reducescatter(
     if reducing.op is ReduceOp.ADASUM:
         raise NotImplementedError("reducescatter does not support op=Adasum; pass Average, Sum, Min, Max or Product.")
     for tensor in tensors:
-        require_rows(tensor, "reducescatter")
+        require_rows(tensor)
     reducing.check(tensors)
     request = _request("reducescatter", tensors, reducing)
     return queue_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
-def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
+def start_barrier(process_set: ProcessSet) -> NamedHandle[None]:
     """Complete when all ranks of a process set have called it."""
     queue = queue_of(process_set)
-    handle = queue.again("barrier", name, None, ("barrier", None), _none, in_place=True, urgent=True)
-    return handle or queue.submit(name, Request("barrier", [], [], ""), Work([], True, []), _none, urgent=True)
+    handle = queue.again("barrier", None, None, ("barrier", None), _none, in_place=True, urgent=True)
+    return handle or queue.submit(None, Request("barrier", [], [], ""), Work([], True, []), _none, urgent=True)
 
 
 def compressed_allreduce(

@@ -27,19 +27,7 @@ _LOOK_SECONDS = 0.1
 
 
 def join(*, counts: bool) -> int:
-    """See :func:`spark_hvd.torch.join`.
-
-    Args:
-        counts: Whether Average still divides by this rank.
-
-    Returns:
-        The last rank that joined.
-
-    Raises:
-        NotInitializedError: Before init().
-        CollectiveError: A peer or the network failed.
-        AssertionError: Gradients of this rank are being reduced.
-    """
+    """See :func:`spark_hvd.torch.join`; ``counts`` says whether Average still divides by this rank."""
     here = current()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     if "stand-in" not in here.ordinals:  # no optimizer was made, on any rank

@@ -28,11 +28,20 @@ class HdfsFiles(HdfsFileSystem):  # type: ignore[misc] # it is Any if the packag
         return io.BufferedWriter(_Written(file), _BUFFER) if mode == "wb" else file
 
 
-class _Read(io.RawIOBase):
-    """Wraps a file so that it can read into memory, and so that seek returns the position."""
-
+class _Wrapped(io.RawIOBase):
     def __init__(self, file: Any) -> None:
         self._file = file
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self._file.close()
+            finally:
+                super().close()
+
+
+class _Read(_Wrapped):
+    """Wraps a file so that it can read into memory, and so that seek returns the position."""
 
     def readable(self) -> bool:
         return True
@@ -55,19 +64,11 @@ class _Read(io.RawIOBase):
     def tell(self) -> int:
         return int(self._file.tell())
 
-    def close(self) -> None:
-        if not self.closed:
-            try:
-                self._file.close()
-            finally:
-                super().close()
 
-
-class _Written(io.RawIOBase):
+class _Written(_Wrapped):
     """Wraps a file so that it knows its position."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self._position = file, 0
+    _position = 0
 
     def writable(self) -> bool:
         return True
@@ -79,10 +80,3 @@ class _Written(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
-
-    def close(self) -> None:
-        if not self.closed:
-            try:
-                self._file.close()
-            finally:
-                super().close()

@@ -192,7 +192,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         NotInitializedError: Before init().
         CollectiveError: A peer or the network failed.
     """
-    start_barrier(None, process_set).wait()
+    start_barrier(process_set).wait()
 
 
 def join(device: int = -1, *, count_in_average: bool | None = None) -> int:

@@ -136,7 +136,7 @@ class TorchCommunicator(Communicator):
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         require_dense(tensor)
-        require_rows(tensor, "reducescatter")
+        require_rows(tensor)
         check_op(tensor.dtype, op)
         rows = even_rows(tensor.shape[0], self.size)
         if op is ReduceOp.PRODUCT and tensor.is_complex():

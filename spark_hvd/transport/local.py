@@ -33,7 +33,7 @@ class LocalCommunicator(Communicator):
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         require_dense(tensor)
-        require_rows(tensor, "reducescatter")
+        require_rows(tensor)
         check_op(tensor.dtype, op)
         return FinishedHandle(_copy(tensor))
 

@@ -32,10 +32,10 @@ def require_root(root_rank: int, size: int) -> None:
         raise ValueError(f"root_rank={root_rank} is not a rank of this world; expected 0 to {size - 1}.")
 
 
-def require_rows(tensor: torch.Tensor, operation: str) -> None:
-    """Raise a ValueError for a 0-dim tensor."""
+def require_rows(tensor: torch.Tensor) -> None:
+    """Raise a ValueError for a 0-dim tensor, which reducescatter cannot divide."""
     if tensor.dim() == 0:
-        raise ValueError(f"{operation} divides rows, and a 0-dim tensor has none; pass tensor.reshape(1).")
+        raise ValueError("reducescatter divides rows, and a 0-dim tensor has none; pass tensor.reshape(1).")
 
 
 def require_dense(tensor: torch.Tensor) -> None:

@@ -110,32 +110,32 @@ HOROVOD_DIALECT = {"SPARK_HVD_DIALECT": "horovod"}
 """The environment of ranks whose world uses Horovod's dialect."""
 
 
-def carried_dialect(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+def carried_dialect() -> dict[str, str]:
     """Return the variable that gives a run's ranks this process's dialect; empty for our own dialect."""
-    if dialect := env.get("SPARK_HVD_DIALECT", ""):
+    if dialect := os.environ.get("SPARK_HVD_DIALECT", ""):
         return {"SPARK_HVD_DIALECT": dialect}
     return dict(HOROVOD_DIALECT) if "spark_hvd.horovod" in sys.modules else {}
 
 
-def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float | None:
+def read_patience(*variables: str) -> float | None:
     """Return the seconds in the first of Horovod's variables that is set, such as "START_TIMEOUT"; None if none is.
 
     Raises:
         ValueError: The value is not a number.
     """
     for variable in variables:
-        if text := env.get(f"HOROVOD_{variable}", ""):
+        if text := os.environ.get(f"HOROVOD_{variable}", ""):
             return float(_setting(f"HOROVOD_{variable}", text, float))
     return None
 
 
-def read_log_level(env: Mapping[str, str] = os.environ) -> int | None:
+def read_log_level() -> int | None:
     """Return Python's number for HOROVOD_LOG_LEVEL; None if it is not set.
 
     Raises:
         ValueError: The value is not one of Horovod's words.
     """
-    text = env.get("HOROVOD_LOG_LEVEL", "").lower()
+    text = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
     if not text:
         return None
     if text not in _LEVELS:
@@ -153,9 +153,9 @@ def share_cores(threads: int) -> None:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
 
 
-def read_threads(env: Mapping[str, str] = os.environ) -> int | None:
+def read_threads() -> int | None:
     """Return the number in OMP_NUM_THREADS; None if there is none."""
-    text = env.get("OMP_NUM_THREADS", "")
+    text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 

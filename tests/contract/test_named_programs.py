@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spark_hvd.torch as hvd
-from tests.ranks import Ranks
+from tests.ranks import LastingWorld
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -28,38 +28,13 @@ SETS = {3: [[0, 2], [1, 2]]}
 """Process sets for each world size."""
 
 
-class World:
-    """Ranks that serve many examples; one that fails costs them their life."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._ranks: Ranks | None = None
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        if self._ranks is None:
-            self._ranks = Ranks(self.size, timeout=15)
-            self._ranks.run(add_sets)
-        try:
-            return self._ranks.run(fn, *args)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            for process in self._ranks.processes:
-                process.kill()
-            self._ranks.close()
-            self._ranks = None
-
-
 def add_sets() -> None:
     sys.sets = [hvd.add_process_set(ranks) for ranks in SETS.get(hvd.size(), [])]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    started = {size: World(size) for size in range(1, 5)}
+def worlds() -> Iterator[dict[int, LastingWorld]]:
+    started = {size: LastingWorld(size, add_sets, timeout=15) for size in range(1, 5)}
     yield started
     for world in started.values():
         world.close()
@@ -296,7 +271,7 @@ quick = settings(derandomize=True, database=None, suppress_health_check=[HealthC
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(quick, max_examples=20)
 @given(data=st.data())
-def test_any_order(worlds: dict[int, World], size: int, data: st.DataObject) -> None:
+def test_any_order(worlds: dict[int, LastingWorld], size: int, data: st.DataObject) -> None:
     program = data.draw(programs(size))
     worlds[size].run(play, program, data.draw(st.sampled_from([0, 2000, 128 << 20])))
 
@@ -349,14 +324,14 @@ def generator_of(*numbers: int) -> torch.Generator:
     counts=st.lists(st.booleans(), min_size=3, max_size=3),
     seed=st.integers(0, 999),
 )
-def test_uneven_data(worlds: dict[int, World], steps: list[int], counts: list[bool], seed: int) -> None:
+def test_uneven_data(worlds: dict[int, LastingWorld], steps: list[int], counts: list[bool], seed: int) -> None:
     first, *others = worlds[3].run(play_uneven, steps, counts, seed)
     assert others == [first] * 2
     if steps.count(max(steps)) == 1:
         assert first == steps.index(max(steps))
 
 
-def test_overlapping_sets_in_opposite_orders(worlds: dict[int, World]) -> None:
+def test_overlapping_sets_in_opposite_orders(worlds: dict[int, LastingWorld]) -> None:
     def fn() -> list[float]:
         first, second = sys.sets  # type: ignore[attr-defined]
         rank = hvd.rank()
@@ -378,7 +353,7 @@ def test_overlapping_sets_in_opposite_orders(worlds: dict[int, World]) -> None:
 
 @settings(quick, max_examples=5)
 @given(seed=st.integers(0, 999), count=st.integers(2, 8))
-def test_adasum_among_others(worlds: dict[int, World], seed: int, count: int) -> None:
+def test_adasum_among_others(worlds: dict[int, LastingWorld], seed: int, count: int) -> None:
     def fn() -> None:
         place, others = hvd.rank(), range(hvd.size())
         vectors = [torch.randn(64, generator=generator_of(seed, other), dtype=torch.float64) for other in others]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from tests.ranks import Ranks
+from tests.ranks import LastingWorld
 
 SECONDS = 90.0
 """Seconds until a collective fails that some rank never joined."""
@@ -28,36 +28,10 @@ ROUNDING = {torch.float16: 0.3, torch.bfloat16: 0.3, torch.float32: 1e-5, torch.
 """Allowed error of a scaled sum of a few numbers up to 50, even if the numbers nearly cancel out."""
 
 
-class LastingWorld:
-    """Ranks that serve many tests. They start when first needed; a test that fails costs them their life."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._ranks: Ranks | None = None
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call fn(*args) on every rank; results in rank order."""
-        if self._ranks is None:
-            self._ranks = Ranks(self.size, timeout=SECONDS)
-        try:
-            return self._ranks.run(fn, *args)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the ranks."""
-        if self._ranks is not None:
-            for process in self._ranks.processes:
-                process.kill()  # they may wait for one another, and have answers left to give
-            self._ranks.close()
-            self._ranks = None
-
-
 @contextlib.contextmanager
 def lasting(size: int) -> Iterator[LastingWorld]:
     """A LastingWorld for the duration of a with statement."""
-    world = LastingWorld(size)
+    world = LastingWorld(size, timeout=SECONDS)
     try:
         yield world
     finally:

@@ -157,9 +157,9 @@ class JsonDisplay(Display):
     ``clock`` returns seconds since 1970, for the ``time`` of each event.
     """
 
-    def __init__(self, stream: TextIO, interval: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
         self._stream, self._clock = stream, clock
-        self._interval, self._ended = Interval(interval), False
+        self._interval, self._ended = Interval(1.0), False
 
     def lines(self, rank: int, stream: str, text: str) -> None:
         """Write one event for each line."""

@@ -22,8 +22,6 @@ from spark_hvd.world import launcher as elastic_launcher
 class AdasumOptimizer(TakenOver):
     """Methods that DistributedOptimizer(op=Adasum) adds to its optimizer."""
 
-    _deltas: _Deltas
-
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and may be read or changed (clipped) at any time."""
 
@@ -102,7 +100,7 @@ def take_over_with_adasum(
         )
     combining = process_set if elastic or _has_others(process_set) else None
     optimizer = take_over(optimizer, AdasumOptimizer)
-    deltas = optimizer._deltas = _Deltas(combining, compression)
+    deltas = _Deltas(combining, compression)
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())
     return optimizer

@@ -40,7 +40,7 @@ def overrun(name: str, passes: int) -> NoReturn:
     )
 
 
-class Unplanned:
+class NoBucket:
     """Stands in where a parameter has no bucket; its count never reaches zero."""
 
     pending = -1
@@ -49,20 +49,20 @@ class Unplanned:
 class GradientCounts:
     """The counts that hooks write. They do not refer to the reducer: hooks live as long as the model."""
 
-    __slots__ = ("idle", "left", "order", "units")
+    __slots__ = ("buckets", "idle", "left", "order")
 
     def __init__(self) -> None:
         self.idle = True  # no hook of the current backward has fired yet
         self.left: list[int] = []  # backward passes still to come, by parameter
         self.order: list[int] = []  # parameters in the order in which they became ready
-        self.units: list[FlatBucket | Unplanned] = []  # each parameter's bucket
+        self.buckets: list[FlatBucket | NoBucket] = []  # each parameter's bucket
 
 
 def make_hook(
     index: int, progress: GradientCounts, reducer_ref: weakref.ref[Backward]
 ) -> Callable[[torch.Tensor], None]:
     """Return the hook that runs after each gradient; for small models it is most of the cost of a step."""
-    left, order, units = progress.left, progress.order, progress.units
+    left, order, buckets = progress.left, progress.order, progress.buckets
 
     def hook(_: torch.Tensor) -> None:
         if progress.idle:
@@ -70,9 +70,9 @@ def make_hook(
         count = left[index] = left[index] - 1
         if count == 0:
             order.append(index)
-            unit = units[index]
-            unit.pending -= 1
-            if unit.pending == 0:
+            bucket = buckets[index]
+            bucket.pending -= 1
+            if bucket.pending == 0:
                 _alive(reducer_ref).advance()
         elif count < 0:
             _alive(reducer_ref).overrun(index)

@@ -27,7 +27,7 @@ from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.torch.optimizer.arguments import fingerprints, warn_about_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
-from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, make_hook, overrun, remove_all
+from spark_hvd.torch.optimizer.hooks import GradientCounts, NoBucket, Watch, make_hook, overrun, remove_all
 from spark_hvd.torch.optimizer.memory import Marks
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
@@ -150,7 +150,7 @@ class GradientReducer:
         self._params.extend(params)
         self._specs.extend(specs)
         self._progress.left.extend([self._passes] * len(params))
-        self._progress.units.extend([Unplanned()] * len(params))
+        self._progress.buckets.extend([NoBucket()] * len(params))
         self._plan.unplanned.extend(range(first, len(self._params)))
         self._watch.add(index for index in range(first, len(self._params)) if self._params[index].requires_grad)
 
@@ -160,7 +160,7 @@ class GradientReducer:
         """Reduce these parameters instead, as if made with them; collective; call it before the first backward."""
         self._watch.clear()
         progress, unplanned = self._progress, self._plan.unplanned
-        for each in (self._params, self._specs, progress.left, progress.units, unplanned):
+        for each in (self._params, self._specs, progress.left, progress.buckets, unplanned):
             each.clear()
         self._plan.groups = groups
         self.extend(params, specs)
@@ -329,7 +329,7 @@ class GradientReducer:
     def _use(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in buckets:
             for index in bucket.members:
-                self._progress.units[index] = bucket
+                self._progress.buckets[index] = bucket
 
     def replan(self, cap_bytes: int, group: dist.ProcessGroup, *, in_memory: bool) -> None:
         """Use other buckets from the next step on; call it between steps, with the same arguments on every rank.

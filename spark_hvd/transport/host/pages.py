@@ -37,8 +37,8 @@ PINNED_PIECE = 1 << 30
 _ALIGNMENT = 64
 
 
-def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple[int, int]]]:
-    """Divide parts among pieces. A part larger than ``most`` bytes gets its own piece.
+def in_pieces(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Divide parts among pieces. A part larger than PINNED_PIECE gets its own piece.
 
     Returns:
         For each piece, the start and end of each of its parts; the parts stay in order.
@@ -46,7 +46,7 @@ def in_pieces(sizes: Sequence[int], most: int = PINNED_PIECE) -> list[list[tuple
     pieces: list[list[tuple[int, int]]] = []
     for size in sizes:
         start = -(-pieces[-1][-1][1] // _ALIGNMENT) * _ALIGNMENT if pieces else 0
-        if not pieces or start + size > most:
+        if not pieces or start + size > PINNED_PIECE:
             pieces.append([])
             start = 0
         pieces[-1].append((start, start + size))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spark_hvd.estimators import History, LightningModel, Store
-from tests.ranks import RankError, Ranks
+from tests.ranks import LastingWorld
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -22,24 +22,17 @@ class Warm:
     """A backend whose two ranks live on: they import Lightning once, and not for each fit. A failure ends them."""
 
     def __init__(self) -> None:
-        self._world: Ranks | None = None
+        # A rank that imports trackers is late.
+        self._world = LastingWorld(2, timeout=180.0, preload=("lightning",))
 
     def num_processes(self) -> int:
         return 2
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list:
-        # A rank that imports trackers is late.
-        self._world = self._world or Ranks(2, timeout=180.0, preload=("lightning",))
-        try:
-            return self._world.run(fn, *args)
-        except RankError:
-            self.close()
-            raise
+        return self._world.run(fn, *args)
 
     def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+        self._world.close()
 
 
 class Net(L.LightningModule):
