@@ -135,9 +135,9 @@ class _KerasFit(KerasMeasure):
                     self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise
                     assign(variable, value)
-            self.optimizer.weigh(job.feed.weight)
+            weight = self.optimizer.weigh(job.feed.weight)
             callbacks.on_train_batch_begin(number)
-            latest.update(self._step(given))
+            latest.update(self._step(given, weight))
             callbacks.on_train_batch_end(number, latest)
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
@@ -188,9 +188,13 @@ class _KerasFit(KerasMeasure):
             self.job.late.end()
         return self.validated(callbacks)
 
-    def _step(self, batch: tuple[Any, Any, Any]) -> Logs:
+    def _step(self, batch: tuple[Any, Any, Any], weight: Any) -> Logs:
         """Train on a batch; return the means of the epoch so far, which train_on_batch would reset."""
-        return {name: float(value) for name, value in self.model.train_function([batch]).items()}
+        self.sharing.weight = weight
+        try:
+            return {name: float(value) for name, value in self.model.train_function([batch]).items()}
+        finally:
+            self.sharing.weight = None  # ranks validate other numbers of batches
 
     def _seed(self, epoch: int, done: int) -> None:
         """Seed the layers, whose seeds are variables but not weights; differently on each rank and in each epoch."""
