@@ -16,6 +16,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, batch_of, in_validation, joined, means_of
 from spark_hvd.estimators.keras.module import Described
+from spark_hvd.estimators.torch.learning_rate import check_described
 from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.estimators.training.train import Job, Validates, not_finite, speed
 from spark_hvd.store.errors import CheckpointError
@@ -68,9 +69,13 @@ class _KerasFit(KerasMeasure):
 
         model, optimizer, resumed = self.model, self.optimizer, self.job.resumed
         optimizer.build(model.trainable_variables)
+        trained = {id(each) for each in model.trainable_variables}
+        names = [name_of(place, each) for place, each in enumerate(model.weights) if id(each) in trained]
+        self.described = _described(self.job.objects.optimizer.config, names)
         if self.spec.scale_lr:
             self.factor = hvd.size() / (resumed["size"] if resumed else 1)
         if resumed is not None:
+            check_described(resumed.get("described"), self.described, self.spec.run_id)
             names = [name_of(place, each) for place, each in enumerate(optimizer.variables)]
             _check_known(names, resumed["optimizer"], self.spec.run_id)
             for name, each in zip(names, optimizer.variables, strict=True):
@@ -81,9 +86,8 @@ class _KerasFit(KerasMeasure):
     def _rest(self) -> dict[str, Any]:
         from spark_hvd.keras.backend import name_of, tensor_of
 
-        return {
-            "optimizer": {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
-        }
+        variables = {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
+        return {"optimizer": variables, "described": self.described}
 
     def _rate(self) -> float:
         import keras
@@ -218,6 +222,22 @@ def _without_warnings_of_late(late: bool) -> Iterator[None]:
         if late:
             warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")
         yield
+
+
+def _described(config: Mapping[str, Any], trained: Sequence[str]) -> dict[str, Any]:
+    """Return what a checkpoint records about an optimizer: its variables do not show which kind it is.
+
+    Only the learning rate is a variable. The other options are always those of the present optimizer.
+    """
+    inner = config["config"].get("inner_optimizer", config)
+    rate = inner["config"]["learning_rate"]
+    schedule = rate["class_name"] if isinstance(rate, Mapping) else None
+    return {
+        "optimizer": inner["class_name"],
+        "lr_scheduler": schedule,
+        "parameters of the optimizer": [list(trained)],
+        "options": [] if schedule else [{"learning_rate": float(rate)}],
+    }
 
 
 def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) -> None:
