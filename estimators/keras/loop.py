@@ -49,6 +49,7 @@ class KerasFramework(Validates):
 class _KerasFit(KerasMeasure):
     def __init__(self, job: Job) -> None:
         import spark_hvd.keras as keras_hvd
+        from spark_hvd.estimators.keras.masked import share_losses
 
         self.keras_hvd = keras_hvd
         module: Any = job.objects.model
@@ -59,6 +60,7 @@ class _KerasFit(KerasMeasure):
             average_aggregated_gradients=True,
         )
         super().__init__(job, self.optimizer)
+        self.sharing = share_losses(self.model)
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, for the present number of ranks

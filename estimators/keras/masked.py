@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,23 +27,29 @@ class Sharing:
     weight: Any = None
 
 
-def shared(loss: Any, sharing: Sharing) -> Any:
-    """Return a loss, or a list or dict of losses, for Keras' compile: in a step of training, for the rows of all ranks.
+def share_losses(model: Any) -> Sharing:
+    """Make the losses of a compiled model, before its first batch, parts of those of all ranks in steps of training.
 
     Keras divides by the elements that are left. The mean of the ranks' losses is that of one process only if each
-    counts by these elements, while the optimizer counts by rows.
+    counts by these elements, while the optimizer counts by rows. What the model is saved with does not change.
     """
+    sharing, compiled = Sharing(), model._compile_loss
+    compiled._user_loss = _shared(compiled._user_loss, sharing)
+    return sharing
+
+
+def _shared(loss: Any, sharing: Sharing) -> Any:
     if isinstance(loss, Mapping):
-        return {name: shared(each, sharing) for name, each in loss.items()}
+        return {name: _shared(each, sharing) for name, each in loss.items()}
     if isinstance(loss, list | tuple):
-        return [shared(each, sharing) for each in loss]
+        return [_shared(each, sharing) for each in loss]
     if loss is None or str(loss).lower() in _CHOSEN_LATE:
         return loss
     found = keras.losses.get(loss)
     if not isinstance(found, keras.losses.Loss):
         found = _Function(found, name=loss if isinstance(loss, str) else getattr(found, "__name__", None))
-    kind = type(found)
-    found.__class__ = type(kind.__name__, (_Shared, kind), {"__doc__": kind.__doc__, "_sharing": sharing})
+    found, kind = copy.copy(found), type(found)
+    found.__class__ = type(kind.__name__, (_Shared, kind), {"_sharing": sharing})
     return found
 
 

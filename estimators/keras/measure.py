@@ -19,20 +19,15 @@ Logs = dict[str, float]
 NOTHING: dict[str, Any] = {"rows": 0, "metrics": [], "logs": {}, "own": []}
 
 
-def compiled(spec: TrainSpec, objects: Objects, optimizer: Any, sharing: Any = None) -> Any:
-    """Return the model, compiled with its losses and metrics and this optimizer.
-
-    ``sharing`` says how ranks share the losses, see :class:`~spark_hvd.estimators.keras.masked.Sharing`.
-    """
-    from spark_hvd.estimators.keras.masked import Sharing, shared
-
+def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
+    """Return the model, compiled with its losses and metrics and this optimizer."""
     module: Any = objects.model
     model, custom = module.keras_model, module.custom_objects
     loss, weights = objects.loss
     metrics = Described.made(objects.metrics, custom) or None
     model.compile(
         optimizer,
-        shared(Described.made(loss, custom), sharing or Sharing()),
+        Described.made(loss, custom),
         loss_weights=weights,
         jit_compile=False,
         auto_scale_loss=False,  # a LossScaleOptimizer wraps the optimizer that reduces gradients
@@ -59,10 +54,7 @@ class KerasMeasure:
 
     def __init__(self, job: Job, optimizer: Any) -> None:
         self.job, self.spec = job, job.spec
-        from spark_hvd.estimators.keras.masked import Sharing
-
-        self.sharing = Sharing()
-        self.model = compiled(job.spec, job.objects, optimizer, self.sharing)
+        self.model = compiled(job.spec, job.objects, optimizer)
         self._prepared = False
 
     def validated(self, callbacks: Any, ranks: int | None = None) -> dict[str, Any]:
