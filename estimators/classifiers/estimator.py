@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from pyspark.ml import Estimator
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
@@ -20,11 +21,12 @@ from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.training import Collate, Inputs, adamw, warmup_and_decay
 from spark_hvd.estimators.data.columns import check_columns
-from spark_hvd.estimators.fit.estimator import RunEstimator, session_to_fit
+from spark_hvd.estimators.fit.estimator import session_to_fit
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import ROWS
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import Parameter
+from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import TORCH
 from spark_hvd.estimators.torch.estimator import TorchEstimator
 from spark_hvd.estimators.torch.trial import try_batch
@@ -82,7 +84,7 @@ class Prepared:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-class NeuralClassifier(RunEstimator[M]):
+class NeuralClassifier(SavedParams, Estimator[M]):
     """Base class of the classifiers. A subclass defines a table of parameters, the feature column, and the model.
 
     A fit first reads all rows once, to find the classes, which may be text, and to check for nulls. Then it tries a

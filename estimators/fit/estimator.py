@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -47,6 +47,7 @@ from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta
 from spark_hvd.runner.config import IMPORTS
+from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark.names import job_group, job_named
 from spark_hvd.runner.spark.session import tells_case_apart
 from spark_hvd.store import Store
@@ -58,32 +59,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Model)
 
 
-class RunEstimator(SavedParams, Estimator[M]):
-    """Base of estimators each of whose fits is a run, which may be resumed by its ``run_id``."""
-
-    def fitMultiple(  # noqa: N802 - Spark's name
-        self,
-        dataset: DataFrame,
-        paramMaps: Sequence[dict[Any, Any]],  # noqa: N803 - likewise
-    ) -> Iterator[tuple[int, M]]:
-        """Fit once for each map of parameters, as CrossValidator and TrainValidationSplit do.
-
-        Returns:
-            An iterator of (place of the map, model); several threads may use it.
-
-        Raises:
-            ValueError: There is a ``run_id``, so that each fit would resume the one before.
-        """
-        for each in paramMaps:
-            if (run_id := self.copy(each).value_of("run_id")) is not None:
-                raise ValueError(
-                    f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one "
-                    "run resume each other, and all would return one model. Omit run_id, or fit each map by itself"
-                )
-        return super().fitMultiple(dataset, paramMaps)
-
-
-class SparkEstimator(RunEstimator[M]):
+class SparkEstimator(SavedParams, Estimator[M]):
     """Base of the estimators. A subclass defines its table of parameters, its framework, and its model class.
 
     A saved estimator contains a pickle of model, loss and optimizer: only load what you trust. Its backend and its
@@ -167,6 +143,11 @@ class SparkEstimator(RunEstimator[M]):
             return self._fit_on(dataset)
 
     def _fit_on(self, dataset: DataFrame) -> M:
+        if (run_id := self.value_of("run_id")) is not None and spark_private.fits_several_maps():
+            raise ValueError(
+                f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one run "
+                "resume each other, and all would return one model. Omit run_id, or fit each map by itself"
+            )
         plan = self._plan()
         _check_validated(plan.settings, plan.settings["validation"])
         columns = _checked_columns(plan, dataset)

@@ -103,6 +103,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "store": store,
         "run_id": settings["run_id"] or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
+        "fit_id": None if alone else uuid.uuid4().hex,
         "returns_state": alone,
         "elastic": elastic,
         "keeps_epochs": keeps,

@@ -78,7 +78,7 @@ def train_on_ranks(
     for what, data in (("training", spec.train), ("validation", spec.validation)):
         if rows is None and data is not None and data.rows < most:
             raise DataError(too_few(data.rows, what, most))
-    checkpoints = Checkpoints(plan.store, spec.run_id)
+    checkpoints = Checkpoints(plan.store, spec.run_id, spec.fit_id)
     spec = replace(spec, resume=plan.settings["run_id"] is not None and checkpoints.exists())
     if not spec.returns_state:
         plan.store.check_writable()
@@ -96,6 +96,7 @@ def train_on_ranks(
             "run_id=%r has its %d epochs: its model is returned, nothing is trained", spec.run_id, len(history)
         )
     else:
+        checkpoints.claim()
         try:
             packed = pack(plan.objects, "the parameters")
 
@@ -123,6 +124,9 @@ def train_on_ranks(
         history, returned = values[0]
         if returned is not None:
             return returned, history
+        state = checkpoints.trained(spec.restore_best_weights)
+        checkpoints.check_owner()  # the state is this fit's
+        return state, history
     return checkpoints.trained(spec.restore_best_weights), history
 
 

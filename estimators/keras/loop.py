@@ -16,6 +16,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, batch_of, in_validation, joined, means_of
 from spark_hvd.estimators.keras.module import Described
+from spark_hvd.estimators.torch.learning_rate import check_described
 from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.estimators.training.train import Job, Validates, not_finite, speed
 from spark_hvd.store.errors import CheckpointError
@@ -48,6 +49,7 @@ class KerasFramework(Validates):
 class _KerasFit(KerasMeasure):
     def __init__(self, job: Job) -> None:
         import spark_hvd.keras as keras_hvd
+        from spark_hvd.estimators.keras.masked import share_losses
 
         self.keras_hvd = keras_hvd
         module: Any = job.objects.model
@@ -58,6 +60,7 @@ class _KerasFit(KerasMeasure):
             average_aggregated_gradients=True,
         )
         super().__init__(job, self.optimizer)
+        self.sharing = share_losses(self.model)
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, for the present number of ranks
@@ -68,9 +71,13 @@ class _KerasFit(KerasMeasure):
 
         model, optimizer, resumed = self.model, self.optimizer, self.job.resumed
         optimizer.build(model.trainable_variables)
+        trained = {id(each) for each in model.trainable_variables}
+        names = [name_of(place, each) for place, each in enumerate(model.weights) if id(each) in trained]
+        self.described = _described(self.job.objects.optimizer.config, names)
         if self.spec.scale_lr:
             self.factor = hvd.size() / (resumed["size"] if resumed else 1)
         if resumed is not None:
+            check_described(resumed.get("described"), self.described, self.spec.run_id)
             names = [name_of(place, each) for place, each in enumerate(optimizer.variables)]
             _check_known(names, resumed["optimizer"], self.spec.run_id)
             for name, each in zip(names, optimizer.variables, strict=True):
@@ -81,9 +88,8 @@ class _KerasFit(KerasMeasure):
     def _rest(self) -> dict[str, Any]:
         from spark_hvd.keras.backend import name_of, tensor_of
 
-        return {
-            "optimizer": {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
-        }
+        variables = {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
+        return {"optimizer": variables, "described": self.described}
 
     def _rate(self) -> float:
         import keras
@@ -135,9 +141,9 @@ class _KerasFit(KerasMeasure):
                     self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise
                     assign(variable, value)
-            self.optimizer.weigh(job.feed.weight)
+            weight = self.optimizer.weigh(job.feed.weight)
             callbacks.on_train_batch_begin(number)
-            latest.update(self._step(given))
+            latest.update(self._step(given, weight))
             callbacks.on_train_batch_end(number, latest)
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
@@ -188,9 +194,13 @@ class _KerasFit(KerasMeasure):
             self.job.late.end()
         return self.validated(callbacks)
 
-    def _step(self, batch: tuple[Any, Any, Any]) -> Logs:
+    def _step(self, batch: tuple[Any, Any, Any], weight: Any) -> Logs:
         """Train on a batch; return the means of the epoch so far, which train_on_batch would reset."""
-        return {name: float(value) for name, value in self.model.train_function([batch]).items()}
+        self.sharing.weight = weight
+        try:
+            return {name: float(value) for name, value in self.model.train_function([batch]).items()}
+        finally:
+            self.sharing.weight = None  # ranks validate other numbers of batches
 
     def _seed(self, epoch: int, done: int) -> None:
         """Seed the layers, whose seeds are variables but not weights; differently on each rank and in each epoch."""
@@ -214,6 +224,22 @@ def _without_warnings_of_late(late: bool) -> Iterator[None]:
         if late:
             warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")
         yield
+
+
+def _described(config: Mapping[str, Any], trained: Sequence[str]) -> dict[str, Any]:
+    """Return what a checkpoint records about an optimizer: its variables do not show which kind it is.
+
+    Only the learning rate is a variable. The other options are always those of the present optimizer.
+    """
+    inner = config["config"].get("inner_optimizer", config)
+    rate = inner["config"]["learning_rate"]
+    schedule = rate["class_name"] if isinstance(rate, Mapping) else None
+    return {
+        "optimizer": inner["class_name"],
+        "lr_scheduler": schedule,
+        "parameters of the optimizer": [list(trained)],
+        "options": [] if schedule else [{"learning_rate": float(rate)}],
+    }
 
 
 def _check_known(names: Sequence[str], saved: Mapping[str, Any], run_id: str) -> None:

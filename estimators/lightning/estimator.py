@@ -21,7 +21,7 @@ from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.lightning.loop import LightningFramework
-from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
+from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, named_tensors, package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.torch.learning_rate import optimizer_facts
 from spark_hvd.estimators.torch.model import TorchModel
@@ -78,6 +78,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         raise
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
+    _check_names(spec, batch)
     given = [f"{name}: {describe(tensor)}" for name, tensor in tensors.items()]
     steps = spec.epoch_steps(1) if spec.train_steps_per_epoch or spec.train.rows else _STEPS
     probe = _probe(pl)
@@ -99,6 +100,23 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
             f"the loss does not depend on {len(unused)} trainable parameters: {listed(unused)}. Freeze "
             "them with requires_grad_(False), or pass find_unused_parameters=True"
         )
+
+
+def _check_names(spec: TrainSpec, batch: Batch) -> None:
+    """Check that a column with several roles has one form in all of them, because a batch has it once.
+
+    Raises:
+        ModelError: As a feature, label or weight, a column has different dtypes or shapes.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors(spec, batch):
+        other = found.setdefault(name, tensor)
+        if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            raise ModelError(
+                f"column {name!r} is used twice, as {describe(other)} and as {describe(tensor)}, but a batch has one "
+                "tensor for each column. Make dtypes and shapes of feature, label and weight equal, or select the "
+                "column again under another name"
+            )
 
 
 class _RepeatedBatch:

@@ -15,6 +15,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.lightning import epoch, parts
+from spark_hvd.estimators.torch.learning_rate import check_described, described, options_of
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
@@ -223,6 +224,15 @@ class _Fit:
 
     # -- what the callbacks call
 
+    def check_resumed(self) -> None:
+        """Check that the checkpoint's state belongs to these optimizers and schedulers, before Lightning loads it."""
+        job, optimizers = self.job, self.trainer.optimizers
+        schedulers = [each.scheduler for each in self.trainer.lr_scheduler_configs]
+        options = [group for each in optimizers for group in options_of(each)]
+        self.described = described(self.module, optimizers, schedulers, options)
+        if job.resumed is not None:
+            check_described(job.resumed.get("described"), self.described, job.spec.run_id)
+
     def start(self) -> None:
         """Prepare for the first epoch."""
         # Lightning must not search for the rest of an epoch, because the loader continues one. With max_steps,
@@ -332,13 +342,17 @@ class _Fit:
             for logger in trainer.loggers:
                 logger.save()
             self.files.copy()
-        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root}, partial, stop)
+        rest = {"root": self.files.root, "described": self.described}
+        job.save(weights, lambda: {**rest, "lightning": parts.to_bytes(kept or {})}, partial, stop)
 
 
 def _first(fit: _Fit) -> Any:
     """Return the callback that runs before the user's."""
 
     class First(fit.pl.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            fit.check_resumed()
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             fit.start()
 

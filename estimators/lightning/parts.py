@@ -48,14 +48,15 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
 
     Stacked features form one tensor, "features".
     """
-    tensors = {
-        name: tensor
-        for specs in (spec.inputs, spec.labels)
-        for name, tensor in zip(argument_names(specs), tensors_of(specs, batch), strict=True)
-    }
+    return dict(named_tensors(spec, batch))
+
+
+def named_tensors(spec: TrainSpec, batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    """Return names and tensors of the features, the labels and the weight; a column may have several of these roles."""
+    roles = [(argument_names(specs), tensors_of(specs, batch)) for specs in (spec.inputs, spec.labels)]
     if (weights := weights_of(spec.sample_weight_col, batch)) is not None:
-        tensors[str(spec.sample_weight_col)] = weights
-    return tensors
+        roles.append(([str(spec.sample_weight_col)], [weights]))
+    return [pair for names, tensors in roles for pair in zip(names, tensors, strict=True)]
 
 
 class ValidationLoader:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+import spark_hvd.torch as hvd
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.torch.sync import load_optimizer_state
 
@@ -63,15 +65,19 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, An
 
 
 def described(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, options: list[dict[str, Any]]
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    options: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return what a checkpoint records about an optimizer and a scheduler; ``options`` are those before training."""
+    """Return what a checkpoint records about optimizers and schedulers; ``options`` are those before training."""
     names = {id(param): name for name, param in model.named_parameters()}
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     return {
-        "optimizer": type(optimizer).__name__,
-        "lr_scheduler": None if scheduler is None else type(scheduler).__name__,
+        "optimizer": ", ".join(type(each).__name__ for each in optimizers) or None,
+        "lr_scheduler": ", ".join(type(each).__name__ for each in schedulers) or None,
         "parameters of the optimizer": [
-            [names[id(each)] for each in group["params"]] for group in optimizer.param_groups
+            [names.get(id(each), "of another module") for each in group] for group in groups
         ],
         "options": options,
     }
@@ -89,35 +95,37 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: each for name, each in group.items() if isinstance(each, _PLAIN)} for group in groups]
 
 
-def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> list[str]:
-    """Check that a checkpoint's state belongs to this optimizer and scheduler.
+def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> None:
+    """Check that a checkpoint's state belongs to this optimizer and scheduler. Rank 0 warns of overridden options.
 
     Args:
         saved: The result of :func:`described` when it was written; None if an earlier version wrote it.
         here: The present result.
         run_id: The run's name, for messages.
 
-    Returns:
-        A warning for each option that the checkpoint overrides.
-
     Raises:
         CheckpointError: It belongs to another optimizer or scheduler, or to other parameters.
     """
     if saved is None:
-        return []
+        return
     for what in ("optimizer", "lr_scheduler", "parameters of the optimizer"):
         if saved[what] != here[what]:
             raise CheckpointError(
                 f"run_id={run_id!r} resumes from the state of another {what}: {_short(saved[what])} then, "
                 f"{_short(here[what])} now. Pass what the run was started with, or another run_id"
             )
-    return [
-        f"run_id={run_id!r} keeps the options of its checkpoint, which began with {name}={before[name]!r}: "
-        f"{name}={now[name]!r} of the present optimizer has no effect. Pass another run_id to train with it"
-        for before, now in zip(saved["options"], here["options"], strict=True)
-        for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name]
-    ]
+    if hvd.is_initialized() and hvd.rank():
+        return
+    for before, now in zip(saved["options"], here["options"], strict=True):
+        for name in sorted(before.keys() & now.keys()):
+            if before[name] != now[name]:
+                warnings.warn(
+                    f"run_id={run_id!r} keeps the options of its checkpoint, which began with "
+                    f"{name}={before[name]!r}: "
+                    f"{name}={now[name]!r} of the present optimizer has no effect. Pass another run_id to "
+                    "train with it",
+                    stacklevel=2,
+                )
 
 
 def _short(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -77,11 +76,9 @@ class _Loop(Measure):
         options = options_of(optimizer)
         steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
         scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
-        self.described = described(self.model, optimizer, scheduler, options)
+        self.described = described(self.model, [optimizer], [scheduler] if scheduler else [], options)
         if resumed:
-            for text in check_described(resumed.get("described"), self.described, spec.run_id):
-                if hvd.rank() == 0:
-                    warnings.warn(text, stacklevel=2)
+            check_described(resumed.get("described"), self.described, spec.run_id)
             self.scaled = hvd.size() / resumed["size"] if spec.scale_lr else 1.0
             load(objects.lr_scheduler, optimizer, scheduler, resumed, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)

@@ -1,4 +1,9 @@
-"""Checkpoints of a run: written atomically, and verified when read."""
+"""Checkpoints of a run: written atomically, by one fit at a time, and verified when read.
+
+A file in the run's folder names the fit that writes there: the one that began last. A fit reads it before each save,
+and fails once another one has begun. So two programs cannot write one run's checkpoints in turn, nor can ranks that
+have outlived their program. If a program was killed, the next one need not wait.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ LAST = "last.ckpt"
 BEST = "best.ckpt"
 TRAINED = "trained.ckpt"
 """The weights that callbacks and the framework left at the end of a fit, if they differ from the last epoch's."""
+_OWNER = "owner"
 
 
 def of_epoch(epoch: int) -> str:
@@ -28,10 +34,15 @@ def of_epoch(epoch: int) -> str:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    Attributes:
+        fit: Identifies the fit that writes them; None if no other process can.
+    """
 
     store: Store
     run_id: str
+    fit: str | None = None
 
     def exists(self, name: str = LAST) -> bool:
         """Return whether a checkpoint exists."""
@@ -41,6 +52,29 @@ class Checkpoints:
         """Return a text that differs for each checkpoint written; None if there is none."""
         return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
 
+    def claim(self) -> None:
+        """Make this fit the one that writes the checkpoints; from now on, saves of others fail.
+
+        Raises:
+            StoreError: The store cannot be written.
+        """
+        if self.fit is not None:
+            self.store.write_bytes(self.store.checkpoint_path(self.run_id, _OWNER), self.fit.encode())
+
+    def check_owner(self) -> None:
+        """Check that no other fit has claimed the checkpoints.
+
+        Raises:
+            StoreError: Another fit has, or the store cannot be read.
+        """
+        path = self.store.checkpoint_path(self.run_id, _OWNER)
+        if self.fit is not None and self.store.exists(path) and self.store.read_bytes(path) != self.fit.encode():
+            raise StoreError(
+                f"run_id={self.run_id!r}: another fit has begun to train this run, and writes its checkpoints to "
+                f"{self.store.run_path(self.run_id)}. Expected one fit at a time, so this one ends. Wait for the other "
+                "one, or pass another run_id"
+            )
+
     def save(self, states: Mapping[str, Mapping[str, Any]], superseded: Callable[[], Iterable[str]] = tuple) -> None:
         """Copy states, and write them one after the other while training continues; one such save at a time.
 
@@ -49,13 +83,15 @@ class Checkpoints:
 
         Raises:
             TypeError: A state holds something else.
-            StoreError: The previous states could not be written; earlier ones are intact.
+            StoreError: The previous states could not be written, or another fit writes this run's; earlier ones are
+                intact.
         """
         background.finish()
         for state in states.values():
             check_state(state)
 
         def put(copies: Mapping[str, Mapping[str, Any]]) -> None:
+            self.check_owner()
             self.store.sweep(self.store.run_path(self.run_id))  # left behind by a killed save
             for name, state in copies.items():
                 write(self.store, self.store.checkpoint_path(self.run_id, name), state)

@@ -38,6 +38,7 @@ class TrainSpec:
         reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
         keeps_epochs: Whether the weights of each epoch are kept in the store.
         resume: Whether the run has a checkpoint to resume from.
+        fit_id: Identifies the fit among those of the run; None if no other process can reach its checkpoints.
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
         trainer: Arguments of LightningEstimator's Trainer.
@@ -83,6 +84,7 @@ class TrainSpec:
     commit_every: int | None = None
     keeps_epochs: bool = False
     resume: bool = False
+    fit_id: str | None = None
     returns_state: bool = False
     restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)

@@ -310,7 +310,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     torch.manual_seed(spec.seed)
     objects: Objects = unpack(packed)
     device = device_of(spec.use_gpu)
-    checkpoints = Checkpoints(spec.store, spec.run_id)
+    checkpoints = Checkpoints(spec.store, spec.run_id, spec.fit_id)
     resumed = None if state is None else state.content
     if resumed is not None:
         objects.model.load_state_dict(with_versions(resumed["model"], objects.model))

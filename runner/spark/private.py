@@ -10,8 +10,10 @@ import logging
 import os
 import posixpath
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -266,6 +268,20 @@ def rename(params: Params, uid: str) -> None:
 
 
 # -- what a DataFrame computes, and from what
+
+
+def fits_several_maps() -> bool:
+    """Return whether this thread fits an estimator for one of several maps of parameters.
+
+    CrossValidator, TrainValidationSplit, and ``fit`` with a list of maps do that. An estimator within a Pipeline cannot
+    tell otherwise.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fitSingleModel" and frame.f_globals.get("__name__") == "pyspark.ml.base":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def has_plan(df: DataFrame) -> bool:

@@ -19,7 +19,8 @@ AT_ONCE = "All ranks run at the same time, each in a Spark task."
 """Part of an error's message, before the remedy."""
 
 _SETTLE = 10.0
-"""Seconds that another executor gets to register if the configuration does not promise a number of executors."""
+"""Seconds that another executor gets to register if the configuration does not promise a number of executors; or as
+many as the first one took, which may be more on a busy host."""
 _FIRST = 60.0
 """Seconds that the first executor gets: when an application has just started, its executors' JVMs are starting."""
 
@@ -53,7 +54,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
     if is_connect(spark):
         return num_proc or _slots_of_server(spark, resources.plan)
     started = grown = time.monotonic()
-    most = 0
+    most, settle = 0, _FIRST
     while True:
         slots = task_slots(spark, resources) or 0
         if num_proc is None and slots:
@@ -62,10 +63,11 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
             return num_proc
         now = time.monotonic()
         if slots > most:
+            settle = settle if most else max(_SETTLE, now - started)
             most, grown = slots, now
         executors = int(conf(spark, "spark.executor.instances") or 0)  # promised by the configuration
         promised = executors * _in_executor(spark, resources) >= (num_proc or 1)
-        settled = now - grown >= (_SETTLE if most else _FIRST) and not promised
+        settled = now - grown >= settle and not promised
         if is_local(spark) or settled or now - started >= start_timeout:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, slots, resources))
         check_stop()

@@ -48,14 +48,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         mine = keras.ops.concatenate(
             [mean * count, (variance + mean * mean) * count, keras.ops.reshape(count, (1,))], axis=0
         )
-        every = _sum_over_ranks(mine)
+        every = sum_over_ranks(mine)
         channels = mean.shape[0]
         total = every[2 * channels]
         mean = every[:channels] / total
         return mean, keras.ops.maximum(every[channels : 2 * channels] / total - mean * mean, 0)
 
 
-def _sum_over_ranks(value: Any) -> Any:
+def sum_over_ranks(value: Any) -> Any:
     """Sum a value over all ranks; gradients flow through the sum."""
     if keras.config.backend() == "torch":
         from spark_hvd.torch.reduce import allreduce

@@ -32,15 +32,19 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
             )
         self._exchange.local.add(id(var))
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: float) -> Any:
         """Multiply the coming losses by a weight; on all ranks, from before the first step on, 1.0 by default.
 
         A rank whose batch has fewer rows than others' needs a smaller weight: its rows, times the number of ranks,
         divided by the rows of all. Then the step equals that of the whole batch.
+
+        Returns:
+            The variable that holds the weight.
         """
         if self._exchange.weight is None:
             self._exchange.weight = keras.Variable(1.0, trainable=False, dtype="float32", name="weight")
         self._exchange.weight.assign(weight)
+        return self._exchange.weight
 
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""

@@ -10,7 +10,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
+from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.nn import functional
@@ -199,6 +202,15 @@ def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, A
     made = estimator(**given)
     with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
         made.fit(df, [{made.batch_size: 8, **({} if given else {made.run_id: "one"})}])
+    if given:  # within a Pipeline, too, which Spark ML's tuning fits
+        tuned = CrossValidator(
+            estimator=Pipeline(stages=[made]),
+            estimatorParamMaps=[{}],
+            evaluator=RegressionEvaluator(labelCol="value"),
+            numFolds=2,
+        )
+        with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+            tuned.fit(df)
 
 
 def test_fits_of_one_estimator_are_told_apart() -> None:

@@ -28,6 +28,7 @@ from spark_hvd.estimators import (
     TorchEstimator,
     TrainState,
 )
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.runner import RankFailedError
 from spark_hvd.store.errors import StoreError
 from tests.spark.estimator_support import estimator, frame, linear, ordered, same
@@ -122,6 +123,23 @@ def test_after_a_failure_the_run_goes_on_from_the_last_whole_epoch(df: DataFrame
         estimator(**settings, run_id="failed", callbacks=[Breaks()]).fit(df)
     assert len(torch.load(store.checkpoint_path("failed"), weights_only=True)["history"]) in (1, 2)
     same(estimator(**settings, run_id="failed").fit(df).getModel(), dict(whole.getModel().state_dict()), 1e-12)
+
+
+class AnotherBegins(Callback):
+    """Does what another program's fit of the same run does first."""
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        if state.rank == 0 and state.epoch == 2:
+            background.ended()
+            Checkpoints(state.store, state.run_id, "another").claim()
+
+
+@pytest.mark.slow
+def test_a_fit_of_the_same_run_in_another_program_ends_this_one(df: DataFrame, store: Store) -> None:
+    with pytest.raises(StoreError, match="run_id='two': another fit has begun to train this run"):
+        estimator(store=store, run_id="two", epochs=5, callbacks=[AnotherBegins()]).fit(df)
+    assert len(torch.load(store.checkpoint_path("two"), weights_only=True)["history"]) == 2
+    assert len(estimator(store=store, run_id="two", epochs=5).fit(df).getHistory()) == 5
 
 
 class LosesTheStore(Callback):

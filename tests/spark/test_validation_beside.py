@@ -100,7 +100,7 @@ def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -
         assert means(row) == pytest.approx(means(wanted), rel=1e-9)
     same(fitted.getModel(), dict(ordinary.getModel().state_dict()), 1e-30)
     run = Path(store.run_path(fitted.value_of("run_id")))
-    assert {path.name for path in run.iterdir()} <= {"last.ckpt", "best.ckpt", "logs"}
+    assert {path.name for path in run.iterdir()} <= {"last.ckpt", "best.ckpt", "logs", "owner"}
     header, *lines = (run / "logs" / "history.csv").read_text().splitlines()
     assert [line.split(",")[header.split(",").index("val_loss")] for line in lines] == [
         str(row["val_loss"]) for row, _ in pairs

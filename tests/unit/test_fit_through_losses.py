@@ -11,7 +11,7 @@ import pytest
 from spark_hvd.estimators.fit.ranks import _through_losses, only_fit_of
 from spark_hvd.estimators.training.checkpoint import LAST, Checkpoints
 from spark_hvd.runner import StateLostError
-from spark_hvd.store import Store
+from spark_hvd.store import Store, StoreError
 
 
 def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[bytes | None]) -> list[bool]:
@@ -42,6 +42,26 @@ def test_it_ends_without_a_newer_one(
 ) -> None:
     with pytest.raises(StateLostError, match="all ranks that had the state are gone"):
         fit(tmp_path, monkeypatch, saves)
+
+
+def test_a_fit_that_begins_ends_another_one_of_its_run(tmp_path: Path) -> None:
+    """They may be in other programs; the earlier one's ranks may have outlived a program that was killed."""
+    store = Store.create(tmp_path)
+    first, second = (Checkpoints(store, "run", fit) for fit in ("first", "second"))
+    first.claim()
+    first.save({LAST: {"epoch": 1}})
+    first.finish()
+    second.claim()
+    assert second.load()["epoch"] == 1
+    second.save({LAST: {"epoch": 2}})
+    second.finish()
+    first.save({LAST: {"epoch": 3}})
+    with pytest.raises(StoreError, match="run_id='run': another fit has begun to train this run"):
+        first.finish()
+    assert second.load()["epoch"] == 2
+    second.check_owner()
+    with pytest.raises(StoreError, match="another fit"):
+        first.check_owner()
 
 
 def test_one_fit_of_a_run_at_a_time(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there
     [
         ([5, 5], {}, 600, None),
         ([40, 49], {}, 600, None),  # JVMs that take their time
-        ([40], {}, 600, 50),
+        ([4], {}, 600, 14),
+        ([40], {}, 600, 80),
+        ([40, 75], {}, 600, None),  # on a busy machine, the second takes as long as the first
         ([], {}, 600, 60),
         ([], {}, 20, 20),
         ([40], {"spark.executor.instances": "2"}, 600, 600),

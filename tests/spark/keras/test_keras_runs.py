@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
 
-from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend, Store
+from spark_hvd.estimators import CheckpointError, KerasEstimator, KerasModel, LocalBackend, Store
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import means, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.night
 def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
-    def fit(folder: str, epochs: int) -> KerasModel:
-        params = {"optimizer": "adam", "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
+    def fit(folder: str, epochs: int, optimizer: str = "adam") -> KerasModel:
+        params = {"optimizer": optimizer, "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
         return estimator(net(dropout=0.3), epochs=epochs, **params).fit(df)
 
     whole = fit("whole", 3)
@@ -36,6 +36,8 @@ def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
     for one, two in zip(whole.getModel().get_weights(), parts.getModel().get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
     assert [row["loss"] for row in whole.getHistory()] == [row["loss"] for row in parts.getHistory()]
+    with pytest.raises(CheckpointError, match="another optimizer: Adam then, AdamW now"):  # of the same variables
+        fit("parts", 4, "adamw")
 
 
 def killed_in_the_second_epoch() -> Any:

@@ -109,6 +109,35 @@ def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None)
         assert {name: row[prefix + name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
 
 
+def test_a_loss_divides_by_the_elements_that_masks_leave(spark: SparkSession) -> None:
+    """Ranks have other numbers of elements: padding, and a class that is ignored. The step is that of one process."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(1, 9, (48, 6))
+    for row in range(48):  # every second row, those of the second rank among them, is mostly padding
+        ids[row, 1 if row // 8 % 2 else generator.integers(3, 7) :] = 0
+    value, kind = np.sin(ids).astype("float32"), np.where(generator.random(ids.shape) < 0.3, -1, ids % 3)
+    data = [tuple(each[row].tolist() for each in (ids, value, kind)) for row in range(48)]
+    df = spark.createDataFrame(data, "ids array<int>, value array<float>, kind array<int>").coalesce(1)
+
+    def model() -> Any:
+        keras.utils.set_random_seed(3)
+        given = keras.Input((6,), dtype="int32")
+        embedded = keras.layers.Embedding(9, 4, mask_zero=True)(given)
+        return keras.Model(given, [keras.layers.Dense(1)(embedded), keras.layers.Dense(3)(embedded)])
+
+    losses = ["mse", keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)]
+    fitted = estimator(
+        model(), loss=losses, feature_cols=["ids"], label_cols=["value", "kind"], label_shapes=[[-1, 6, 1], None],
+        optimizer=keras.optimizers.SGD(0.1), scale_lr=False, batch_size=8,
+    ).fit(df)  # fmt: skip
+    alone = model()
+    alone.compile(keras.optimizers.SGD(0.1), losses)
+    wanted = alone.fit(ids, [value[..., None], kind], 16, 2, 0, shuffle=False).history["loss"]
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(wanted, rel=1e-5)
+    for one, two in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, two, 1e-4, 1e-6)
+
+
 def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
     with pytest.raises(ModelError, match="reduction='sum', but several ranks"):
         estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)

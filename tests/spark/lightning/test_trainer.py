@@ -308,6 +308,11 @@ class Unvalidated(L.LightningModule):
         ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
         ({"stack_features": True, "label_cols": ["features"]}, ValueError, "which is also the name of a label"),
         ({"stack_features": True, "sample_weight_col": "features"}, ValueError, "or of sample_weight_col. Rename"),
+        (
+            {"label_cols": ["features"], "label_shapes": [[-1, 2, 2]]},
+            ModelError,
+            r"'features' is used twice, as float32 \[32, 4\] and as float32 \[32, 2, 2\]",
+        ),
         ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
         ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
         ({"model": Unused()}, ModelError, "2 trainable parameters.* 'forgotten.weight', .*find_unused_parameters=True"),

@@ -17,6 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 from spark_hvd.estimators import (
+    CheckpointError,
     LightningEstimator,
     LightningModel,
     LocalBackend,
@@ -255,6 +256,16 @@ def test_not_finite_and_resumed(df: DataFrame, estimator: Callable[..., Lightnin
     for key in ("epoch", "loss", "lr"):
         assert column(resumed, key) == column(unbroken, key), key
     assert logs(mine_store(estimator), resumed) == logs(mine_store(estimator), unbroken)
+    with pytest.raises(CheckpointError, match="another lr_scheduler: StepLR then, ExponentialLR now"):
+        fit(Exponential, "broken", backend=LocalBackend(2, verbose=0), epochs=9)
+
+
+class Exponential(Net):
+    """Its scheduler would take the other one's state, and go on as that one."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
 def test_shapes_and_dtypes(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
