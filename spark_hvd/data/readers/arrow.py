@@ -36,8 +36,9 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
 
     If rows are shuffled or taken from lanes, two windows of each lane are in memory: one that is being read, and one
     that is being consumed. If rows come in the order of the files, ``workers`` + 2 row groups are in memory. A row
-    group is read at once, or in parts if it is larger than a window or continues in the next one. Several threads call
-    ``transformation_fn`` and ``decoders`` with the rows that they read at once.
+    group with more rows than a window may have is read in parts. Any other is read and converted once, and kept while
+    it continues in the next window. Several threads call ``transformation_fn`` and ``decoders`` with the rows that they
+    read at once.
 
     With ``cache``, the rank keeps everything that it has read, including windows of which it only needs a part. It does
     the same if one window of each lane holds the whole data set.
