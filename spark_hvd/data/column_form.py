@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -13,8 +13,9 @@ import torch
 
 from spark_hvd.data.columns import ONE_LENGTH, Features, is_array_like, stacks_of
 from spark_hvd.data.packed import PackedRows
-from spark_hvd.data.readers.batches import cut_rows
+from spark_hvd.data.readers.batches import Layout, cut
 from spark_hvd.data.readers.blocks import RowWindow
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
 from spark_hvd.data.readers.windows import Round
@@ -29,13 +30,15 @@ class Part:
     Attributes:
         rows: Number of rows.
         names: Names of the entries of a batch, in order.
-        arrays: Array columns and stacks, already converted.
+        layout: Tells which block holds each array.
+        blocks: Array columns and stacks, already converted.
         others: The other columns, not yet converted.
     """
 
     rows: int
     names: Sequence[str]
-    arrays: Columns
+    layout: Layout
+    blocks: Sequence[Any]
     others: pa.Table
 
     def __len__(self) -> int:
@@ -52,6 +55,7 @@ class ColumnForm(Form[Part, Columns]):
         concatenate: Callable[[list[Any]], Any],
     ) -> None:
         self._tables = TableForm()
+        self._layout: Layout | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._convert, self._features, self._concatenate = convert, features, concatenate
 
@@ -63,7 +67,9 @@ class ColumnForm(Form[Part, Columns]):
         stacks = stacks_of(batch, self._features)
         stacked = {name for names in stacks.values() for name in names}
         converted = [field.name for field in batch.schema if field.name in stacked or is_array_like(field.type)]
-        arrays = self._convert(batch.select(converted), self._features) if converted else {}
+        layout = self._layout = self._layout or _layout_of(batch.select(converted).schema, stacks)
+        together: Mapping[Any, Sequence[str]] = {**stacks, **{names: names for names in layout.matrix_names}}
+        arrays = self._convert(batch.select(converted), together) if converted else {}
         for name, array in arrays.items():
             shape, before = tuple(array.shape[1:]), self._shapes.setdefault(name, tuple(array.shape[1:]))
             if shape != before:
@@ -73,9 +79,14 @@ class ColumnForm(Form[Part, Columns]):
         return Part(
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
-            arrays=arrays,
+            layout=layout,
+            blocks=[arrays[each] for each in (*layout.matrix_names, *(column.name for column in layout.alone))],
             others=table_of(batch.select([name for name in batch.schema.names if name not in converted])),
         )
+
+    def part(self, rows: Part, start: int, stop: int) -> Part:
+        blocks = [block[start:stop] for block in rows.blocks]
+        return replace(rows, rows=stop - start, blocks=blocks, others=rows.others.slice(start, stop - start))
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         return self._tables.row_bytes(table, where)
@@ -85,22 +96,17 @@ class ColumnForm(Form[Part, Columns]):
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
         first = next(parts)
-        names, others = [*first.arrays], first.others.num_columns
+        layout, others = first.layout, first.others.num_columns
         parts = itertools.chain([first], parts)
-        if not others and all(isinstance(array, torch.Tensor) for array in first.arrays.values()):
+        if not others and all(isinstance(block, torch.Tensor) for block in first.blocks):
             del first  # frees its memory before the next part is read
-            for tensors in cut_rows(([*part.arrays.values()] for part in parts), sizes):
-                yield dict(zip(names, tensors, strict=True))
+            yield from cut((part.blocks for part in parts), layout, sizes)
             return
         for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
-            columns: Columns = {}
-            for name in first.arrays:
-                arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
-                array = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
-                if isinstance(array, torch.Tensor):  # split, so that gradients and changes in place stay in this batch
-                    array = array.unsafe_split_with_sizes([len(array)])[0]
-                columns[name] = array
+            cuts = [[part.blocks[at][start:stop] for part, start, stop in pieces] for at in range(len(first.blocks))]
+            blocks = [each[0] if len(each) == 1 else self._concatenate(each) for each in cuts]
+            columns = dict(zip(layout.names, map(_apart, layout.columns_of(blocks)), strict=True))
             if first.others.num_columns:
                 others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
                 columns |= self._convert(single(pa.concat_tables(others)), None)
@@ -108,7 +114,22 @@ class ColumnForm(Form[Part, Columns]):
             yield columns
 
     def kept(self, rows: Part) -> Part:
-        return copy.deepcopy(rows)
+        return replace(rows, blocks=copy.deepcopy(rows.blocks))
+
+
+def _layout_of(schema: pa.Schema, stacks: Mapping[str, Sequence[str]]) -> Layout:
+    """Return the layout of stacks and arrays, in which columns of numbers of one type lie side by side."""
+    stacked = {name for names in stacks.values() for name in names}
+    columns = [Column(name, "", None) for name in stacks]
+    for field in schema:
+        number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        columns += [Column(field.name, str(field.type), () if number else None)] * (field.name not in stacked)
+    return Layout(columns)
+
+
+def _apart(array: Any) -> Any:
+    """Split a tensor off its batch, so that gradients and changes in place stay in it."""
+    return array.unsafe_split_with_sizes([len(array)])[0] if isinstance(array, torch.Tensor) else array
 
 
 def table_of(batch: pa.RecordBatch | PackedRows) -> pa.Table:
@@ -120,18 +141,17 @@ class _PartWindow(Window[Part]):
     """Collects the rows of a round for a :class:`ColumnForm`."""
 
     def __init__(self, round_: Round) -> None:
-        self._arrays, self._others = RowWindow(round_), TableWindow(round_)
+        self._blocks, self._others = RowWindow(round_), TableWindow(round_)
         self._rows = round_.rows
 
     def put(self, number: int, rows: Part) -> None:
         self._last = rows
-        if rows.arrays:
-            self._arrays.put(number, list(rows.arrays.values()))
+        if rows.blocks:
+            self._blocks.put(number, rows.blocks)
         if rows.others.num_columns:
             self._others.put(number, rows.others)
 
     def take(self) -> Part:
         last = self._last
-        arrays = dict(zip(last.arrays, self._arrays.take(), strict=True))
         others = self._others.take() if last.others.num_columns else last.others
-        return Part(self._rows, last.names, arrays, others)
+        return replace(last, rows=self._rows, blocks=self._blocks.take(), others=others)

@@ -260,6 +260,22 @@ def test_row_groups_larger_than_a_window(kind: str, store: Store, shuffle: bool,
 
 
 @arrow
+def test_a_row_group_of_two_windows_is_converted_once(kind: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[str] = []
+    of = blocks.TensorForm.of
+
+    def counted(form: blocks.TensorForm, table: pa.Table, where: str) -> Any:
+        converted.append(where)
+        return of(form, table, where)
+
+    monkeypatch.setattr(blocks.TensorForm, "of", counted)
+    meta = write(store, numbered(2000), 4, 50)
+    reader = opened(kind, meta, store, 16, shuffle=True, window_rows=240, columns=("row",))  # four lanes of 32 rows
+    assert sorted(rows(reader.batches(0))) == list(range(2000))
+    assert len(converted) == len(set(converted)) == 40
+
+
+@arrow
 def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most, empty = 0, blocks._empty

@@ -122,8 +122,9 @@ def test_numbers_lie_side_by_side_unless_some_are_null(tmp_path: Path, limits: d
     for window in spool.windows(pieces, (1, 2), 250, names):
         rows = window.column("row").to_numpy()
         assert pa.Table.from_batches([window.batch()]) == table.select(names).take(rows)
-        part = ColumnForm(numpy_batch, {"wide": ["twice", "half"], "holed": ["half", "holes"]}, np.concatenate)
-        found = part.of_batch(window, "").arrays
+        form = ColumnForm(numpy_batch, {"wide": ["twice", "half"], "holed": ["half", "holes"]}, np.concatenate)
+        part = form.of_batch(window, "")
+        found = dict(zip(part.layout.names, part.layout.columns_of(part.blocks), strict=True))
         assert list(found) == ["wide", "holed", "row"]
         np.testing.assert_array_equal(found["wide"], np.stack([twice[rows], half[rows]], 1))
         holed = np.where((rows % 9 == 0) & (rows // 100 == 3), np.nan, twice[rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -23,6 +24,9 @@ from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece, Round
 CHUNK = 16384
 """Number of rows that are decoded at once if a row group is too large for a window."""
 
+_Source = Callable[[Piece, bool], RowsT | None]
+"""Returns the rows of a piece, or None if they are not wanted. It must be called once for each of its pieces."""
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -32,8 +36,9 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
 
     If rows are shuffled or taken from lanes, two windows of each lane are in memory: one that is being read, and one
     that is being consumed. If rows come in the order of the files, ``workers`` + 2 row groups are in memory. A row
-    group is read at once, or in parts if it is larger than a window or continues in the next one. Several threads call
-    ``transformation_fn`` and ``decoders`` with the rows that they read at once.
+    group with more rows than a window may have is read in parts. Any other is read and converted once, and kept while
+    it continues in the next window. Several threads call ``transformation_fn`` and ``decoders`` with the rows that they
+    read at once.
 
     With ``cache``, the rank keeps everything that it has read, including windows of which it only needs a part. It does
     the same if one window of each lane holds the whole data set.
@@ -94,10 +99,10 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         self._kept.clear()
 
     def _plain(self, pool: ThreadPoolExecutor, pieces: Sequence[Piece], rows: int) -> Iterator[RowsT]:
-        parts = self._parts(runs_of((0, piece) for piece in pieces), rows)
+        sources = self._sources(runs_of((0, piece) for piece in pieces), rows)
 
         def start(piece: Piece) -> Callable[[], RowsT]:
-            return pool.submit(lambda: self._load([piece], parts.get((0, piece)))[0]).result
+            return pool.submit(lambda: self._load([piece], sources.get((0, piece)))[0]).result
 
         for rows_read in ahead(start, pieces, self._spec.workers):
             # Copy what is kept, because the consumer may change its batches in place.
@@ -106,59 +111,75 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
 
     def _gathered(self, pool: ThreadPoolExecutor, line: EpochLine, share: Share) -> Iterator[RowsT]:
         """Yield the rows of one round at a time, in the order of the share."""
-        parts = self._parts(line.runs(share), line.height)
+        sources = self._sources(line.runs(share), line.most)
 
         def start(numbered: tuple[int, Round]) -> Callable[[], RowsT]:
             number, one = numbered
             window, reads = self._form.window(one), dict[Any, list[int]]()
             for at, piece in enumerate(one.pieces):  # read a row group once, even if two lanes need it
-                reads.setdefault(at if (number, piece) in parts else (piece.group,), []).append(at)
+                reads.setdefault(at if (number, piece) in sources else (piece.group,), []).append(at)
             filling = [pool.submit(fill, window, number, one, each) for each in reads.values()]
             return lambda: _filled(window, filling)
 
         def fill(window: Window[RowsT], number: int, one: Round, at: Sequence[int]) -> None:
             pieces = [one.pieces[each] for each in at]
-            for each, rows in zip(at, self._load(pieces, parts.get((number, pieces[0]))), strict=True):
+            for each, rows in zip(at, self._load(pieces, sources.get((number, pieces[0]))), strict=True):
                 window.put(each, rows)
 
         return ahead(start, enumerate(line.rounds(share)), 1)
 
-    def _parts(self, runs: Iterable[list[tuple[int, Piece]]], rows: int) -> dict[tuple[int, Piece], Parts]:
-        """Return, by round and piece, the parts of row groups that have more than ``rows`` rows or are cut."""
-        groups, parts = self._spec.dataset.row_groups, dict[tuple[int, Piece], Parts]()
+    def _sources(self, runs: Iterable[list[tuple[int, Piece]]], rows: int) -> dict[tuple[int, Piece], _Source[RowsT]]:
+        """Return, by round and piece, the sources of row groups that have more than ``rows`` rows or are cut."""
+        sources = dict[tuple[int, Piece], _Source[RowsT]]()
         for run in runs:
-            (_, first), (_, last) = run[0], run[-1]
-            group = groups[first.group]
-            chunk = min(rows, CHUNK) if group.rows > rows else 0
-            if chunk or len(run) > 1:
-                parts |= dict.fromkeys(run, Parts(self._files, group, first.start, last.stop, chunk))
-        return parts
+            pieces = [piece for _, piece in run]
+            if self._spec.dataset.row_groups[pieces[0].group].rows > rows:
+                sources |= dict.fromkeys(run, self._streamed(pieces, min(rows, CHUNK)))
+            elif len(run) > 1:
+                sources |= dict.fromkeys(run, self._whole(pieces))
+        return sources
 
-    def _load(self, pieces: Sequence[Piece], parts: Parts | None) -> list[RowsT]:
-        """Return the rows of pieces of one row group, from memory or from the file.
+    def _streamed(self, pieces: Sequence[Piece], chunk: int) -> _Source[RowsT]:
+        """Return the source of the ``pieces`` of a row group of which ``chunk`` rows are decoded at once."""
+        group = self._spec.dataset.row_groups[pieces[0].group]
+        parts = Parts(self._files, group, pieces[0].start, pieces[-1].stop, chunk)
 
-        If the row group is read in ``parts``, there must be a single piece.
-        """
-        kept = [self._kept.get(piece) for piece in pieces]
-        if parts is not None:
-            (piece,) = pieces
-            table = parts.read(piece.start, piece.stop, wanted=kept[0] is None)
-            return [self._converted(table, piece) if rows is None else rows for rows in kept]
-        whole: pa.Table | None = None
-        loaded = []
-        for piece, rows in zip(pieces, kept, strict=True):
-            if rows is None:
-                group = self._spec.dataset.row_groups[piece.group]
-                whole = self._files.read(group, 0, group.rows) if whole is None else whole
-                rows = self._converted(whole.slice(piece.start, piece.rows), piece)
-            loaded.append(rows)
+        def get(piece: Piece, wanted: bool) -> RowsT | None:
+            table = parts.read(piece.start, piece.stop, wanted)
+            return None if table is None else self._form.of(table, where(group))
+
+        return get
+
+    def _whole(self, pieces: Sequence[Piece]) -> _Source[RowsT]:
+        """Return the source of the ``pieces`` of a row group that is read and converted once, for all of them."""
+        group, left, lock = self._spec.dataset.row_groups[pieces[0].group], len(pieces), threading.Lock()
+        first, last = min(piece.start for piece in pieces), max(piece.stop for piece in pieces)
+        whole: RowsT | None = None
+
+        def get(piece: Piece, wanted: bool) -> RowsT | None:
+            nonlocal left, whole
+            with lock:
+                if whole is None and wanted:
+                    whole = self._form.of(self._files.read(group, first, last), where(group))
+                rows, left = whole, left - 1
+                if not left:
+                    whole = None
+            if rows is None or not wanted:
+                return None
+            return self._form.part(rows, piece.start - first, piece.stop - first)
+
+        return get
+
+    def _load(self, pieces: Sequence[Piece], source: _Source[RowsT] | None) -> list[RowsT]:
+        """Return the rows of pieces of one row group, from memory or from their source, by default :meth:`_whole`."""
+        source, loaded = source or self._whole(pieces), []
+        for piece in pieces:
+            kept = self._kept.get(piece)
+            rows = source(piece, kept is None)
+            if rows is not None and self._keeps:
+                self._kept[piece] = rows
+            loaded.append(rows if kept is None else kept)
         return loaded
-
-    def _converted(self, table: pa.Table, piece: Piece) -> RowsT:
-        rows = self._form.of(table, where(self._spec.dataset.row_groups[piece.group]))
-        if self._keeps:
-            self._kept[piece] = rows
-        return rows
 
     def _window_rows(self, number: int) -> int:
         """Return how many rows fit in a window's memory. If their size is unknown, row group ``number`` shows it."""

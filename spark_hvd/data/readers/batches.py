@@ -10,7 +10,8 @@ import itertools
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -86,11 +87,14 @@ class Layout:
         matrices = [torch.stack([tensors[column.name] for column in group], 1) for group in self.matrices]
         return matrices + [tensors[column.name] for column in self.alone]
 
-    def columns_of(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors called ``names``, as views of ``blocks``."""
-        columns: list[torch.Tensor] = []
+    def columns_of(self, blocks: Sequence[Any]) -> list[Any]:
+        """Return the tensors called ``names``, as views of ``blocks``; or numpy arrays, if the blocks are."""
+        columns: list[Any] = []
         for number, block in enumerate(blocks):
-            columns += block.unbind(1) if self.stacked <= number < len(self.matrices) else (block,)
+            if self.stacked <= number < len(self.matrices):
+                columns.extend(block.unbind(1) if isinstance(block, torch.Tensor) else block.T)
+            else:
+                columns.append(block)
         return [columns[at] for at in self.order]
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:
@@ -140,27 +144,12 @@ class RowShapes:
 
 
 def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cut rows that come in parts of any length into batches of ``sizes`` rows, as :func:`cut_rows` does."""
-    for columns in cut_rows(parts, sizes, layout.columns_of):
-        yield dict(zip(layout.names, columns, strict=True))
-
-
-def cut_rows(
-    parts: Iterator[Sequence[torch.Tensor]],
-    sizes: Sequence[int],
-    columns_of: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = list,
-) -> Iterator[Sequence[torch.Tensor]]:
-    """Cut the tensors of ``parts`` into batches of ``sizes`` rows.
+    """Cut rows that come in parts of any length into batches of ``sizes`` rows.
 
     A batch inside a part is a view of it. Changing a batch in place changes no other batch. The rest of a part is
     copied, so that the memory of the part is free before the next part is read.
-
-    Args:
-        parts: Tensors with the same number of rows, which may differ between parts.
-        sizes: Number of rows of each batch.
-        columns_of: Makes the columns of a batch from the tensors of its part.
     """
-    held: list[Sequence[torch.Tensor]] = []  # `have` rows, too few for a batch
+    held: list[Blocks] = []  # `have` rows, too few for a batch
     step, have, ends = 0, 0, [0, *itertools.accumulate(sizes)]
     while step < len(sizes):
         blocks = next(parts)
@@ -171,13 +160,14 @@ def cut_rows(
             have += at
             if have < sizes[step]:
                 continue
-            columns = columns_of([torch.cat(each) for each in zip(*held, strict=True)])
+            columns = layout.columns_of([torch.cat(each) for each in zip(*held, strict=True)])
             held, have = [], 0
-            yield [column.unsafe_split_with_sizes([sizes[step]])[0] for column in columns]
-            del columns
+            split = [column.unsafe_split_with_sizes([sizes[step]])[0] for column in columns]
+            yield dict(zip(layout.names, split, strict=True))
+            del columns, split
             step += 1
         last = bisect_right(ends, ends[step] + rows - at) - 1
-        columns = columns_of([block[at:] for block in blocks])
+        columns = layout.columns_of([block[at:] for block in blocks])
         while step < last:
             whole = sizes[step : min(step + max(16, TENSORS // len(columns)), last)]
             at, step = at + sum(whole), step + len(whole)
@@ -186,7 +176,9 @@ def cut_rows(
             # others. unsafe_split() takes twice as long.
             slices = [column.unsafe_split_with_sizes([*whole, rows - at]) for column in columns]
             columns = [each[-1] for each in slices]
-            yield from itertools.islice(zip(*slices, strict=True), len(whole))
+            for each in itertools.islice(zip(*slices, strict=True), len(whole)):
+                yield dict(zip(layout.names, each, strict=True))
+                del each
             del slices
         del columns
         if at < rows and step < len(sizes):

@@ -38,6 +38,9 @@ class TensorForm(Form[Blocks, Batch]):
         self._shapes.check(blocks, where)
         return blocks
 
+    def part(self, rows: Blocks, start: int, stop: int) -> Blocks:
+        return [block[start:stop] for block in rows]
+
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         columns = self._layout.columns
         if all(column.shape is not None and hasattr(torch, column.dtype) for column in columns):
@@ -65,25 +68,31 @@ class RowWindow(Window[list[Any]]):
         self._lock = threading.Lock()
         self._places = np.empty(0, np.int64)
         self._blocks: list[Any] = []
+        self._rows: list[Any] = []
 
     def put(self, number: int, rows: list[Any]) -> None:
         with self._lock:
             if not self._blocks:  # the shapes of the columns are only known now
                 self._places = self._round.places()
                 self._blocks = [_empty(block, self._round.rows) for block in rows]
+                self._rows = [_as_rows(block) if block.nbytes else None for block in self._blocks]
         end = self._round.ends[number]
         places = self._places[end - len(rows[0]) : end]
-        taken = slice(None) if self._round.rows == len(self._places) else np.flatnonzero(places >= 0)
-        for target, block in zip(self._blocks, rows, strict=True):
-            if block.nbytes:
-                into, values = _as_rows(target), _as_rows(block)[taken]
-                if values.dtype.kind == "V":
-                    into.put(places[taken], values, mode="clip")  # mode "raise" would copy the values once more
-                else:
-                    into[places[taken]] = values  # twice as fast for one number per row, but slower for "V"
+        taken: Any = slice(None)
+        if self._round.rows < len(self._places):
+            taken = np.flatnonzero(places >= 0)
+            places = places[taken]
+        for into, block in zip(self._rows, rows, strict=True):
+            if not block.nbytes:
+                continue
+            values = _as_rows(block)[taken]
+            if values.dtype.kind == "V":
+                into.put(places, values, mode="clip")  # mode "raise" would copy the values once more
+            else:
+                into[places] = values  # twice as fast for one number per row, but slower for "V"
 
     def take(self) -> list[Any]:
-        blocks, self._blocks = self._blocks, []
+        blocks, self._blocks, self._rows = self._blocks, [], []
         return blocks
 
 

@@ -89,14 +89,6 @@ class RowGroups:
             table = self._complete(table, group, file)
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
-    def whole(self, group: RowGroup) -> Generator[pa.RecordBatch, None, None]:
-        """Yield all rows of a row group, which are read at once.
-
-        Raises:
-            DataError: As :meth:`read`.
-        """
-        yield from self.read(group, 0, group.rows).to_batches()
-
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
         """Yield all rows of a row group that is too large for memory, at most ``chunk`` rows at a time.
 
@@ -196,11 +188,11 @@ class _File:
 class Parts:
     """Reads consecutive parts of a row group in order, although several threads request them.
 
-    Together, the parts are rows ``start`` to ``stop`` (exclusive). ``chunk`` rows are decoded at once; 0 for all.
+    Together, the parts are rows ``start`` to ``stop`` (exclusive). ``chunk`` rows are decoded at once.
     """
 
     def __init__(self, files: RowGroups, group: RowGroup, start: int, stop: int, chunk: int) -> None:
-        self._batches = files.stream(group, chunk) if chunk else files.whole(group)
+        self._batches = files.stream(group, chunk)
         self._rest: pa.RecordBatch | None = None
         self._row = 0  # the next row of the stream
         self._next = start  # the first row of the part that is read next

@@ -42,6 +42,9 @@ class Form(Protocol[RowsT, BatchT_co]):
             DataError: Values do not fit, or differ in kind from those before.
         """
 
+    def part(self, rows: RowsT, start: int, stop: int) -> RowsT:
+        """Return rows ``start`` to ``stop`` (exclusive) of ``rows``, without a copy."""
+
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         """Return the bytes of a row; None if only a ``table`` of some rows can show them."""
 
@@ -72,6 +75,9 @@ class TablesForm(Form[pa.Table, BatchT]):
             return table.cast(self._schema)
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"{where} has other columns than the first row group: {error}") from error
+
+    def part(self, rows: pa.Table, start: int, stop: int) -> pa.Table:
+        return rows.slice(start, stop - start)
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
         return None if table is None else -(-table.nbytes // max(1, table.num_rows))

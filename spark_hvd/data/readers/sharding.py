@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -163,24 +164,24 @@ class Turns:
         lanes = np.arange(group, self.lanes, together)
         remaining = self._in_lanes(above, lanes)
         taken = remaining - self._in_lanes(below, lanes)
-        # The ranks that share these lanes take their quotas of a batch from them, one rank after the other.
-        quotas = [(above - below + self.size - 1 - rank) // self.size for rank in range(group, self.size, together)]
-        begin = sum(quotas[:number], np.zeros_like(above)) - (np.cumsum(taken, 1) - taken)
-        starts = np.clip(begin, 0, taken) - remaining
-        stops = np.clip(begin + quotas[number], 0, taken) - remaining
-        ends = self._ends()[lanes]
+        starts, stops = -remaining, taken - remaining
+        if together < self.size:
+            # The ranks that share these lanes take their quotas of a batch from them, one rank after the other.
+            quotas = [(above - below + self.size - 1 - rank) // self.size for rank in range(group, self.size, together)]
+            begin = sum(quotas[:number], np.zeros_like(above)) - (np.cumsum(taken, 1) - taken)
+            starts = np.clip(begin, 0, taken) - remaining
+            stops = np.clip(begin + quotas[number], 0, taken) - remaining
+        ends = self._ends[lanes]
         starts = np.maximum(starts, -self._in_lanes(np.int64(high), lanes)) + ends
         stops = np.minimum(stops, -self._in_lanes(np.int64(low), lanes)) + ends
-        some = starts < stops
-        lengths = np.array([stop - start for start, stop in self.rest])
-        number_of, starts, stops = cut_at(starts[some], stops[some], np.concatenate(([0], np.cumsum(lengths))))
-        shift = np.array([start for start, _ in self.rest]) - (np.cumsum(lengths) - lengths)
+        some, (edges, shift) = starts < stops, self._edges
+        number_of, starts, stops = cut_at(starts[some], stops[some], edges)
         return starts + shift[number_of], stops + shift[number_of]
 
     def consumed(self, batches: int) -> Iterator[Interval]:
         """Yield the intervals that all ranks together take in the first ``batches`` batches; not for all batches."""
         lanes = np.arange(self.lanes)
-        ends, after = self._ends(), self._in_lanes(np.int64(self.left - batches * self.full), lanes)
+        ends, after = self._ends, self._in_lanes(np.int64(self.left - batches * self.full), lanes)
         starts = ends - self._in_lanes(np.int64(self.left), lanes)
         for start, stop in zip(starts.tolist(), (ends - after).tolist(), strict=True):
             yield from part_of(self.rest, start, stop - start)
@@ -190,8 +191,16 @@ class Turns:
         counts: Ints = (rows + self.lanes - 1 - lanes) // self.lanes
         return counts
 
+    @cached_property
+    def _edges(self) -> tuple[Ints, Ints]:
+        """The edges of the intervals in the concatenated rest, and what to add to its rows to find them in the line."""
+        starts, stops = np.array(self.rest, np.int64).reshape(-1, 2).T
+        edges = np.concatenate(([0], np.cumsum(stops - starts)))
+        return edges, starts - edges[:-1]
+
+    @cached_property
     def _ends(self) -> Ints:
-        """Return the end of each lane in the concatenated rest."""
+        """The end of each lane in the concatenated rest."""
         order = lane_order(self.lanes)
         ends = np.empty(self.lanes, np.int64)
         ends[order] = np.cumsum(self._in_lanes(np.int64(self.left), order))

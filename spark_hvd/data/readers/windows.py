@@ -110,10 +110,11 @@ class EpochLine:
         seed: Seed of the order.
         epoch: The epoch, which determines the order of rows within windows.
         drawn: The epoch that determines the order of row groups.
-        chunk: Number of rows that are decoded at once if a row group is larger than a window; 0 for all.
+        chunk: Number of rows that are decoded at once if a row group has more than :attr:`most` rows; 0 for all.
 
     Attributes:
-        height: Number of rows of a window. The first window of a lane may have fewer.
+        most: Number of rows that the windows of a lane may have.
+        height: Number of rows that they have. The first window of a lane may have fewer.
         one_round: Whether one window of each lane holds all rows.
     """
 
@@ -132,7 +133,8 @@ class EpochLine:
         self._lanes, self._seed = lanes, (seed, epoch) if shuffle else None
         pieces, total = row_groups_of(groups, shuffle=shuffle, seed=seed, epoch=drawn), sum(groups)
         lengths = [rows_of(total, lane, lanes) for lane in lane_order(lanes).tolist()]
-        self.height = even_rows(max(lengths), max(1, rows // lanes))
+        self.most = max(1, rows // lanes)
+        self.height = even_rows(max(lengths), self.most)
         self.one_round = self.height >= max(lengths)
         at, cuts = 0, [0]
         line: list[Piece] = []
@@ -145,8 +147,8 @@ class EpochLine:
             line += reversed(lane) if shuffle and number % 2 else lane
             at += length
             cuts += [*range(at, at - length, -self.height)][::-1]
-        if chunk := min(chunk, self.height):
-            line = [part for piece in line for part in _parts(piece, chunk if groups[piece.group] > self.height else 0)]
+        if chunk := min(chunk, self.most):
+            line = [part for piece in line for part in _parts(piece, chunk if groups[piece.group] > self.most else 0)]
         self._edges = np.array(cuts)
         self._pieces: list[list[Piece]] = [[] for _ in cuts[1:]]
         parts = overlaps([piece.rows for piece in line], pairwise(cuts))
@@ -230,17 +232,13 @@ class Round:
 
     def places(self) -> Ints:
         """Return the place of each row of the pieces among the rows that the rank takes; -1 for other rows."""
-        orders, at = [], 0
-        for window, rows in self.windows.items():
-            drawn = None if self.seed is None else np.random.default_rng((*self.seed, window))
-            orders.append((np.arange(rows) if drawn is None else drawn.permutation(rows)) + at)
+        places = np.full(self.ends[-1], -1)
+        places[stretches(self.starts, self.lengths)] = np.arange(self.rows)
+        at = 0
+        for window, rows in self.windows.items() if self.seed else ():
+            order = np.random.default_rng((*self.seed, window)).permutation(rows)
+            places[at : at + rows] = places[at : at + rows][order]
             at += rows
-        order: Ints = np.concatenate(orders) if len(orders) > 1 else orders[0]
-        if self.rows == at and len(self.starts) == 1:
-            return order
-        taken = np.full(at, -1)
-        taken[stretches(self.starts, self.lengths)] = np.arange(self.rows)
-        places: Ints = taken[order]
         return places
 
 
