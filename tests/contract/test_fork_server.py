@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import resource
@@ -67,6 +68,14 @@ def test_what_is_started_for_another_python_is_what_that_one_finds() -> None:
     assert [parent_of_a_rank(early) == one, parent_of_a_rank(elsewhere) == one] == [True, False]
     early.close()
     elsewhere.close()
+
+
+def test_here_the_server_of_a_run_is_a_fork_of_the_tests_own() -> None:
+    """Or each of pytest's processes would start servers that import torch once more."""
+    importlib.import_module("torch._dynamo")  # sets a variable of torch's
+    server = psutil.Process(parent_of_a_rank(fork_server({}, os.getpid())))
+    parents = [" ".join(each.cmdline()) for each in server.parents()]
+    assert "multiprocessing.forkserver" in parents[0], parents
 
 
 def test_which_outlive_their_runs() -> None:
