@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
+        if os.environ["PYTEST_XDIST_WORKER"] != WITH_JVM:
+            os.nice(5)
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
         os.environ["TMPDIR"] = tempfile.tempdir = own
@@ -101,6 +103,10 @@ def needs_jvm(place: str) -> bool:
     return place == "cluster" or place.startswith("spark/") or place in _WITH_SESSIONS
 
 
+WITH_JVM = "gw0"
+"""The process of pytest that begins with Spark's tests. They take longest, so the others leave it the cores."""
+FEW = 10
+"""Places of Spark's tests for which another JVM is not worth its start."""
 _WITH_SESSIONS = {
     "contract/test_hub_faults.py",
     "contract/test_petastorm_spark.py",
@@ -120,11 +126,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return place_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            # A JVM uses a minute of CPU until it is warm: the last process has Spark's tests when no others are left.
-            if node is self.nodes[-1] and len(self.nodes) > 2:
-                others = (place for place in self.workqueue if not needs_jvm(place))
-                if (place := next(others, None)) is not None:
-                    self.workqueue.move_to_end(place, last=False)
+            # A JVM uses a minute of CPU until it is warm: one process has Spark's tests until all others are taken.
+            spark = node.gateway.id == WITH_JVM
+            place = next((place for place in self.workqueue if needs_jvm(place) == spark), None)
+            if place is not None:
+                self.workqueue.move_to_end(place, last=False)
+            elif not spark and len(self.workqueue) < FEW and not any(map(needs_jvm, self.assigned_work[node])):
+                node.shutdown()
+                return
             super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 _SERVER = "SPARK_HVD_TESTS_SERVER"
-_SEEN_BY_FORKS = {"HOME"}
+_SEEN_BY_FORKS = {"HOME", "TORCHINDUCTOR_CACHE_DIR"}  # torch._dynamo sets the latter when it is imported
 
 # Modules that many ranks import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
 # Test functions import pytest, a fifth of a second, if they contain an assert.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import resource
@@ -67,6 +68,25 @@ def test_what_is_started_for_another_python_is_what_that_one_finds() -> None:
     assert [parent_of_a_rank(early) == one, parent_of_a_rank(elsewhere) == one] == [True, False]
     early.close()
     elsewhere.close()
+
+
+def test_here_the_server_of_a_run_is_a_fork_of_the_tests_own() -> None:
+    """Or each of pytest's processes would start servers that import torch once more."""
+    importlib.import_module("torch._dynamo")  # sets a variable of torch's
+    server = psutil.Process(parent_of_a_rank(fork_server({}, os.getpid())))
+    parents = [" ".join(each.cmdline()) for each in server.parents()]
+    assert "multiprocessing.forkserver" in parents[0], parents
+
+
+def test_a_server_that_was_killed_has_a_successor() -> None:
+    def run() -> int:
+        server: int = spark_hvd.run_local(os.getppid, num_proc=1, env={"HOME": "/of/two/runs"}, verbose=0)[0]
+        return server
+
+    killed = psutil.Process(run())
+    killed.kill()
+    killed.wait(20)
+    assert run() != killed.pid
 
 
 def test_which_outlive_their_runs() -> None:
@@ -216,7 +236,7 @@ def killed_with_its_server() -> str:
 
 
 def test_an_elastic_run_starts_a_new_server_and_blames_nobody() -> None:
-    env = {"OMP_NUM_THREADS": "5"}  # a server of its own
+    env: dict[str, str | None] = {"HOME": "/of/an/elastic/run"}  # a server of its own
     first, second = spark_hvd.run_elastic_local(
         killed_with_its_server, num_proc=2, host_failure_limit=1, env=env, verbose=0
     )

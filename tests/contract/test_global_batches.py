@@ -50,7 +50,7 @@ def batches_of(ranks: list[Feed[Any]], most: int = 10**6) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("window_rows", [None, 70])
-@pytest.mark.parametrize(("rows", "group_rows"), [(240, 13), (250, 200), (247, 50), (200, 1)])
+@pytest.mark.parametrize(("rows", "group_rows"), [(240, 13), (250, 200), (247, 50), (80, 1)])
 @pytest.mark.parametrize("order", ["shuffled", "in order", "in order, large"])
 def test_any_number_of_ranks(
     tmp_path: Path, rows: int, group_rows: int, order: str, window_rows: int | None, monkeypatch: pytest.MonkeyPatch

@@ -2,55 +2,77 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
-AGAIN_AND_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
-# In a process of its own, as what is tested lasts; the DNS counts questions and answers none.
-PROGRAM = """
-import socket, sys, threading, time
-from datetime import timedelta
-from torch.distributed import TCPStore
-from spark_hvd.transport.lookups import without_lookups
+from tests.ranks import ranks
 
-dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-dns.bind(("127.0.0.53", 53))
-asked = []
-def count():
-    while True:
-        asked.append(dns.recv(512))
-threading.Thread(target=count, daemon=True).start()
-if sys.argv[1] == "without":
-    without_lookups()
-began = time.monotonic()
-store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-print(len(asked), time.monotonic() - began < 4)
-try:
-    socket.getaddrinfo("example.test", 80)  # the user's own questions are asked
-except socket.gaierror:
-    print(len(asked) > 0)
-"""
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+CLONE_NEWNS = 0x00020000
+AGAIN_AND_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+
+
+def asked_for(way: str, config: str) -> tuple[int, bool, bool]:
+    """In a process of its own, as what is tested lasts: make a store where the DNS counts questions and answers none.
+
+    Returns:
+        The number of questions, whether the store was soon there, and whether the user's own questions are asked.
+    """
+    import socket
+    import threading
+    import time
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    from spark_hvd.transport.lookups import without_lookups
+
+    assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", config, "/etc/resolv.conf"], check=True)
+    dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    dns.bind(("127.0.0.53", 53))
+    asked: list[bytes] = []
+
+    def count() -> None:
+        while True:
+            asked.append(dns.recv(512))
+
+    threading.Thread(target=count, daemon=True).start()
+    if way == "without":
+        without_lookups()
+    began = time.monotonic()
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    of_the_store, soon = len(asked), time.monotonic() - began < 4
+    del store
+    try:
+        socket.getaddrinfo("example.test", 80)
+    except socket.gaierror:
+        return of_the_store, soon, len(asked) > of_the_store
+    raise AssertionError("a DNS that is silent has answered")
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> list[str]:
-    """A command before a command that runs it where the DNS is one of ours."""
-    config = tmp_path / "resolv.conf"
-    config.write_text("nameserver 127.0.0.53\noptions timeout:1 attempts:1\n")
-    by = ["unshare", "--mount", "sh", "-c", f'mount --bind {config} /etc/resolv.conf && exec "$@"', "sh"]
-    tried = subprocess.run([*by, "true"], capture_output=True, text=True)
+def config(tmp_path: Path) -> str:
+    """A file that names our DNS."""
+    file = tmp_path / "resolv.conf"
+    file.write_text("nameserver 127.0.0.53\noptions timeout:1 attempts:1\n")
+    bind = ["mount", "--bind", str(file), "/etc/resolv.conf"]
+    tried = subprocess.run(["unshare", "--mount", *bind], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"not permitted here: {tried.stderr}")
-    return by
+    return str(file)
 
 
 @pytest.mark.skipif(AGAIN_AND_AGAIN, reason="before 2.9 torch looks names up whether or not a look-up has failed")
 @pytest.mark.parametrize(("way", "questions"), [("without", 0), ("with", 1)])
-def test_a_store_asks_for_no_names(elsewhere: list[str], way: str, questions: int) -> None:
-    done = subprocess.run([*elsewhere, sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [str(questions), "True", "True"], done.stderr
-    assert ("cannot be retrieved" in done.stderr) is (way == "with")
+def test_a_store_asks_for_no_names(config: str, way: str, questions: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with ranks(1, join=False) as rank:
+        assert rank.run(asked_for, way, config) == [(questions, True, True)]
+    assert ("cannot be retrieved" in capfd.readouterr().err) is (way == "with")

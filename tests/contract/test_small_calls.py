@@ -33,11 +33,11 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_all_that_suits_memory_goes_through_it(world: Ranks) -> None:
     def fn() -> None:
         wait_in_memory(10.0)
-        scales = [(1.0, 1.0), (0.5, 3.0)]
         for dtype in DTYPES:
             for shape in ((), (1,), (3, 5), (LARGEST // dtype.itemsize,)):
+                scales = [(1.0, 1.0), (0.5, 3.0)] if dtype.is_floating_point and shape == (3, 5) else [(1.0, 1.0)]
                 for op in (hvd.Sum, hvd.Average):
-                    for before, after in scales if dtype.is_floating_point else scales[:1]:
+                    for before, after in scales:
                         how = dict(op=op, prescale_factor=before, postscale_factor=after)
                         name = f"{dtype} {shape} {op} {before}"
                         expected = total(before) / (hvd.size() if op is hvd.Average else 1) * after
@@ -100,7 +100,7 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
                 given = whole[hvd.rank()]
                 rows = torch.cat([each.view(-1, *shape[1:]) for each in whole])
                 kinds[f"{dtype} {shape} gathered"] = functools.partial(hvd.allgather, given), rows
-                for root in range(size):
+                for root in range(size) if dtype is torch.float32 else (size - 1,):
                     kinds[f"{dtype} {shape} from {root}"] = functools.partial(hvd.broadcast, given, root), whole[root]
         numbers = torch.tensor([1.0, math.nan if hvd.rank() == 0 else 2.0, math.inf, -0.5 * hvd.rank()])
         lowest = torch.tensor([1.0, math.nan, math.inf, -0.5 * (size - 1)])

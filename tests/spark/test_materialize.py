@@ -105,13 +105,13 @@ def test_one_partition_has_row_groups_for_all_ranks(spark: SparkSession, store: 
 
 
 def test_large_rows_make_row_groups_of_bounded_size(spark: SparkSession, store: Store) -> None:
-    df = spark.range(0, 1200, numPartitions=1).select(F.array_repeat(F.rand(1), 10_000).alias("x"))
-    train, _ = write(df, store, num_proc=1, partitions_per_process=1)  # 48 MB in rows of 40 kB
+    df = spark.range(0, 700, numPartitions=1).select(F.array_repeat(F.rand(1), 10_000).alias("x"))
+    train, _ = write(df, store, num_proc=1, partitions_per_process=1)  # 28 MB in rows of 40 kB
     assert train.column("x").shape == (10_000,)
     sizes = [group.rows for group in train.row_groups]
-    assert sum(sizes) == 1200
+    assert sum(sizes) == 700
     assert max(sizes) * 40_004 <= 1.5 * 2**24
-    assert len(sizes) <= 4
+    assert len(sizes) in (2, 3)
 
 
 @pytest.mark.slow
