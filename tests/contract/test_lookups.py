@@ -12,7 +12,7 @@ import torch
 AGAIN_AND_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 # In a process of its own, as what is tested lasts; the DNS counts questions and answers none.
 PROGRAM = """
-import socket, sys, threading, time
+import socket, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
 from spark_hvd.transport.lookups import without_lookups
@@ -26,9 +26,8 @@ def count():
 threading.Thread(target=count, daemon=True).start()
 if sys.argv[1] == "without":
     without_lookups()
-began = time.monotonic()
 store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-print(len(asked), time.monotonic() - began < 4)
+print(len(asked))
 try:
     socket.getaddrinfo("example.test", 80)  # the user's own questions are asked
 except socket.gaierror:
@@ -52,5 +51,5 @@ def elsewhere(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(("way", "questions"), [("without", 0), ("with", 1)])
 def test_a_store_asks_for_no_names(elsewhere: list[str], way: str, questions: int) -> None:
     done = subprocess.run([*elsewhere, sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [str(questions), "True", "True"], done.stderr
+    assert done.stdout.split() == [str(questions), "True"], done.stderr
     assert ("cannot be retrieved" in done.stderr) is (way == "with")
