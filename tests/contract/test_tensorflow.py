@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -174,3 +175,22 @@ def test_ranks_draw_random_numbers_of_their_own(seed: int | None) -> None:
         _, (first, other, again) = job.ranks[0].await_("value")
     assert first != other
     assert (first == again) is (seed is not None)
+
+
+def names_of_horovod() -> list[str]:
+    """The modules of TensorFlow and Keras in the package ``horovod``, all of whose names have been asked for."""
+    import spark_hvd.horovod  # noqa: F401
+    from spark_hvd.horovod.names import TABLE
+
+    found = [name for name in TABLE if "tensorflow" in name or "keras" in name]
+    for name in found:
+        module = importlib.import_module(name)
+        for attribute in dir(module):
+            getattr(module, attribute)
+    return found
+
+
+def test_every_name_of_horovod_is_found() -> None:
+    with elastic_job(names_of_horovod, count=1, preload=PRELOAD) as job:
+        _, found = job.ranks[0].await_("value")
+    assert {"horovod.tensorflow", "horovod.keras", "horovod.tensorflow.keras"} <= {*found}
