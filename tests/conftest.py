@@ -90,8 +90,12 @@ def place_of(test: str) -> str:
         return folder
     if folder == "multihost":
         return f"multihost/{'two slots' if below[0] in _TWO_SLOTS else 'the others'}"
+    if folder == "spark" and "cluster" in below[0]:
+        return "cluster"
+    if folder == "spark" and "keras" in test.partition("::")[2].partition("[")[0]:
+        return "spark/keras"  # which it takes 20 seconds of CPU to load, here and for ranks
     place = f"{folder}/{below[0]}"
-    return "cluster" if folder == "spark" and "cluster" in below[0] else _TOGETHER.get(place, place)
+    return _TOGETHER.get(place, place)
 
 
 def needs_jvm(place: str) -> bool:
