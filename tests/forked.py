@@ -7,6 +7,7 @@ once for each environment in which a test starts a run. The server is that of mu
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -66,8 +67,7 @@ def fork(target: Callable[..., object], *args: Any, preload: Sequence[str] = ())
     forked = _context().Process(
         target=_run, args=(_environ or {**os.environ}, sys.path, output, target, args), daemon=True
     )
-    server = _server_with(tuple(preload)) if preload else forkserver._forkserver
-    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+    with _asking(_server_with(tuple(preload))) if preload else contextlib.nullcontext():
         forked.start()
     for stream in output:
         stream.close()
@@ -92,6 +92,10 @@ class _ServerWith(forkserver.ForkServer):
 
 
 _server_with = functools.cache(_ServerWith)
+
+
+def _asking(server: forkserver.ForkServer) -> Any:
+    return mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
 
 
 def _load_and_serve(listener: socket.socket, alive: Connection, modules: Sequence[str]) -> None:
