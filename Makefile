@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without compiled files each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test night gpu test-slow slow-alone slow-together all-together matrix lint docs format bench setup java clean
+.PHONY: demo test night gpu test-slow slow-alone slow-together all-together ahead matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
@@ -68,8 +68,13 @@ lint: setup
 	$(BIN)/mypy -p spark_hvd -p benchmarks
 	$(BIN)/lint-imports
 
+# What tests find made: the site of the documentation, and the simulated devices.
+ahead: docs
+	$(BIN)/python -m tests.gpu_sim.library
+
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/new
+	@rm -rf out/site && mv out/new out/site
 	@echo "Open out/site/index.html"
 
 format: setup

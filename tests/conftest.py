@@ -73,14 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     fork_run_servers()
 
 
-_LONG = {
-    "contract/test_keras.py",
-    "contract/test_tensorflow.py",
-    "gpu_sim/test_gpu_sim.py",
-    "oracle/test_taping.py",
-    "walk/test_mistakes.py",
-    "walk/test_pages.py",
+_TOGETHER = {
+    **dict.fromkeys(("contract/test_keras.py", "contract/test_tensorflow.py", "oracle/test_taping.py"), "tensorflow"),
+    **dict.fromkeys(("unit/test_docs_site.py", "unit/test_doors.py", "unit/test_modules.py"), "frameworks"),
+    **dict.fromkeys(("walk/test_mistakes.py", "walk/test_pages.py"), "walk"),
 }
+"""Files that share what takes long to load: ranks with TensorFlow, all frameworks in pytest's process, a program."""
+_LONG = {"frameworks", "gpu_sim/test_gpu_sim.py", "tensorflow", "walk"}
 """Places that take minutes."""
 _TWO_SLOTS = {"test_elastic_on_hosts.py", "test_faults.py"}
 """Files that share a cluster on hosts, and wait most of the time."""
@@ -91,11 +90,14 @@ def place_of(test: str) -> str:
     folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
     if not below:
         return folder
-    if "::test_pages_run[" in test:
-        return test.removeprefix("tests/")  # a program of its own
     if folder == "multihost":
         return f"multihost/{'two slots' if below[0] in _TWO_SLOTS else 'the others'}"
-    return "cluster" if folder == "spark" and "cluster" in below[0] else f"{folder}/{below[0]}"
+    if folder == "spark" and "cluster" in below[0]:
+        return "cluster"
+    if folder == "spark" and "keras" in test.partition("::")[2].partition("[")[0]:
+        return "spark/keras"  # which it takes 20 seconds of CPU to load, here and for ranks
+    place = f"{folder}/{below[0]}"
+    return _TOGETHER.get(place, place)
 
 
 def needs_jvm(place: str) -> bool:
@@ -164,7 +166,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         place = place_of(item.nodeid)
         folder = "spark" if needs_jvm(place) and place != "cluster" else place.split("/")[0]
-        folder = "long" if place.partition("::")[0] in _LONG else folder
+        folder = "long" if place in _LONG else folder
         return order.index(folder) if folder in order else len(order)
 
     items.sort(key=rank)
@@ -268,8 +270,10 @@ def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
     conf = context._jsc.sc().conf()
     before = conf.get("spark.python.daemon.module")
     conf.set("spark.python.daemon.module", module)
-    yield
-    conf.set("spark.python.daemon.module", before)
+    try:
+        yield
+    finally:
+        conf.set("spark.python.daemon.module", before)
 
 
 @contextlib.contextmanager
@@ -277,8 +281,10 @@ def workers_with(spark: SparkSession, *modules: str) -> Iterator[None]:
     """Fork new Python workers from a daemon that has imported these modules, because importing them takes seconds."""
     environment: Any = spark.sparkContext.environment
     environment["SPARK_HVD_TESTS_LOADED"] = " ".join(modules)
-    yield
-    del environment["SPARK_HVD_TESTS_LOADED"]
+    try:
+        yield
+    finally:
+        del environment["SPARK_HVD_TESTS_LOADED"]
 
 
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:

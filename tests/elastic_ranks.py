@@ -6,7 +6,6 @@ import contextlib
 import copy
 import faulthandler
 import functools
-import importlib
 import os
 import queue
 import signal
@@ -115,10 +114,8 @@ class PipeLauncher:
         return bool(fields[0])
 
 
-def _nursery(address: Any, preload: tuple[str, ...]) -> None:
-    """Run a fork server of ranks, after loading these modules and what optimizers import, which takes seconds."""
-    for name in preload:
-        importlib.import_module(name)
+def _nursery(address: Any) -> None:
+    """Run a fork server of ranks, after loading what optimizers import, which takes seconds."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = Client(address)
@@ -212,7 +209,7 @@ class _Nursery:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._listener = Listener("\0" + "-".join(["spark_hvd-elastic-ranks", str(os.getpid()), *preload]))
-        fork(_nursery, self._listener.address, preload)
+        fork(_nursery, self._listener.address, preload=preload)
         self._orders = self._listener.accept()
 
     def fork(self) -> tuple[Connection, int]:

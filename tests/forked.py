@@ -7,18 +7,22 @@ once for each environment in which a test starts a run. The server is that of mu
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
+import importlib
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, process, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, arbitrary_address
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 _SERVER = "SPARK_HVD_TESTS_SERVER"
 _SEEN_BY_FORKS = {"HOME", "TORCHINDUCTOR_CACHE_DIR"}  # torch._dynamo sets the latter when it is imported
@@ -38,6 +42,7 @@ _LOADED = [
 
 _PROGRAM = process.current_process()  # in a fork, that of the server
 _environ: dict[str, str] = {}
+_set_by_modules: dict[str, str] = {}
 
 
 def share_server() -> None:
@@ -48,19 +53,57 @@ def share_server() -> None:
     os.environ[_SERVER] = server._forkserver_address
 
 
-def fork(target: Callable[..., object], *args: Any) -> ForkServerProcess:
+def fork(target: Callable[..., object], *args: Any, preload: Sequence[str] = ()) -> ForkServerProcess:
     """Run a function in a fork of the server, which starts if no process above has started it.
 
     The fork has the environment that this process had before any test, and writes where this process writes.
+
+    Args:
+        target: The function, which must belong to a module.
+        args: Its arguments.
+        preload: Modules that take seconds to import. This process has a second server for them, a fork of the first.
     """
     output = [Connection(os.dup(number)) for number in (1, 2)]
     forked = _context().Process(
         target=_run, args=(_environ or {**os.environ}, sys.path, output, target, args), daemon=True
     )
-    forked.start()
+    with _asking(_server_with(tuple(preload))) if preload else contextlib.nullcontext():
+        forked.start()
     for stream in output:
         stream.close()
     return forked
+
+
+class _ServerWith(forkserver.ForkServer):
+    """A server that has loaded more modules; it ends with the process that asks it."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__()
+        address = arbitrary_address("AF_UNIX")
+        alive, self._forkserver_alive_fd = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener, Connection(alive) as watched:
+            listener.bind(address)
+            listener.listen()
+            fork(_load_and_serve, listener, watched, modules)
+        self._forkserver_address = address
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+
+
+_server_with = functools.cache(_ServerWith)
+
+
+def _asking(server: forkserver.ForkServer) -> Any:
+    return mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+
+
+def _load_and_serve(listener: socket.socket, alive: Connection, modules: Sequence[str]) -> None:
+    before = {**os.environ}
+    for name in modules:
+        importlib.import_module(name)
+    _set_by_modules.update(item for item in os.environ.items() if item not in before.items())
+    forkserver.main(listener.detach(), alive.fileno(), [])
 
 
 def fork_run_servers() -> None:
@@ -107,7 +150,7 @@ def _run(
     for number, stream in enumerate(output, 1):
         os.dup2(stream.fileno(), number)
         stream.close()
-    _adopt(environ, path)
+    _adopt({**environ, **_set_by_modules}, path)
     target(*args)
 
 

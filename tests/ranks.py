@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +23,6 @@ import cloudpickle
 from tests.forked import fork
 
 SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
@@ -79,7 +75,7 @@ class Ranks:
             timeout: Seconds until a collective fails, and until a call of run() does.
             join: Whether the ranks join a world of spark_hvd at the start. Otherwise they only have the environment.
             hosts: The host name of each rank, equal for ranks of one host; by default the same for all.
-            preload: Modules that take seconds to import. Rank 0 imports them, and forks the others.
+            preload: Modules that take seconds to import, and that the ranks have loaded.
         """
         self.size = size
         self._timeout = timeout
@@ -125,9 +121,8 @@ class Ranks:
         return answer
 
     def _exit_code(self, rank: int) -> int | None:
-        process = self.processes[min(rank, len(self.processes) - 1)]
-        process.join(5)
-        return process.exitcode
+        self.processes[rank].join(5)
+        return self.processes[rank].exitcode
 
     def close(self) -> None:
         """End the processes, by force if a rank hangs."""
@@ -236,33 +231,17 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
 def start_ranks(
     serve: Callable[..., None], calls: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()
 ) -> list[ForkServerProcess]:
-    """Start a process for each call of ``serve``. With ``preload``, start one process, which forks the others.
+    """Start a process for each call of ``serve``.
 
     Args:
         serve: The function that ranks run; it must belong to a module.
-        calls: Arguments of each call. Their sockets and pipes are closed here, and in the other ranks.
-        preload: Modules that take seconds to import.
+        calls: Arguments of each call. Their sockets and pipes are closed here.
+        preload: Modules that the processes have loaded; see :func:`tests.forked.fork`.
     """
-    processes = [fork(_load_and_fork, preload, serve, calls)] if preload else [fork(serve, *call) for call in calls]
+    processes = [fork(serve, *call, preload=preload) for call in calls]
     for call in calls:
         _close_all(call)
     return processes
-
-
-def _load_and_fork(preload: Sequence[str], serve: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-    for name in preload:
-        importlib.import_module(name)
-    mine, *others = calls
-    for call in others:
-        if os.fork() == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            mine = call
-            break
-    for call in calls:
-        if call is not mine:
-            _close_all(call)
-    serve(*mine)
-    os._exit(0)
 
 
 def _close_all(call: tuple[Any, ...]) -> None:

@@ -60,7 +60,7 @@ def test_by_mpi() -> None:
     assert_all_differ([*first])
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day: tests/contract/test_tensorflow.py, whose ranks have TensorFlow loaded
 def test_tensorflow() -> None:
     pytest.importorskip("tensorflow")
     env = {"SPARK_HVD_PRELOAD": "tensorflow"}

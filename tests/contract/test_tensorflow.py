@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -113,7 +114,15 @@ def shares_of_threads() -> list[float]:
     return sorted((each / sum(spent) for each in spent), reverse=True)
 
 
-@pytest.mark.parametrize(("threads", "alone"), [("1", True), pytest.param("2", False, marks=pytest.mark.night)])
+def test_a_rank_of_a_run_is_told_how_many_threads_it_has() -> None:
+    """As the next test but one shows, TensorFlow heeds these variables."""
+    names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    told = run_local(lambda: [os.environ[name] for name in names], num_proc=1, env={"OMP_NUM_THREADS": "1"})
+    assert told == [["1", "2"]]
+
+
+@pytest.mark.night  # by day: the tests beside this one
+@pytest.mark.parametrize(("threads", "alone"), [("1", True), ("2", False)])
 def test_a_rank_computes_in_as_many_threads_as_it_has_cores(threads: str, alone: bool) -> None:
     (shares,) = run_local(shares_of_threads, num_proc=1, env={"OMP_NUM_THREADS": threads})
     assert (shares[0] > 0.95) is alone, shares
@@ -145,3 +154,43 @@ def test_so_does_one_that_others_have_launched(threads: int | None) -> None:
         _, (told, share) = job.ranks[0].await_("value")
     assert any("one thread to run operations" in each for each in told) is (threads == 1)
     assert share > 0.95
+
+
+def drawn(seed: int | None, streams: list[int]) -> list[float]:
+    """What the ranks of a run with these streams draw first."""
+    import tensorflow as tf
+
+    from spark_hvd.runner.rank.process import RandomState
+
+    found = []
+    for stream in streams:
+        RandomState(seed, stream).start()
+        found.append(float(tf.random.uniform(())))
+    return found
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_ranks_draw_random_numbers_of_their_own(seed: int | None) -> None:
+    with elastic_job(drawn, seed, [0, 1, 0], count=1, preload=PRELOAD) as job:
+        _, (first, other, again) = job.ranks[0].await_("value")
+    assert first != other
+    assert (first == again) is (seed is not None)
+
+
+def names_of_horovod() -> list[str]:
+    """The modules of TensorFlow and Keras in the package ``horovod``, all of whose names have been asked for."""
+    import spark_hvd.horovod  # noqa: F401
+    from spark_hvd.horovod.names import TABLE
+
+    found = [name for name in TABLE if "tensorflow" in name or "keras" in name]
+    for name in found:
+        module = importlib.import_module(name)
+        for attribute in dir(module):
+            getattr(module, attribute)
+    return found
+
+
+def test_every_name_of_horovod_is_found() -> None:
+    with elastic_job(names_of_horovod, count=1, preload=PRELOAD) as job:
+        _, found = job.ranks[0].await_("value")
+    assert {"horovod.tensorflow", "horovod.keras", "horovod.tensorflow.keras"} <= {*found}

@@ -17,13 +17,17 @@ from torch.utils.data import DataLoader
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import run_local
-from tests.walk.test_pages import ROOT, blocks
+from spark_hvd.runner.config import PRELOAD
+from tests.walk.pages import blocks
+from tests.walk.stranger import ROOT
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.slow
 
 ROWS, STEPS = 100, 7  # of an epoch, on two ranks
+HEAVY = "transformers.trainer,transformers.models.bert.modeling_bert"
+"""Modules that six ranks would import: four seconds of CPU each."""
 
 
 def callback() -> str:
@@ -79,7 +83,8 @@ def test_it_goes_on_after_its_last_checkpoint(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         rows = {"train": pa.table({"n": range(ROWS)})}
         arguments = (callback(), str(tmp_path / name), killed_after)
-        first, second = run_local(train, arguments, num_proc=2, data=rows, max_restarts=1, verbose=0)
+        env = {PRELOAD: f"{os.environ[PRELOAD]},{HEAVY}"}
+        first, second = run_local(train, arguments, num_proc=2, data=rows, max_restarts=1, env=env, verbose=0)
         assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
         return first
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.gpu_sim.library import compiled, compiler
 from tests.gpu_sim.order import Launch, as_launches, faults_of_order
 from tests.gpu_sim.reached import ROOT, files, written_for_cuda
 
@@ -29,21 +29,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """The simulated devices, compiled."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
+    if (by := compiler()) is None:
         if os.environ.get("CI"):
             pytest.fail("there is no C++ compiler, and CI must run the simulated devices: install g++")
         pytest.skip("there is no C++ compiler for the simulated devices: install g++")
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA itself: run tests/gpu instead")
-    root = Path(torch.__file__).parent
-    made = tmp_path_factory.mktemp("gpu_sim") / "device.so"
-    includes = [f"-isystem{root / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
-    command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", *includes, str(HERE / "device.cpp"), "-o", str(made)]
-    subprocess.run([*command, f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"], check=True, timeout=110)
-    return made
+    return compiled(by)
 
 
 def names_of(module: str) -> list[str]:

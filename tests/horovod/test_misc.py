@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import LastingWorld, alive, lasting, needs_gpus
-from tests.ranks import wait_until
+from tests.ranks import SECONDS, wait_until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -132,7 +132,7 @@ def test_calls_are_sent_without_being_waited_for(three: LastingWorld, tmp_path: 
             ended = Path(folder, str(busy))
             handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name=f"while {busy} is busy")
             if hvd.rank() == busy:
-                wait_until(ended.exists)
+                wait_until(ended.exists, SECONDS)
             assert handle.wait().tolist() == [3.0]
             ended.touch()
 

@@ -45,7 +45,7 @@ from spark_hvd.horovod.names import REFUSED, TABLE
 assert not {"torch", "horovod", "pyspark"} & sys.modules.keys(), "names cost nothing before they are asked for"
 for name, served in TABLE.items():
     if name in REFUSED or "tensorflow" in name or "keras" in name:
-        continue  # theirs is the next test; MXNet is not installed
+        continue  # theirs are in tests/contract/test_tensorflow.py; MXNet is not installed
     module = importlib.import_module(name)
     for attribute in dir(module):
         getattr(module, attribute)
@@ -70,23 +70,6 @@ for name in [*REFUSED, "horovod.nothing", "horovod.ray.runner"]:
         assert name == "horovod.nothing" or any(why in str(error) for why in REFUSED.values()), error
     else:
         assert name == "horovod.mxnet", name
-""")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_names_of_other_frameworks() -> None:
-    pytest.importorskip("tensorflow")
-    done = python("""
-import os, importlib
-os.environ["KERAS_BACKEND"] = "tensorflow"
-import spark_hvd.horovod
-from spark_hvd.horovod.names import TABLE
-for name in TABLE:
-    if "tensorflow" in name or "keras" in name:
-        module = importlib.import_module(name)
-        for attribute in dir(module):
-            getattr(module, attribute)
 """)
     assert done.returncode == 0, done.stderr
 

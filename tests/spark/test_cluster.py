@@ -126,12 +126,15 @@ def test_too_few_slots_are_waited_for_a_moment_and_named_with_the_settings(
 DYNAMIC = r"spark\.dynamicAllocation\.enabled=false"
 
 
-def test_dynamic_allocation_is_refused(cluster: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked_for", [{}, {"gpus_per_proc": 1}])
+def test_dynamic_allocation_is_refused(
+    cluster: SparkSession, monkeypatch: pytest.MonkeyPatch, asked_for: dict[str, int]
+) -> None:
     asked = on_spark.conf
     changed = {"spark.dynamicAllocation.enabled": "true"}
     monkeypatch.setattr(on_spark, "conf", lambda session, key: changed.get(key) or asked(session, key))
     with pytest.raises(ClusterError, match=DYNAMIC):
-        run(lambda: 1, num_proc=2, spark=cluster)
+        run(lambda: 1, num_proc=2, spark=cluster, **asked_for)
 
 
 def count_and_wait(folder: str) -> None:
@@ -189,7 +192,7 @@ def test_values_too_large_for_the_heap_come_all_the_same(cluster: SparkSession) 
     assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
 
 
-@pytest.mark.night  # by day with such a setting alone, above, and with such a session in test_gpus.py
+@pytest.mark.night  # by day with such a setting alone, above
 def test_dynamic_allocation_is_refused_at_once() -> None:
     session = start_session(LOCAL_CLUSTER, **{"spark.dynamicAllocation.enabled": "true"})
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from spark_hvd.runner import cli
 from tests.conftest import not_activated, wait_until
@@ -111,16 +112,21 @@ def test_data_of_a_path(tmp_path: Path, elastic: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_is_well_or_raises_or_is_killed(folder: Path) -> None:
-    code, out, err = finish([*PROGRAM, "run", "-np", "2", "--quiet", "train.py", "ok"], folder)
-    assert (code, out, err) == (0, "", "")
-    (folder / "bad.py").write_text("def f():\n    raise KeyError('distance')\nf()\n")
-    code, _, err = finish([*PROGRAM, "run", "-np", "2", "python", "bad.py"], folder)
+def test_a_script_that_is_well_or_raises_or_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+    def ran(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.main, ["run", "-np", "2", *arguments])  # in this process, which has torch
+        return done.exit_code, done.output
+
+    assert ran("--quiet", "train.py", "ok") == (0, "")
+    Path("bad.py").write_text("def f():\n    raise KeyError('distance')\nf()\n")
+    code, said = ran("python", "bad.py")
     assert code == 1
-    assert "failed on host 127.0.0.1: KeyError: 'distance'" in err
-    assert "line 2, in f" in err
-    (folder / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
-    assert finish([*PROGRAM, "run", "-np", "2", "killed.py"], folder)[0] == 137
+    assert "failed on host 127.0.0.1: KeyError: 'distance'" in said
+    assert "line 2, in f" in said
+    Path("killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert ran("killed.py")[0] == 137
 
 
 @pytest.mark.night

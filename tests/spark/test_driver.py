@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import psutil
 import pytest
 
 from spark_hvd.runner import (
@@ -254,8 +255,10 @@ def test_a_driver_host_that_is_a_name_or_no_address_of_the_driver(
     assert ("spark.driver.bindAddress" in caplog.text) is warns
 
 
+# A program that ends by Ctrl-C is by day in test_command_line.py.
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.night)])
 @pytest.mark.slow
-def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) -> None:
+def test_ctrl_c_stops_every_rank_and_so_does_the_end_of_the_program(end: signal.Signals, tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import os, sys, time
         sys.path.insert(0, {str(ROOT)!r})
@@ -264,7 +267,7 @@ def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) ->
         import spark_hvd.torch as hvd
 
         def fn(seconds):
-            print("started", flush=True)
+            print("started", os.getpid(), flush=True)
             time.sleep(seconds)
             return hvd.rank()
 
@@ -285,44 +288,21 @@ def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) ->
         )
     assert process.stdout is not None
     lines: list[str] = []
-    for ranks in (2, 6):  # in the first run, and in the third
+    pids: list[int] = []
+    for ranks, number in ((2, signal.SIGINT), (6, end)):  # in the first run, and in the third
         for line in process.stdout:
             lines.append(line.strip())
-            if lines.count("[0] started") + lines.count("[1] started") == ranks:
+            if "] started " in line:
+                pids.append(int(line.split()[-1]))
+            if len(pids) == ranks:
                 break
         # While ranks start, the driver asks Spark about them, and Python loses an exception that a signal handler
         # raises in a finalizer, such as that of what Py4J returned.
         time.sleep(1)
-        os.kill(process.pid, signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT, errors.read_text()
+        os.kill(process.pid, number)
+    assert process.wait(30) == -end, errors.read_text()
     assert "interrupted, ranks alive: 0" in lines
     assert "then [0, 1]" in lines
-
-
-@pytest.mark.slow
-def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
-    import psutil
-
-    script = textwrap.dedent(f"""
-        import os, sys, time
-        sys.path.insert(0, {str(ROOT)!r})
-        from tests.conftest import LOCAL, start_session
-        import spark_hvd
-        spark = start_session(LOCAL)
-        spark_hvd.run(lambda: (print("pid", os.getpid(), flush=True), time.sleep(600)), num_proc=2)
-    """)
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    pids = []
-    for line in process.stdout:
-        if "pid" in line:
-            pids.append(int(line.split()[-1]))
-        if len(pids) == 2:
-            break
-    process.kill()
-    process.wait()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
 
 

@@ -85,6 +85,8 @@ def test_elastic_digits() -> None:
 
 TOGETHER = """
 import runpy, sys
+from pyspark.sql import SparkSession
+SparkSession.stop = lambda session: None  # the next program has it, and the processes that have torch
 for program in sys.argv[1:]:
     sys.argv = program.split()
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -100,7 +102,7 @@ def estimators_auc(printed: str) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_flights(tmp_path: Path) -> None:
-    """Both programs of `make demo` in one process: most of their time would be the start of Spark and of torch."""
+    """Both programs of `make demo` in one session: most of their time would be the start of Spark and of torch."""
     small = f"--rows 20000 --epochs 4 --out {tmp_path}"
     programs = [f"{EXAMPLES}/flights.py {small}", f"{EXAMPLES}/flights_estimator.py {small} --trees 1"]
     done = run(["-c", TOGETHER, *programs], timeout=580)

@@ -94,7 +94,7 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
         assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).profile.id != first.id
 
 
-@pytest.mark.night  # by day: tests/unit/test_profiles.py, and test_every_rank_sees_its_own_gpus_and_nothing_else
+@pytest.mark.night  # by day: tests/unit/test_profiles.py, test_too_few_slots.py and test_gpus.py
 def test_tasks_that_share_a_gpu(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path, each=1), "spark.task.resource.gpu.amount": "0.5"}
     with session_on("local-cluster[1,4,1024]", **settings) as session:
@@ -108,7 +108,7 @@ def test_tasks_that_share_a_gpu(tmp_path: Path) -> None:
             run(seen, num_proc=3, spark=session)
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day: tests/unit/test_gpus.py; that such an error is one of the setup, above
 def test_two_executors_that_report_the_same_gpu(tmp_path: Path) -> None:
     script = tmp_path / "same.sh"
     script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0"]}\'\n')
@@ -192,7 +192,7 @@ def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
             assert sorted(run(of_its_own, spark=session, verbose=0, **asked)) == expected, asked
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day with such a setting alone: test_cluster.py
 def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path), "spark.dynamicAllocation.enabled": "true"}
     with (

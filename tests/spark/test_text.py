@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators import ModelError, TextClassificationModel, TextClassifier
+from spark_hvd.estimators import ModelError, SparkBackend, TextClassificationModel, TextClassifier
 from spark_hvd.estimators.classifiers.tokens import as_tokenizer, trained_tokenizer
+from spark_hvd.runner.config import PRELOAD
 from tests.conftest import workers_with
 from tests.spark.estimator_support import Watched
 
@@ -33,11 +35,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow
 
 WORDS = {"fruit": ["apple", "pear", "plum"], "tree": ["oak", "elm", "ash"], "wind": ["gale", "storm", "breeze"]}
+HEAVY = "transformers.models.bert.modeling_bert"
+"""What ranks and workers would import: three seconds of CPU each."""
 
 
 @pytest.fixture(scope="module")
 def spark(spark: SparkSession) -> Iterator[SparkSession]:
-    with workers_with(spark, "transformers.models.bert.modeling_bert"):
+    with workers_with(spark, HEAVY):
         yield spark
 
 
@@ -69,7 +73,7 @@ def classifier(**changed: Any) -> TextClassifier:
         "model": config(),
         "text_col": "text",
         "label_col": "kind",
-        "num_proc": 2,
+        "backend": SparkBackend(2, env={PRELOAD: f"{os.environ[PRELOAD]},{HEAVY}"}, verbose=0),
         "epochs": 12,
         "batch_size": 16,
         "learning_rate": 0.01,
@@ -131,9 +135,7 @@ def test_a_folder_to_go_on_from(trained: TextClassificationModel, texts: DataFra
 
 @pytest.mark.night
 def test_several_classes_a_row_and_a_tokenizer_of_words(texts: DataFrame) -> None:
-    several = classifier(
-        label_col="has", tokenizer=whole_words(), max_length=12, epochs=10, backend=Watched(), num_proc=None
-    )
+    several = classifier(label_col="has", tokenizer=whole_words(), max_length=12, epochs=10, backend=Watched())
     model = several.setThreshold(0.4).fit(texts)
     assert model.classes == []
     rows = model.transform(texts).where("kind = 'fruit'").collect()

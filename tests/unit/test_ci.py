@@ -42,13 +42,17 @@ def ended(target: str, closing: str = CLOSING, status: int = 1) -> dict[str, str
         (ended("slow-alone"), [HOSTS], 0, (0, True)),
         (ended("slow-alone"), [HOSTS], 1, (1, True)),
         (ended("slow-alone") | ended("all-together", "4 passed, 1 error in 9.1s"), [HOSTS, OTHERS], 0, (0, True)),
+        (ended("all-together"), [OTHERS, HOSTS, "c"], 0, (0, True)),
         (ended("all-together"), [OTHERS, HOSTS, "c", "d"], 0, (1, False)),
         (ended("all-together"), [], 0, (1, False)),
         # Some tests may not have run, whatever the cache says about the others.
         (ended("slow-alone", status=2) | ended("all-together"), [OTHERS], 0, (1, False)),
         (ended("slow-alone", "bringing up nodes...", 1) | ended("all-together"), [OTHERS], 0, (1, False)),
+        # A closing line of pytest within a test's output is not that of this run.
+        (ended("all-together", f"{CLOSING}\n\n\nKilled", 1), [OTHERS], 0, (1, False)),
         (ended("slow-alone", "Killed", 137) | ended("all-together"), [OTHERS], 0, (1, False)),
         ({"slow-alone": "make: *** [Makefile:116: build/spark.jsa] Error 1\n"}, [OTHERS], 0, (1, False)),
+        (ended("ahead", "WARNING -  Doc file contains a link", 2), [], 0, (1, False)),
         (ended("lint", "E501 Line too long"), [], 0, (1, False)),
     ],
 )
@@ -71,5 +75,5 @@ def test_what_fails(
         path.chmod(0o755)
     shutil.copytree(RUN.parent, tmp_path / ".ci")
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "once more\n" in done.stdout) == expected, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform.models import memory_named
+from spark_hvd.runner.rank import own_gpu
 from spark_hvd.runner.rank.elastic import outlive_nccl
 from spark_hvd.runner.rank.gpus import (
     Choice,
@@ -26,6 +28,8 @@ from spark_hvd.runner.rank.gpus import (
 )
 from spark_hvd.runner.supervise.forkserver import has_started_cuda
 from spark_hvd.transport.host.pages import PINNED_PIECE, in_pieces
+from spark_hvd.transport.torch_private import HashStore
+from spark_hvd.world.layout import WorldLayout
 
 
 @pytest.mark.parametrize(
@@ -140,6 +144,15 @@ def test_one_gpu_each_leaves_the_choice_to_the_world() -> None:
 def test_one_gpu_handed_to_two_tasks_is_an_error(backend: str | None, board: str | None) -> None:
     with pytest.raises(GpuError, match="ranks 1 and 2 on host a were handed the same GPU 0 by Spark"):
         choose_backend(ranks(("b", "0", board), ("a", "0", board), ("a", "0", board)), backend, False)
+
+
+def test_ranks_learn_which_gpus_the_others_have() -> None:
+    kv, members = HashStore(), WorldLayout.from_hosts(["a", "a"]).ranks
+    with ThreadPoolExecutor(2) as pool:
+        same = [pool.submit(own_gpu.settle, me, GpuShare(("0",)), kv, None) for me in members]
+    for each in same:
+        with pytest.raises(GpuError, match="ranks 0 and 1 on host a were handed the same GPU 0 by Spark"):
+            each.result()
 
 
 def test_ranks_that_share_a_gpu_use_gloo_and_not_nccl() -> None:

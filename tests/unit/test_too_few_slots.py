@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ def lacking(monkeypatch: pytest.MonkeyPatch, there: int, ask: Ask, **settings: s
     monkeypatch.setattr(slots.spark_private, "count_executors", lambda spark: 2)
     settings = {f"spark.{name.replace('_', '.')}": value for name, value in settings.items()}
     spark: Any = SimpleNamespace(conf=SimpleNamespace(get=settings.get))
-    cpus = int(settings.get("spark.task.cpus", "1"))
-    resources = TaskResources(plan(Application(settings["spark.master"], task_cpus=cpus), ask), None)
+    cpus, gpus = int(settings.get("spark.task.cpus", "1")), settings.get("spark.task.resource.gpu.amount")
+    app = Application(settings["spark.master"], task_cpus=cpus, executor_gpus=1 if gpus else None)
+    resources = TaskResources(plan(replace(app, task_gpus=float(gpus) if gpus else None), ask), None)
     with pytest.raises(NotEnoughSlotsError) as caught:
         slots.wait_for_slots(spark, 10, 0.0, resources)
     return str(caught.value)
@@ -43,6 +45,12 @@ def test_ranks_are_counted_where_a_task_has_several(monkeypatch: pytest.MonkeyPa
     text = lacking(monkeypatch, 4, Ask(procs_per_task=2), master="yarn")
     assert text.startswith("num_proc=20, procs_per_task=2: 10 slots needed, 4 available")
     assert "fewer ranks, num_proc=8, or" in text
+
+
+def test_tasks_that_share_a_gpu_want_parts_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = lacking(monkeypatch, 4, Ask(), master="local-cluster[2,4,1024]", task_resource_gpu_amount="0.25")
+    assert text.startswith("num_proc=10: 10 slots wanted, 4 there: 2.5 GPUs wanted, 2 there (master local-cluster")
+    assert "spark.task.resource.gpu.amount=0.25" in text
 
 
 def test_where_there_is_no_slot_no_number_of_ranks_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,46 +9,14 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.walk.stranger import ROOT, typed
+from tests.walk.pages import ALONE, PAGES, PROGRAMS, RUNNABLE, blocks
+from tests.walk.stranger import typed
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(
-    r"^<!-- before it:\n(?P<unseen>.*?)^-->$"
-    r"|^(?:(?P<marker><!-- [^\n]* -->)\n)?```python[^\n]*\n(?P<code>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
-RUNNABLE = "<!-- runnable -->"
 REASON = re.compile(r"<!-- not run: \w.{5,} -->")
-
-
-def blocks(page: Path) -> list[re.Match[str]]:
-    return list(BLOCK.finditer(page.read_text()))
-
-
-def program(page: Path) -> str:
-    """The lines that run, each at the line that it has on the page, so that tracebacks point there."""
-    text, lines = page.read_text(), [""] * page.read_text().count("\n")
-    for block in BLOCK.finditer(text):
-        if block["unseen"] or block["marker"] == RUNNABLE:
-            part = "unseen" if block["unseen"] else "code"
-            first = text.count("\n", 0, block.start(part))
-            lines[first : first + block[part].count("\n")] = block[part].splitlines()
-    return "\n".join(lines).rstrip()
-
-
-PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
-# Pages with Horovod's words come last: their process has Horovod's dialect from then on.
-TOGETHER = [
-    "data", "estimators", "migrating-from-torchdistributor", "run-data", "README", "index", "networks", "run",
-    "quickstart", "tracking", "doctor", "elastic", "embeddings", "image-classifier", "local-sgd", "predict",
-    "transformers", "tutorial", "checkpoints", "collectives", "ddp", "progress", "timeline", "tuning",
-    "migrating-from-horovodrunner", "migrating-from-horovod",
-]  # fmt: skip
-"""Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
-RUNS = [TOGETHER, *([page] for page in PROGRAMS if page not in TOGETHER)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -69,12 +37,16 @@ def test_each_block_is_python_that_fits_the_page(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("pages", RUNS, ids=" ".join)
-def test_pages_run(pages: list[str], tmp_path: Path) -> None:
-    scripts = [tmp_path / "pages" / f"{page}.py" for page in pages]  # not where modules of these names would be found
-    scripts[0].parent.mkdir()
-    for script in scripts:
-        script.write_text(PROGRAMS[script.stem])
-    each = "import runpy, sys; [runpy.run_path(page, run_name='__main__') for page in sys.argv[1:]]"
-    typed(tmp_path, "-c", each, *map(str, scripts), timeout=880)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", sorted(PROGRAMS.keys() - {*ALONE}))
+def test_a_page_runs(told: dict[str, dict[str, Any]], page: str) -> None:
+    assert told[page]["message"] is None, told[page]["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALONE)
+def test_a_page_of_a_rank_runs(page: str, tmp_path: Path) -> None:
+    script = tmp_path / "pages" / f"{page}.py"  # not where a module of this name would be found
+    script.parent.mkdir()
+    script.write_text(PROGRAMS[page])
+    typed(tmp_path, str(script), timeout=280)

@@ -25,11 +25,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
 
 def hearing(place: MeetingPlace, path: Path) -> Any:
-    """A callback that begins an epoch when the one before has been validated, and writes down what it hears of them."""
+    """A callback that begins an epoch when the one before has been validated, and writes down what it hears of them.
+
+    It loads other weights on one rank before the training, and looks whether ranks have the same after each epoch.
+    """
 
     class Hears(keras.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
         def on_train_begin(self, logs: Any = None) -> None:
             self.heard: list[Any] = []
+            if hvd.rank() == 1:
+                self.model.set_weights([each + 1.0 for each in self.model.get_weights()])
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if hvd.rank() == 0:
@@ -37,6 +42,7 @@ def hearing(place: MeetingPlace, path: Path) -> Any:
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.heard.append(logs.get("val_loss"))
+            assert len(set(hvd.allgather_object(repr(self.model.get_weights())))) == 1
             if hvd.rank() == 0:
                 path.write_text(json.dumps(self.heard))
 
