@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from tests.oracle.cases import Case, cases
-from tests.oracle.training import Training
+from tests.oracle.training import ROWS, Training
 from tests.ranks import SECONDS, Ranks
 
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
@@ -72,16 +72,42 @@ def train(case: Case) -> dict[str, Any]:
     return Training(case, hvd.rank(), distribute, hvd.SyncBatchNorm).run()
 
 
+def alone(case: Case, order: torch.Tensor | None = None) -> dict[str, Any]:
+    """One process on everybody's rows."""
+    return Training(case, None, lambda optimizer: optimizer, nn.BatchNorm2d, order).run()
+
+
 def check(worlds: Worlds, case: Case) -> None:
     """Train it both ways, and compare."""
     try:
-        wanted = Training(case, None, lambda optimizer: optimizer, nn.BatchNorm2d).run()
+        wanted = alone(case)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError):
         return  # plain torch does not do that either
     outcomes = worlds.run(case)
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
     assert not failed, "\n".join(failed)
-    found = [value for _, value in outcomes]
+    try:
+        _compare(case, [value for _, value in outcomes], wanted)
+    except AssertionError:
+        if case.optimizer != "LBFGS" or not decided_by_rounding(case, wanted):
+            raise
+
+
+def decided_by_rounding(case: Case, wanted: dict[str, Any]) -> bool:
+    """Whether one process gives something else if it takes the same rows in another order.
+
+    LBFGS' line search compares losses that may be equal but for rounding.
+    """
+    for seed in range(5):
+        order = torch.randperm(case.ranks * ROWS, generator=torch.Generator().manual_seed(seed))
+        try:
+            _compare(case, [alone(case, order)], wanted)
+        except AssertionError:
+            return True
+    return False
+
+
+def _compare(case: Case, found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     losses = torch.tensor([each["losses"] for each in found], dtype=torch.float64)
     together = losses.mean(0) if case.reduction == "mean" else losses.sum(0)
     _close("losses", together, torch.tensor(wanted["losses"], dtype=torch.float64))

@@ -73,12 +73,17 @@ class Training:
         rank: This rank's number, None for the process that has all rows.
         distribute: Makes an optimizer distributed.
         norm: The class of a synchronized norm.
+        order: The order in which the one process takes the rows; it changes only rounding. By default the order of ranks.
     """
 
-    def __init__(self, case: Case, rank: int | None, distribute: Any, norm: type[nn.Module]) -> None:
+    def __init__(
+        self, case: Case, rank: int | None, distribute: Any, norm: type[nn.Module], order: torch.Tensor | None = None
+    ) -> None:
         torch.manual_seed(case.seed)
         torch.backends.cudnn.allow_tf32 = False
         self.case, self.rank = case, rank
+        mine = slice(None) if rank is None else slice(rank * ROWS, (rank + 1) * ROWS)
+        self.mine: slice | torch.Tensor = mine if order is None else order
         self.model = Net(case, norm).to(DEVICE)
         self.averaged = torch.optim.swa_utils.AveragedModel(self.model) if "ema" in case.parts else None
         params = list(self.model.parameters())
@@ -175,13 +180,12 @@ class Training:
         words = torch.randint(0, 7, (count, 4), generator=generator)
         pixels = torch.randn(count, 2, 3, 3, generator=generator)
         labels = torch.randn(count, 3, generator=generator)
-        mine = slice(None) if self.rank is None else slice(self.rank * ROWS, (self.rank + 1) * ROWS)
-        return words[mine].to(DEVICE), pixels[mine].to(DEVICE), labels[mine].to(DEVICE)
+        return words[self.mine].to(DEVICE), pixels[self.mine].to(DEVICE), labels[self.mine].to(DEVICE)
 
     def _branches(self, who: str) -> torch.Tensor | None:
         if who == "none" or (who == "some" and self.rank is not None and self.rank % 2 == 0):
             return None
-        ranks = torch.arange(self.case.ranks * ROWS).div(ROWS, rounding_mode="floor")[:, None]
+        ranks = torch.arange(self.case.ranks * ROWS).div(ROWS, rounding_mode="floor")[self.mine, None]
         if self.rank is not None:
             ranks = ranks[:ROWS] * 0 + 1
         return (ranks % 2).double() if who == "some" else torch.ones(len(ranks), 1, dtype=torch.float64)

@@ -98,7 +98,8 @@ class Recipe:
         if self.loss_name is None:
             return loss
         device = queue_of(self.process_set).communicator.fact_device
-        local = torch.tensor([float(loss)], dtype=torch.float64, device=device)
+        value = loss.item() if isinstance(loss, torch.Tensor) else loss
+        local = torch.tensor([value], dtype=torch.float64, device=device)
         reducing = Reducing(self.op)  # which treats ranks that have joined as the reducer does
         handle = start_allreduce(
             [local], self.loss_name, reducing, self.process_set, single_result, in_place=True, urgent=True
