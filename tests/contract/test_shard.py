@@ -72,10 +72,8 @@ def test_batches_in_each_form(shard: DatasetShard) -> None:
     assert sum(sums) == sum(range(ROWS))
     stacked = next(iter(shard.torch_batches(10, features=["half", "other"])))
     assert torch.equal(stacked["features"], torch.stack([tensors[0]["half"], tensors[0]["other"]], 1))
-    first, second = (next(iter(make(10, shuffle=True))) for make in (shard.torch_batches, shard.numpy_batches))
-    assert all(first[name].tolist() == second[name].tolist() for name in ("row", "half", "other"))
-    half, other = (first[name].untyped_storage().data_ptr() for name in ("half", "other"))
-    assert half == other, "columns of one type lie side by side"
+    first = next(iter(shard.torch_batches(10, shuffle=True)))
+    assert first["half"].untyped_storage().data_ptr() == first["other"].untyped_storage().data_ptr()
 
 
 def test_columns_of_every_kind_together(tmp_path: Path) -> None:

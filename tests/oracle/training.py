@@ -73,7 +73,7 @@ class Training:
         rank: This rank's number, None for the process that has all rows.
         distribute: Makes an optimizer distributed.
         norm: The class of a synchronized norm.
-        order: The order in which the one process takes the rows; it changes only rounding. By default the order of ranks.
+        order: The order of one process's rows, which changes only rounding. By default that of the ranks.
     """
 
     def __init__(
