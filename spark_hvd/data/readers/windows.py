@@ -234,8 +234,10 @@ class Round:
         """Return the place of each row of the pieces among the rows that the rank takes; -1 for other rows."""
         places = np.full(self.ends[-1], -1)
         places[stretches(self.starts, self.lengths)] = np.arange(self.rows)
+        if self.seed is None:
+            return places
         at = 0
-        for window, rows in self.windows.items() if self.seed else ():
+        for window, rows in self.windows.items():
             order = np.random.default_rng((*self.seed, window)).permutation(rows)
             places[at : at + rows] = places[at : at + rows][order]
             at += rows
