@@ -17,7 +17,9 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_hvd.transport.host.shared_memory import SharedArena, sum_share
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.shared_memory import sum_share
+from spark_hvd.transport.torch_private import TCPStore
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -32,10 +34,8 @@ def in_a_namespace_of_its_own() -> tuple[int, bool, list[float]]:
     Returns:
         The child's process ID, whether it has mapped the arenas, and what its own holds.
     """
-    import torch.distributed as dist
-
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
     reader, writer = os.pipe()
     assert ctypes.CDLL(None).unshare(CLONE_NEWPID | CLONE_NEWNS) == 0
     if child := os.fork():
