@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, process, resource_tracker
-from multiprocessing.connection import Connection, arbitrary_address
+from multiprocessing.connection import Connection, arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any

@@ -38,7 +38,7 @@ class Part:
     rows: int
     names: Sequence[str]
     layout: Layout
-    blocks: Sequence[Any]
+    blocks: list[Any]
     others: pa.Table
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class ColumnForm(Form[Part, Columns]):
         converted = [field.name for field in batch.schema if field.name in stacked or is_array_like(field.type)]
         layout = self._layout = self._layout or _layout_of(batch.select(converted).schema, stacks)
         together: Mapping[Any, Sequence[str]] = {**stacks, **{names: names for names in layout.matrix_names}}
-        arrays = self._convert(batch.select(converted), together) if converted else {}
+        arrays: dict[Any, Any] = self._convert(batch.select(converted), together) if converted else {}
         for name, array in arrays.items():
             shape, before = tuple(array.shape[1:]), self._shapes.setdefault(name, tuple(array.shape[1:]))
             if shape != before:

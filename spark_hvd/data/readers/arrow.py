@@ -172,7 +172,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
 
     def _load(self, pieces: Sequence[Piece], source: _Source[RowsT] | None) -> list[RowsT]:
         """Return the rows of pieces of one row group, from memory or from their source, by default :meth:`_whole`."""
-        source, loaded = source or self._whole(pieces), []
+        source, loaded = source or self._whole(pieces), list[Any]()
         for piece in pieces:
             kept = self._kept.get(piece)
             rows = source(piece, kept is None)
