@@ -1,7 +1,7 @@
 """The JVMs that tests start: their options, and an archive of the classes that Spark loads, which ``make`` writes once.
 
 A JVM that lives for minutes spends most of its time compiling, and loading 15,000 classes. These options halve that:
-the quick compiler only, one thread for garbage collection, and classes from the archive of an earlier JVM (Java's class
+the quick compiler only, with room for its code, one thread for garbage collection, and classes from the archive of an earlier JVM (Java's class
 data sharing). A JVM of another Java or Spark, which the archive does not fit, starts as if there were none.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHIVE = Path(__file__).resolve().parents[1] / "build" / "spark.jsa"
-_QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynamic=off"
+_QUICK = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=160m -XX:+UseSerialGC -Xlog:cds=off -Xlog:cds+dynamic=off"
 SHORT_LIVED = f"{_QUICK} -XX:SharedArchiveFile={ARCHIVE}" if ARCHIVE.exists() else _QUICK
 """Options for a JVM that lives for minutes."""
 

@@ -389,5 +389,5 @@ import spark_hvd.torch as hvd
 from spark_hvd.transport.mpi.progress import PROGRESS  # starts MPI
 PROGRESS.later(60.0, print)  # a thread keeps it moving
 """
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=250)
     assert done.stdout == "True True\n"

@@ -29,7 +29,7 @@ def run(program: str, size: int, folder: Path, *arguments: str, **env: str) -> t
         **env,
     )
     try:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=250)
     finally:
         process.terminate()
         process.wait(10)

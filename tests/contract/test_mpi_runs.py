@@ -198,7 +198,7 @@ def test_mpi4py_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_an_mpi_library_that_no_launcher_of_its_own_has_started_is_named() -> None:
     code = "from spark_hvd.transport.mpi import backend; backend.use(None, 0, 2)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert re.search(
         r"rank 0 of 2 .* rank 0 of 1 for MPI. mpi4py has loaded MPICH [0-9.]+\. .*mpi='openmpi'", done.stderr
     )

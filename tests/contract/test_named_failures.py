@@ -393,7 +393,7 @@ def test_programs_that_end(end: str, victim: int) -> None:
     processes = [
         subprocess.Popen(program, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
-    outputs = [process.communicate(timeout=60)[1] for process in processes]
+    outputs = [process.communicate(timeout=250)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], outputs
     assert ("ValueError: mine" in outputs[victim]) == ("mine" in end)
     assert re.search(rf"CollectiveError: .*rank {victim} \(on .*\) has left the world", outputs[1 - victim])

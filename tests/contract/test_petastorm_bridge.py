@@ -43,7 +43,7 @@ ROWS, GROUP = 400, 10
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

@@ -30,5 +30,5 @@ if __name__ == "__main__":
 
 def test_what_a_script_defines_reaches_processes_of_a_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=250)
     assert done.stdout.splitlines()[-1:] == ["[4, 9, 16, [0.0, 1.0]]"], done.stderr

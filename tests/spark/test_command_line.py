@@ -86,7 +86,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     process = start([*PROGRAM, "run", "-np", "2", "wait.py"], tmp_path)
     wait_until(lambda: sum(bool(path.read_text()) for path in tmp_path.glob("pid-*")) == 2, 120)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=250)
     assert (process.returncode, err) == (130, "spark-hvd: interrupted; all ranks were stopped\n")
     ranks = [Path("/proc", path.read_text()) for path in tmp_path.glob("pid-*")]
     wait_until(lambda: not any(rank.exists() for rank in ranks), 10)
@@ -137,7 +137,7 @@ def test_a_module_and_sigterm(folder: Path) -> None:
     process = start([*PROGRAM, "run", "-np", "1", "wait.py"], folder)
     wait_until((folder / "up").exists, 120)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=250)
     assert process.returncode == 143
 
 

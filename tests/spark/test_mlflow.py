@@ -243,7 +243,7 @@ def test_a_logged_model_predicts_the_same_without_us(df: DataFrame, tmp_path: Pa
         expected.append(model.transform(vectors).toPandas().drop(columns=vectors.columns))
         assert [each.name for each in info.signature.outputs] == list(expected[-1])
         uris.append(info.model_uri if number else "models:/lateness/1")
-    subprocess.run([sys.executable, "-c", LOADS, str(tmp_path), *uris], check=True, cwd=tmp_path, timeout=120)
+    subprocess.run([sys.executable, "-c", LOADS, str(tmp_path), *uris], check=True, cwd=tmp_path, timeout=250)
     for number, wanted in enumerate(expected):
         found = pd.read_pickle(tmp_path / f"predicted-{number}.pkl")
         assert list(found) == list(wanted)

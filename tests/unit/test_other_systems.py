@@ -15,7 +15,7 @@ from spark_hvd.runner.diagnosis.probe import _cores
 
 
 def said(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE + program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE + program], capture_output=True, text=True, timeout=250)
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 

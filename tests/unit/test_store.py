@@ -239,7 +239,7 @@ def test_a_killed_writer_leaves_the_old_content(kind: str, tmp_path: Path, s3: d
         "    file.write(os.urandom(1 << 20)); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(store), env=environment, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(store), env=environment, timeout=250)
     assert ended.returncode == -9
     assert store.read_bytes(path) == b"old"
     assert store.list(store.join("run")) == [path]
@@ -353,7 +353,7 @@ print(len(store.list(store.url)), store.read_bytes(store.join("child3")))
 def test_s3_works_in_forks_and_in_the_process_that_forked(s3: dict[str, Any]) -> None:
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
     start = time.monotonic()
-    out = subprocess.run([sys.executable, "-c", FORK], input=pickle.dumps(store), capture_output=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", FORK], input=pickle.dumps(store), capture_output=True, timeout=250)
     assert out.stdout.decode().splitlines() == ["[0, 0, 0, 0]", "5 b'1'"], out.stderr.decode()
     assert time.monotonic() - start < 30
 
