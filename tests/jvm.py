@@ -1,8 +1,9 @@
 """The JVMs that tests start: their options, and an archive of the classes that Spark loads, which ``make`` writes once.
 
 A JVM that lives for minutes spends most of its time compiling, and loading 15,000 classes. These options halve that:
-the quick compiler only, with room for its code, one thread for garbage collection, and classes from the archive of an earlier JVM (Java's class
-data sharing). A JVM of another Java or Spark, which the archive does not fit, starts as if there were none.
+the quick compiler only, with room for its code, one thread for garbage collection, and classes from the archive of an
+earlier JVM (Java's class data sharing). A JVM of another Java or Spark, which the archive does not fit, starts as if
+there were none.
 """
 
 from __future__ import annotations
