@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOME = Path(pyspark.__file__).parent
 _PORT = 7077
 DRIVER_PORTS = {"spark.driver.port": "7078", "spark.driver.blockManager.port": "7079"}
-"""Fixed, so that tests can block the hub's port, which is above 49151, without blocking Spark's."""
+"""Fixed, so that tests can block the hub's ports without blocking Spark's."""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from spark_hvd.runner import ExecutorLostError, RankFailedError, RunError, run
+from spark_hvd.runner import ExecutorLostError, Network, RankFailedError, RunError, run
 from spark_hvd.runner.channel.silence import HUB_PATIENCE
 from tests.conftest import wait_until
 from tests.multihost.hosts import Host
@@ -57,14 +57,15 @@ def reduce_by_name_for_ever(started: str) -> None:
 class Background:
     """A run in its own thread: the error with which it ends, and when."""
 
-    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any, ports: str | None = None) -> None:
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
         self.ended = 0.0
 
         def body() -> None:
             try:
-                self.values = run(fn, args, num_proc=2, spark=cluster.session, start_timeout=60)
+                network = Network(ports=ports)
+                self.values = run(fn, args, num_proc=2, spark=cluster.session, start_timeout=60, network=network)
             except BaseException as error:
                 self.error = error
             self.ended = time.monotonic()
@@ -175,8 +176,9 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
 
 
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65534")
-    training = Background(cluster, reduce_for_ever, str(tmp_path))
+    ports = "64000-64100"  # the kernel gives none of these to Spark's own connections
+    cluster.net.block(cluster.net[0], cluster.net.driver, ports)
+    training = Background(cluster, reduce_for_ever, str(tmp_path), ports=ports)
     victim = wait_started(cluster, tmp_path)[1]  # they have connected through rank 0
     cluster.net.cut(victim)
     cut = time.monotonic()
