@@ -73,7 +73,9 @@ ahead: docs
 	$(BIN)/python -m tests.gpu_sim.library
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/new
+	@mkdir -p build
+	@# --quiet would hide warnings from --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/new >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@rm -rf out/site && mv out/new out/site
 	@echo "Open out/site/index.html"
 

@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # until all tests are imported: what imports make stays
     if hasattr(config, "workerinput"):
-        if os.environ["PYTEST_XDIST_WORKER"] != WITH_JVM:
+        if os.environ["PYTEST_XDIST_WORKER"] != WITH_JVM and config.workerinput["workercount"] > 2:
             os.nice(5)
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
@@ -129,7 +129,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _assign_work_unit(self, node: Any) -> None:
             # A JVM uses a minute of CPU until it is warm: one process has Spark's tests until all others are taken.
-            spark = node.gateway.id == WITH_JVM
+            ids = {each.gateway.id for each in self.nodes}
+            spark = node.gateway.id == WITH_JVM or WITH_JVM not in ids  # which has crashed, or had nothing to do
             place = next((place for place in self.workqueue if needs_jvm(place) == spark), None)
             if place is not None:
                 self.workqueue.move_to_end(place, last=False)

@@ -25,7 +25,11 @@ from typing import Any
 from unittest import mock
 
 _SERVER = "SPARK_HVD_TESTS_SERVER"
-_SEEN_BY_FORKS = {"HOME", "TORCHINDUCTOR_CACHE_DIR"}  # torch._dynamo sets the latter when it is imported
+_SET_BY_LIBRARIES = {  # when torch._dynamo, Lightning, OpenCV, TensorFlow, Keras and scikit-learn are imported
+    "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "LD_LIBRARY_PATH", "TF2_BEHAVIOR", "TF_FORCE_GPU_ALLOW_GROWTH",
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+}  # fmt: skip
+_SEEN_BY_FORKS = {"HOME", *_SET_BY_LIBRARIES}
 
 # Modules that many ranks import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
 # Test functions import pytest, a fifth of a second, if they contain an assert.

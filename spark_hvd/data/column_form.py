@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +113,9 @@ class ColumnForm(Form[Part, Columns]):
             yield columns
 
     def kept(self, rows: Part) -> Part:
-        return replace(rows, blocks=copy.deepcopy(rows.blocks))
+        # Copying a slice of a tensor deeply would copy its whole storage.
+        copies = [block.clone() if isinstance(block, torch.Tensor) else block.copy() for block in rows.blocks]
+        return replace(rows, blocks=copies)
 
 
 def _layout_of(schema: pa.Schema, stacks: Mapping[str, Sequence[str]]) -> Layout:

@@ -3,10 +3,9 @@
 A rank that has stopped keeps its sockets and says nothing. To free whoever waits for it in a collective, the
 connections of the process groups are cut. While a group is being made, its connections are not known yet, and there is
 more to wait for: keys of the key-value store, and peers that should connect to Gloo's listeners. In that phase, every
-connection
-that was made since its start is cut, including those to the store, and the listeners are answered in place of the
-peers. This may hit a connection of a user's thread, if it was made in the few milliseconds that making a group takes,
-in a generation that breaks then.
+connection that was made since its start is cut, including those to the store, and the listeners are answered in place
+of the peers. This may hit a connection of a user's thread, if it was made in the few milliseconds that making a group
+takes, in a generation that breaks then.
 """
 
 from __future__ import annotations

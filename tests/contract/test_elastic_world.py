@@ -219,7 +219,7 @@ def prepares() -> list[str]:
 
     state = TrainState(model, optimizer)
     assert train.__name__ == "train"
-    assert train.__doc__ == "What it does."
+    assert train.__doc__ == "Make the steps."
     assert train(state, 7, word="first") == (7, "first")
     assert train(state, 8, word="second") == (8, "second")
     fails(TypeError, lambda: train(model, 1, word="no state"))  # type: ignore[type-var]

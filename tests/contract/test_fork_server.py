@@ -70,9 +70,11 @@ def test_what_is_started_for_another_python_is_what_that_one_finds() -> None:
     elsewhere.close()
 
 
-def test_here_the_server_of_a_run_is_a_fork_of_the_tests_own() -> None:
+def test_here_the_server_of_a_run_is_a_fork_of_the_tests_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or each of pytest's processes would start servers that import torch once more."""
     importlib.import_module("torch._dynamo")  # sets a variable of torch's
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "TF2_BEHAVIOR"):  # set by Lightning, TensorFlow
+        monkeypatch.setenv(name, "1")
     server = psutil.Process(parent_of_a_rank(fork_server({}, os.getpid())))
     parents = [" ".join(each.cmdline()) for each in server.parents()]
     assert "multiprocessing.forkserver" in parents[0], parents

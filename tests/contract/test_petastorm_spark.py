@@ -278,7 +278,7 @@ def test_bridged_keeps_name_and_behaviour() -> None:
         return 2 * x
 
     wrapped = bridge.bridged(double)
-    assert (wrapped(4), wrapped.__name__, wrapped.__doc__) == (8, "double", "Twice x.")
+    assert (wrapped(4), wrapped.__name__, wrapped.__doc__) == (8, "double", "Return twice x.")
 
 
 @pytest.fixture

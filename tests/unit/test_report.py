@@ -6,7 +6,7 @@ import json
 
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report
 
-FINE = Finding("slots", Level.OK, "4 there")
+FINE = Finding("slots", Level.OK, "4 available")
 BAD = Finding("disk <1>", Level.ERROR, "no space & no hope " + "word " * 40, "--conf a=b\nrm -r /x   # " + "y " * 60)
 ODD = Finding("clock", Level.WARNING, "late", "chronyc makestep")
 
@@ -14,7 +14,7 @@ ODD = Finding("clock", Level.WARNING, "late", "chronyc makestep")
 def test_the_table_is_aligned_and_keeps_to_its_width() -> None:
     lines = Report("num_proc=4 on yarn", (FINE, BAD, ODD), 1.26).table(80).splitlines()
     assert lines[0] == "spark_hvd doctor: num_proc=4 on yarn"
-    assert lines[2] == "OK       slots     4 there"
+    assert lines[2] == "OK       slots     4 available"
     assert max(map(len, lines)) <= 80
     assert {line.index("->") for line in lines if "->" in line} == {19}
     assert "                   -> --conf a=b" in lines
@@ -39,4 +39,4 @@ def test_ok_means_no_errors() -> None:
 def test_json() -> None:
     data = json.loads(Report("s", (FINE, BAD), 1.23456).to_json())
     assert (data["ok"], data["subject"], data["seconds"]) == (False, "s", 1.235)
-    assert data["findings"][0] == {"check": "slots", "level": "OK", "found": "4 there", "remedy": ""}
+    assert data["findings"][0] == {"check": "slots", "level": "OK", "found": "4 available", "remedy": ""}

@@ -20,7 +20,8 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """
     asked = [item.callspec.params for item in request.session.items if "told" in getattr(item, "fixturenames", ())]
     names = [*MISTAKES] if any("mistake" in params for params in asked) else []
-    pages = {"README", *(params["page"] for params in asked if "page" in params)}
+    pages = {params["page"] for params in asked if "page" in params}
+    pages |= {"README"} if pages else set()
     folder = tmp_path_factory.mktemp("walk")
     (folder / "pages").mkdir()  # where no module has a page's name
     for page in sorted(pages, key=lambda page: (page in LAST, page)):
