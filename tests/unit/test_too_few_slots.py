@@ -49,7 +49,9 @@ def test_ranks_are_counted_where_a_task_has_several(monkeypatch: pytest.MonkeyPa
 
 def test_tasks_that_share_a_gpu_want_parts_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     text = lacking(monkeypatch, 4, Ask(), master="local-cluster[2,4,1024]", task_resource_gpu_amount="0.25")
-    assert text.startswith("num_proc=10: 10 slots needed, 4 available: 2.5 GPUs needed, 2 available (master local-cluster")
+    assert text.startswith(
+        "num_proc=10: 10 slots needed, 4 available: 2.5 GPUs needed, 2 available (master local-cluster"
+    )
     assert "spark.task.resource.gpu.amount=0.25" in text
 
 
