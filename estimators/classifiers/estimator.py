@@ -21,7 +21,7 @@ from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.training import Collate, Inputs, adamw, warmup_and_decay
 from spark_hvd.estimators.data.columns import check_columns
-from spark_hvd.estimators.fit.estimator import session_to_fit
+from spark_hvd.estimators.fit.estimator import check_alone, session_to_fit
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import ROWS
 from spark_hvd.estimators.params import checks
@@ -102,6 +102,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
         for name in ("model", self._column, "label_col"):
             if settings[name] is None:
                 raise ValueError(f"{name} is missing: {type(self).__name__} needs it")
+        check_alone(settings["run_id"])
         column, label = settings[self._column], settings["label_col"]
         exact = tells_case_apart(session)
         check_columns(dataset.schema, [column], self._column, exact=exact)

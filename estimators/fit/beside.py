@@ -140,7 +140,7 @@ class Beside:
     ) -> None:
         self._place, self._validate, self._inherit = place, validate, inherit
         self._order, self._over, self._failed = Order(), threading.Event(), False
-        self._unpublished, self._told_at = False, time.monotonic()
+        self._unpublished, self._told_at = True, time.monotonic()
         self._kept = {int(row["epoch"]): row for row in history}
         self._thread = threading.Thread(target=inherit(self._watch), name="spark_hvd-validation", daemon=True)
 
@@ -156,8 +156,6 @@ class Beside:
             if epoch in known and each[1] and each[0] == generation_of(self._kept[epoch])
         }
         self._order.results.epochs = {**known, **finished}
-        self._place.clear(results=False)
-        self._place.publish(self._order.results)
         self._thread.start()
 
     def __exit__(
@@ -168,7 +166,8 @@ class Beside:
             turn.stop.set()
         self._thread.join()
         try:
-            self._place.clear(results=error is None)
+            if self._place.owner.is_owner:
+                self._place.clear(results=error is None)
         except StoreError as left:
             _log.warning("checkpoints of a validation are left behind: %s", left)
 
@@ -186,6 +185,8 @@ class Beside:
             turn.thread.join()
 
     def _look(self) -> None:
+        if not self._place.owner.is_owner:
+            return  # its ranks have not begun, or another fit of the run has
         order, turn = self._order, self._order.turn
         if turn is not None and (turn.thread is None or not turn.thread.is_alive()):
             self._unpublished = True

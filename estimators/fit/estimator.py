@@ -143,11 +143,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self._fit_on(dataset)
 
     def _fit_on(self, dataset: DataFrame) -> M:
-        if (run_id := self.value_of("run_id")) is not None and spark_private.fits_several_maps():
-            raise ValueError(
-                f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one run "
-                "resume each other, and all would return one model. Omit run_id, or fit each map by itself"
-            )
+        check_alone(self.value_of("run_id"))
         plan = self._plan()
         _check_validated(plan.settings, plan.settings["validation"])
         columns = _checked_columns(plan, dataset)
@@ -251,6 +247,15 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> M:
         raise NotImplementedError
+
+
+def check_alone(run_id: str | None) -> None:
+    """Raise a ValueError if this fit has a ``run_id`` and is one of several."""
+    if run_id is not None and spark_private.fits_several_maps():
+        raise ValueError(
+            f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one run "
+            "resume each other, and all would return one model. Omit run_id, or fit each map by itself"
+        )
 
 
 def session_to_fit(dataset: DataFrame) -> SparkSession:

@@ -79,7 +79,8 @@ def train_on_ranks(
         if rows is None and data is not None and data.rows < most:
             raise DataError(too_few(data.rows, what, most))
     checkpoints = Checkpoints(plan.store, spec.run_id, spec.fit_id)
-    spec = replace(spec, resume=plan.settings["run_id"] is not None and checkpoints.exists())
+    former = checkpoints.owner()  # before the checkpoint is read, so that one of a fit that begins meanwhile is noticed
+    spec = replace(spec, former_fit=former, resume=plan.settings["run_id"] is not None and checkpoints.exists())
     if not spec.returns_state:
         plan.store.check_writable()
     history = History()
@@ -96,7 +97,6 @@ def train_on_ranks(
             "run_id=%r has its %d epochs: its model is returned, nothing is trained", spec.run_id, len(history)
         )
     else:
-        checkpoints.claim()
         try:
             packed = pack(plan.objects, "the parameters")
 
@@ -144,7 +144,7 @@ def _validating(
         result: tuple[Ticket, dict[str, float]] | None = values[0]
         return result
 
-    return Beside(MeetingPlace(spec.store, spec.run_id), run, history, backend.inheriting)
+    return Beside(MeetingPlace(spec.store, spec.run_id, spec.fit_id), run, history, backend.inheriting)
 
 
 _FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backward_passes_per_step scale_lr precision"

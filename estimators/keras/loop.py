@@ -73,11 +73,11 @@ class _KerasFit(KerasMeasure):
         optimizer.build(model.trainable_variables)
         trained = {id(each) for each in model.trainable_variables}
         names = [name_of(place, each) for place, each in enumerate(model.weights) if id(each) in trained]
-        self.described = _described(self.job.objects.optimizer.config, names)
+        here = _described(self.job.objects.optimizer.config, names)
+        self.described = check_described((resumed or {}).get("described"), here, self.spec.run_id, self.job.warns)
         if self.spec.scale_lr:
             self.factor = hvd.size() / (resumed["size"] if resumed else 1)
         if resumed is not None:
-            check_described(resumed.get("described"), self.described, self.spec.run_id)
             names = [name_of(place, each) for place, each in enumerate(optimizer.variables)]
             _check_known(names, resumed["optimizer"], self.spec.run_id)
             for name, each in zip(names, optimizer.variables, strict=True):
@@ -104,6 +104,7 @@ class _KerasFit(KerasMeasure):
             list(job.objects.callbacks), model=model, verbose=0, epochs=spec.epochs, steps=job.steps
         )
         model.stop_training = False
+        job.begin()
         callbacks.on_train_begin()  # where one may load weights, on some hosts only
         self.keras_hvd.broadcast_variables([*model.weights, *self.optimizer.variables], 0)
         model.stop_training = model.stop_training or job.stopped

@@ -229,9 +229,9 @@ class _Fit:
         job, optimizers = self.job, self.trainer.optimizers
         schedulers = [each.scheduler for each in self.trainer.lr_scheduler_configs]
         options = [group for each in optimizers for group in options_of(each)]
-        self.described = described(self.module, optimizers, schedulers, options)
-        if job.resumed is not None:
-            check_described(job.resumed.get("described"), self.described, job.spec.run_id)
+        here = described(self.module, optimizers, schedulers, options)
+        self.described = check_described((job.resumed or {}).get("described"), here, job.spec.run_id, job.warns)
+        job.begin()
 
     def start(self) -> None:
         """Prepare for the first epoch."""

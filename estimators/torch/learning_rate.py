@@ -7,17 +7,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-import spark_hvd.torch as hvd
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.torch.sync import load_optimizer_state
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 """Keys of parameter groups under which torch's schedulers keep rates."""
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 _OWN_RATES = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "eta_min")
 """Attributes of schedulers with a rate, or one for each group."""
 
@@ -84,48 +84,58 @@ def described(
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group of parameters that are plain values."""
-    groups = [
-        {
-            name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
-            for name, each in group.items()
-        }
-        for group in optimizer.param_groups
-    ]
-    return [{name: each for name, each in group.items() if isinstance(each, _PLAIN)} for group in groups]
+    """Return the options of each group of parameters that a checkpoint can hold, as Python's own values."""
+    groups = [{name: _plain(each) for name, each in group.items()} for group in optimizer.param_groups]
+    return [{name: each for name, each in group.items() if _is_plain(each)} for group in groups]
 
 
-def check_described(saved: Mapping[str, Any] | None, here: Mapping[str, Any], run_id: str) -> None:
-    """Check that a checkpoint's state belongs to this optimizer and scheduler. Rank 0 warns of overridden options.
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    is_one = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if is_one else value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+def check_described(
+    saved: Mapping[str, Any] | None, here: dict[str, Any], run_id: str, warns: bool = True
+) -> dict[str, Any]:
+    """Check that a checkpoint's state belongs to this optimizer and scheduler.
 
     Args:
-        saved: The result of :func:`described` when it was written; None if an earlier version wrote it.
+        saved: The result of :func:`described` when it was written; None if an earlier version wrote it, or if there is
+            no checkpoint.
         here: The present result.
         run_id: The run's name, for messages.
+        warns: Whether to warn of options that the checkpoint overrides.
+
+    Returns:
+        What the next checkpoint records: ``here``, with the options that are in force.
 
     Raises:
         CheckpointError: It belongs to another optimizer or scheduler, or to other parameters.
     """
     if saved is None:
-        return
+        return here
     for what in ("optimizer", "lr_scheduler", "parameters of the optimizer"):
         if saved[what] != here[what]:
             raise CheckpointError(
                 f"run_id={run_id!r} resumes from the state of another {what}: {_short(saved[what])} then, "
                 f"{_short(here[what])} now. Pass what the run was started with, or another run_id"
             )
-    if hvd.is_initialized() and hvd.rank():
-        return
-    for before, now in zip(saved["options"], here["options"], strict=True):
+    for before, now in zip(saved["options"], here["options"] if warns else saved["options"], strict=True):
         for name in sorted(before.keys() & now.keys()):
             if before[name] != now[name]:
                 warnings.warn(
-                    f"run_id={run_id!r} keeps the options of its checkpoint, which began with "
-                    f"{name}={before[name]!r}: "
-                    f"{name}={now[name]!r} of the present optimizer has no effect. Pass another run_id to "
-                    "train with it",
+                    f"run_id={run_id!r} keeps the options of its checkpoint, which began with {name}={before[name]!r}: "
+                    f"{name}={now[name]!r} of the present optimizer has no effect. "
+                    "Pass another run_id to train with it",
                     stacklevel=2,
                 )
+    return {**here, "options": saved["options"]}
 
 
 def _short(value: Any) -> str:

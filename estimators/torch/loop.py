@@ -76,9 +76,9 @@ class _Loop(Measure):
         options = options_of(optimizer)
         steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
         scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
-        self.described = described(self.model, [optimizer], [scheduler] if scheduler else [], options)
+        here = described(self.model, [optimizer], [scheduler] if scheduler else [], options)
+        self.described = check_described((resumed or {}).get("described"), here, spec.run_id, self.job.warns)
         if resumed:
-            check_described(resumed.get("described"), self.described, spec.run_id)
             self.scaled = hvd.size() / resumed["size"] if spec.scale_lr else 1.0
             load(objects.lr_scheduler, optimizer, scheduler, resumed, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -94,6 +94,7 @@ class _Loop(Measure):
 
     def run(self) -> History:
         state, callbacks = self.state, self.job.objects.callbacks
+        self.job.begin()
         for callback in callbacks:
             callback.on_train_begin(state)
         while state.epoch < self.spec.epochs and not state.stop:

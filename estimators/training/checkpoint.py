@@ -1,8 +1,9 @@
 """Checkpoints of a run: written atomically, by one fit at a time, and verified when read.
 
-A file in the run's folder names the fit that writes there: the one that began last. A fit reads it before each save,
-and fails once another one has begun. So two programs cannot write one run's checkpoints in turn, nor can ranks that
-have outlived their program. If a program was killed, the next one need not wait.
+A file in the run's folder names the fit that writes there: the one that began last. A fit begins when its ranks have
+made all their checks. It reads the file before each save, and fails once another one has begun. So two programs cannot
+write one run's checkpoints in turn, nor can ranks that have outlived their program. If a program was killed, the next
+one need not wait. The file is no lock: a save that is under way when another fit begins still ends.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ class Checkpoints:
         """Return a text that differs for each checkpoint written; None if there is none."""
         return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
 
+    def owner(self) -> str | None:
+        """Return the fit that has claimed the checkpoints; None if there is none, or no other process can."""
+        path = self.store.checkpoint_path(self.run_id, _OWNER)
+        return self.store.read_bytes(path).decode() if self.fit is not None and self.store.exists(path) else None
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this fit has claimed the checkpoints, and no other one has since."""
+        return self.owner() == self.fit
+
     def claim(self) -> None:
         """Make this fit the one that writes the checkpoints; from now on, saves of others fail.
 
@@ -61,14 +72,13 @@ class Checkpoints:
         if self.fit is not None:
             self.store.write_bytes(self.store.checkpoint_path(self.run_id, _OWNER), self.fit.encode())
 
-    def check_owner(self) -> None:
-        """Check that no other fit has claimed the checkpoints.
+    def check_owner(self, former: str | None = None) -> None:
+        """Check that no fit but this one, or a ``former`` one, has claimed the checkpoints.
 
         Raises:
             StoreError: Another fit has, or the store cannot be read.
         """
-        path = self.store.checkpoint_path(self.run_id, _OWNER)
-        if self.fit is not None and self.store.exists(path) and self.store.read_bytes(path) != self.fit.encode():
+        if self.owner() not in (None, former, self.fit):
             raise StoreError(
                 f"run_id={self.run_id!r}: another fit has begun to train this run, and writes its checkpoints to "
                 f"{self.store.run_path(self.run_id)}. Expected one fit at a time, so this one ends. Wait for the other "

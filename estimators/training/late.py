@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import on_rank_0
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
@@ -91,6 +92,12 @@ class MeetingPlace:
 
     store: Store
     run_id: str
+    fit: str | None = None
+
+    @property
+    def owner(self) -> Checkpoints:
+        """The run's checkpoints, whose owner alone may write here."""
+        return Checkpoints(self.store, self.run_id, self.fit)
 
     def waiting(self) -> list[Ticket]:
         """Return the waiting checkpoints, the oldest first."""
@@ -143,6 +150,10 @@ class LateValidation:
         self._last_written: tuple[float, float] | None = None
         """When the driver last wrote, by its clock, and when this rank first saw it, by its own."""
 
+    def begin(self) -> None:
+        """Delete what an earlier fit of the run has left, on rank 0."""
+        self._place.clear(results=True)
+
     def ticket(self, epoch: int) -> Ticket:
         """Return the ticket of the checkpoint after an epoch, from 1."""
         return Ticket(hvd.generation(), epoch)
@@ -180,6 +191,7 @@ class LateValidation:
     def _results(self) -> Results:
         try:
             results = self._place.results()
+            self._place.owner.check_owner()  # its driver no longer writes for a fit that another one has replaced
         except StoreError:  # as on HDFS while the driver replaces the file, which is empty for a moment
             if self._failing_since is None:
                 self._failing_since = time.monotonic()

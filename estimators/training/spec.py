@@ -39,6 +39,7 @@ class TrainSpec:
         keeps_epochs: Whether the weights of each epoch are kept in the store.
         resume: Whether the run has a checkpoint to resume from.
         fit_id: Identifies the fit among those of the run; None if no other process can reach its checkpoints.
+        former_fit: The owner of the run's checkpoints when the driver read them.
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
         trainer: Arguments of LightningEstimator's Trainer.
@@ -85,6 +86,7 @@ class TrainSpec:
     keeps_epochs: bool = False
     resume: bool = False
     fit_id: str | None = None
+    former_fit: str | None = None
     returns_state: bool = False
     restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)

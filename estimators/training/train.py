@@ -45,8 +45,9 @@ class Framework(Protocol):
     def fit(self, job: Job) -> History:
         """Train on this rank, together with the others.
 
-        Do epochs ``len(job.history)`` to ``spec.epochs``, the first from ``job.partial_epoch`` on. Call ``job.save`` as
-        the last action of each epoch, because ranks may change there, and ``job.finish`` at the very end.
+        Call ``job.begin`` once the checkpoint is known to fit. Do epochs ``len(job.history)`` to ``spec.epochs``, the
+        first from ``job.partial_epoch`` on. Call ``job.save`` as the last action of each epoch, because ranks may
+        change there, and ``job.finish`` at the very end.
         """
 
 
@@ -120,6 +121,26 @@ class Job:
     def stopped(self) -> bool:
         """Whether callbacks had ended the training when the ranks changed."""
         return bool(self.resumed and self.resumed.get(_STOPPED))
+
+    @property
+    def warns(self) -> bool:
+        """Whether this rank warns of what the checkpoint overrides: rank 0 does, unless the fit itself wrote it."""
+        return self.resumed is not None and hvd.rank() == 0 and not self.checkpoints.is_owner
+
+    def begin(self) -> None:
+        """Make this fit the one that writes the run's files, before the first epoch.
+
+        Raises:
+            StoreError: Another fit has begun since the driver read the checkpoint, or the store fails.
+        """
+        if hvd.rank() != 0:
+            return
+        self.checkpoints.check_owner(self.spec.former_fit)
+        if self.late is not None and not self.checkpoints.is_owner:
+            self.late.begin()  # before the claim, from which on the driver looks for checkpoints
+        self.checkpoints.claim()
+        if len(self.history) < self.spec.epochs and not self.stopped:
+            self.checkpoints.discard(TRAINED)  # left by the fit from which this one continues
 
     def lowest(self, label: str) -> float | None:
         """Return the lowest value of a label in the training and validation data; None if it is unknown."""
@@ -339,10 +360,8 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             cleanup.enter_context(closing(validation.reader))
         late = None
         if validation is not None and spec.validation_in_background:
-            late = LateValidation(MeetingPlace(spec.store, spec.run_id), bool(spec.verbose))
+            late = LateValidation(MeetingPlace(spec.store, spec.run_id, spec.fit_id), bool(spec.verbose))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, late)
-        if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
-            checkpoints.discard(TRAINED)  # left by the fit from which this one continues
         history = framework.fit(job)
         checkpoints.finish()
         return history

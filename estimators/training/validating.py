@@ -53,7 +53,7 @@ def validate(
         workers=spec.val_reader_num_workers,
     )
     rows = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
-    checkpoints = Checkpoints(spec.store, spec.run_id)
+    checkpoints = Checkpoints(spec.store, spec.run_id, spec.fit_id)
     history = History(state["history"])
     with closing(rows.reader):
         feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), Position())
@@ -66,6 +66,7 @@ def validate(
         if not math.isnan(means.get(key, math.nan)):  # otherwise rank 0 of the training determines the best
             former = results.best(key, sign, History(history[:-1]))
             if former is None or sign * means[key] < former:
+                checkpoints.check_owner()
                 spec.store.write_bytes(spec.store.checkpoint_path(spec.run_id, BEST), found.data)
         return ticket, means
     return None

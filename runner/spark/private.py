@@ -276,12 +276,13 @@ def rename(params: Params, uid: str) -> None:
 def fits_several_maps() -> bool:
     """Return whether this thread fits an estimator for one of several maps of parameters.
 
-    CrossValidator, TrainValidationSplit, and ``fit`` with a list of maps do that. An estimator within a Pipeline cannot
-    tell otherwise.
+    CrossValidator, TrainValidationSplit, OneVsRest, and ``fit`` with a list of maps do that. An estimator within a
+    Pipeline cannot tell otherwise.
     """
+    fits = {("pyspark.ml.base", "fitSingleModel"), ("pyspark.ml.classification", "trainSingleClass")}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "fitSingleModel" and frame.f_globals.get("__name__") == "pyspark.ml.base":
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in fits:
             return True
         frame = frame.f_back
     return False

@@ -10,9 +10,11 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from pyspark.ml import Pipeline
+from pyspark.ml import Estimator, Pipeline
+from pyspark.ml.classification import OneVsRest
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
+from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol
 from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
@@ -197,6 +199,13 @@ def test_at_fit(df: DataFrame, case: str) -> None:
         estimator(**given).fit(df)
 
 
+class Wraps(Estimator[TorchModel], HasLabelCol, HasFeaturesCol, HasPredictionCol):
+    """A classifier as OneVsRest needs it."""
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        return estimator(run_id="one").fit(dataset)
+
+
 @pytest.mark.parametrize("given", [{"run_id": "one"}, {}])
 def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, Any]) -> None:
     made = estimator(**given)
@@ -211,6 +220,8 @@ def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, A
         )
         with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
             tuned.fit(df)
+        with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+            OneVsRest(classifier=Wraps(), labelCol="late").fit(df)
 
 
 def test_fits_of_one_estimator_are_told_apart() -> None:

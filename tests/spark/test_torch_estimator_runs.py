@@ -85,10 +85,12 @@ def test_a_run_goes_on_with_other_ranks_at_the_scaled_rate(df: DataFrame, store:
 
 def test_resuming_with_another_model_or_optimizer(df: DataFrame, store: Store) -> None:
     estimator(store=store, epochs=1, run_id="other").fit(df)
+    owner = Checkpoints(store, "other", "another").owner()
     with pytest.raises(CheckpointError, match=r"run_id='other' has a checkpoint of another model.*'weight'.*\[1, 3\]"):
         estimator(linear(2), label_cols=["late"], loss=nn.CrossEntropyLoss(), store=store, run_id="other").fit(df)
     with pytest.raises(CheckpointError, match="the state of another optimizer: SGD then, Adam now"):
         estimator(store=store, epochs=2, run_id="other", optimizer=torch.optim.Adam).fit(df)
+    assert Checkpoints(store, "other", "another").owner() == owner, "a refused fit ends no other one"
 
 
 def test_a_half_written_checkpoint_is_refused(df: DataFrame, store: Store) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from spark_hvd.estimators.fit.ranks import _through_losses, only_fit_of
-from spark_hvd.estimators.training.checkpoint import LAST, Checkpoints
+from spark_hvd.estimators.training.checkpoint import LAST, TRAINED, Checkpoints
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.train import Job
 from spark_hvd.runner import StateLostError
 from spark_hvd.store import Store, StoreError
 
@@ -51,6 +53,7 @@ def test_a_fit_that_begins_ends_another_one_of_its_run(tmp_path: Path) -> None:
     first.claim()
     first.save({LAST: {"epoch": 1}})
     first.finish()
+    second.check_owner(first.owner())
     second.claim()
     assert second.load()["epoch"] == 1
     second.save({LAST: {"epoch": 2}})
@@ -60,8 +63,33 @@ def test_a_fit_that_begins_ends_another_one_of_its_run(tmp_path: Path) -> None:
         first.finish()
     assert second.load()["epoch"] == 2
     second.check_owner()
+    assert (first.is_owner, second.is_owner) == (False, True)
     with pytest.raises(StoreError, match="another fit"):
-        first.check_owner()
+        first.check_owner("zeroth")  # as its ranks do when they start again
+
+
+def test_ranks_that_start_again_do_not_take_a_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they warn of the options of a checkpoint that their own fit has written."""
+    monkeypatch.setattr("spark_hvd.torch.rank", lambda: 0)
+    store = Store.create(tmp_path)
+    former, this, later = (Checkpoints(store, "run", fit) for fit in ("former", "this", "later"))
+    spec: Any = SimpleNamespace(former_fit="former", epochs=2)
+    nothing: Any = None
+    started, restarted = (
+        Job(spec, nothing, nothing, {"history": []}, History(), this, nothing, nothing, nothing) for _ in range(2)
+    )
+    former.claim()
+    store.write_bytes(store.checkpoint_path("run", TRAINED), b"weights of the former")
+    assert started.warns
+    started.begin()
+    assert (this.is_owner, this.exists(TRAINED)) == (True, False)
+    assert not restarted.warns
+    restarted.begin()
+    later.claim()
+    store.write_bytes(store.checkpoint_path("run", TRAINED), b"weights of the later")
+    with pytest.raises(StoreError, match="another fit has begun"):
+        restarted.begin()
+    assert (later.is_owner, later.exists(TRAINED)) == (True, True)
 
 
 def test_one_fit_of_a_run_at_a_time(tmp_path: Path) -> None:

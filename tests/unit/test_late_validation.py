@@ -125,7 +125,7 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store.create(tmp_path)
-    place, go = MeetingPlace(store, "run"), threading.Event()
+    place, go = MeetingPlace(store, "run", "this"), threading.Event()
 
     def leave(epoch: int) -> None:
         store.write_bytes(store.checkpoint_path("run", ticket(epoch).name), b"weights")
@@ -140,6 +140,10 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
     place.publish(Results({1: (0, {"val_loss": 7.0}), 4: (0, {"val_loss": 4.0})}, ended=True))
     rows = History([{"epoch": 1, "loss": 1.0}])
     with Beside(place, validate, rows, lambda fn: fn):
+        LateValidation(place, says=False).begin()
+        assert place.results() == Results()
+        place.owner.claim()
+        wait_until(lambda: bool(place.results().epochs))
         assert place.results() == Results({1: (0, {"val_loss": 7.0})}), "of epochs that the history has"
         leave(2)
         wait_until(lambda: threading.active_count() and any("validate" in t.name for t in threading.enumerate()))
@@ -150,8 +154,31 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
         wait_until(lambda: 2 in place.results().epochs)
         place.ask_for_no_more()
         wait_until(lambda: place.results().ended)
-    assert not list(Path(store.run_path("run")).iterdir())
+    assert [path.name for path in Path(store.run_path("run")).iterdir()] == ["owner"]
     assert not [t for t in threading.enumerate() if "spark_hvd-valid" in t.name]
+
+
+@pytest.mark.parametrize("other", ["former", "next"])
+def test_the_driver_leaves_another_fits_files_alone(tmp_path: Path, other: str) -> None:
+    """The other one trains while this fit waits for slots, or has begun after it."""
+    store = Store.create(tmp_path)
+    this, theirs = (MeetingPlace(store, "run", fit) for fit in ("this", other))
+
+    def validate(results: Results, begun: Any) -> None:
+        raise AssertionError("it validated another fit's checkpoint")
+
+    if other == "next":
+        this.owner.claim()
+    theirs.owner.claim()
+    store.write_bytes(store.checkpoint_path("run", ticket(2).name), b"weights")
+    theirs.publish(Results({1: (0, {"val_loss": 7.0})}))
+    theirs.ask_for_no_more()
+    before = theirs.results()
+    with Beside(this, validate, History(), lambda fn: fn):
+        pass
+    Beside(this, validate, History(), lambda fn: fn)._look()
+    assert (theirs.results(), theirs.waiting(), theirs.wants_no_more) == (before, [ticket(2)], True)
+    assert theirs.results().at == before.at
 
 
 def store_error() -> Exception:

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
+from spark_hvd.checkpoint.format import check_plain
 from spark_hvd.estimators.torch.learning_rate import check_described, described, load, make_scheduler, options_of
 from spark_hvd.store.errors import CheckpointError
 
@@ -115,10 +117,20 @@ def test_options_that_a_checkpoint_overrides_are_told() -> None:
     lr = torch.tensor(0.5, dtype=torch.float64)
     now = of_run(torch.optim.Adam(model.parameters(), lr=lr, weight_decay=0.01), model)
     with pytest.warns(UserWarning, match="keeps the options of its checkpoint") as told:
-        check_described(before, now, "r")
+        next_saved = check_described(before, now, "r")
     first, second = (str(each.message) for each in told)
     assert "began with lr=0.1: lr=0.5 of the present optimizer has no effect" in first
     assert "weight_decay=0: weight_decay=0.01" in second
+    assert next_saved["options"] == before["options"], "which are still in force"
+
+
+def test_options_of_numpy_fit_into_a_checkpoint() -> None:
+    rate, beta = np.logspace(-4, -2, 5)[2], np.float64(0.9)
+    made = torch.optim.Adam(torch.nn.Linear(2, 1).parameters(), lr=rate, betas=(beta, 0.999))
+    (group,) = options_of(made)
+    assert (group["lr"], group["betas"]) == (1e-3, (0.9, 0.999))
+    made.param_groups[0]["of another class"] = made.param_groups[0]["of another class, in a tuple"] = (object(),)
+    check_plain(options_of(made), "options")
 
 
 def test_state_of_higher_precision_than_its_parameter_is_loaded_as_it_was() -> None:
