@@ -154,7 +154,7 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         settings["model"].environment = settings["backend_env"]
         derived: dict[str, Any] = {
             "optimizer": Described.of(_optimizer(settings)),
-            "loss": [Described.of(settings["loss"]), settings["loss_weights"]],
+            "loss": [(Described.of(settings["loss"]), settings["loss_weights"])],
             "loss_weights": None,
             "metrics": Described.of(settings["metrics"]),
             "text": _text(settings),

@@ -232,14 +232,13 @@ def _described(config: Mapping[str, Any], trained: Sequence[str]) -> dict[str, A
 
     Only the learning rate is a variable. The other options are always those of the present optimizer.
     """
-    inner = config["config"].get("inner_optimizer", config)
-    rate = inner["config"]["learning_rate"]
-    schedule = rate["class_name"] if isinstance(rate, Mapping) else None
+    inner = config["config"]["inner_optimizer"] if config["class_name"] == "LossScaleOptimizer" else config
+    rate = inner["config"].get("learning_rate")  # other classes need not have one there
     return {
         "optimizer": inner["class_name"],
-        "lr_scheduler": schedule,
+        "lr_scheduler": rate["class_name"] if isinstance(rate, Mapping) else None,
         "parameters of the optimizer": [list(trained)],
-        "options": [] if schedule else [{"learning_rate": float(rate)}],
+        "options": [{"learning_rate": float(rate)} if isinstance(rate, int | float) else {}],
     }
 
 

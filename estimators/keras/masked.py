@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+import functools
+import operator
 from typing import Any
 
 import keras
 
 import spark_hvd.torch as hvd
 from spark_hvd.keras.batch_norm import sum_over_ranks
-
-_Function = keras.losses.MeanSquaredError.__base__
-"""The class that Keras' compile makes of a function, which has no public name."""
-_CHOSEN_LATE = ("crossentropy", "ce")
-"""Names of losses that Keras chooses once it knows labels and outputs."""
 
 
 class Sharing:
@@ -34,45 +29,48 @@ def share_losses(model: Any) -> Sharing:
     counts by these elements, while the optimizer counts by rows. What the model is saved with does not change.
     """
     sharing, compiled = Sharing(), model._compile_loss
-    compiled._user_loss = _shared(compiled._user_loss, sharing)
+    build = compiled.build
+
+    def build_shared(*batch: Any) -> None:
+        build(*batch)
+        compiled._flat_losses = [each._replace(loss=_Shared(each.loss, sharing)) for each in compiled._flat_losses]
+
+    compiled.build = build_shared
     return sharing
 
 
-def _shared(loss: Any, sharing: Sharing) -> Any:
-    if isinstance(loss, Mapping):
-        return {name: _shared(each, sharing) for name, each in loss.items()}
-    if isinstance(loss, list | tuple):
-        return [_shared(each, sharing) for each in loss]
-    if loss is None or str(loss).lower() in _CHOSEN_LATE:
-        return loss
-    found = keras.losses.get(loss)
-    if not isinstance(found, keras.losses.Loss):
-        found = _Function(found, name=loss if isinstance(loss, str) else getattr(found, "__name__", None))
-    found, kind = copy.copy(found), type(found)
-    found.__class__ = type(kind.__name__, (_Shared, kind), {"_sharing": sharing})
-    return found
+class _Shared:
+    """A loss whose gradient is this rank's part of that of all ranks, and whose value is the mean of all ranks."""
 
-
-class _Shared(keras.losses.Loss):  # type: ignore[misc] # Any
-    """Base of the classes that losses get."""
-
-    _sharing: Sharing
+    def __init__(self, loss: Any, sharing: Sharing) -> None:
+        self._loss, self._sharing = loss, sharing
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        loss = super().__call__(y_true, y_pred, sample_weight)
+        loss, masks = self._with_masks(y_true, y_pred, sample_weight)
         weight = self._sharing.weight
-        left = None if weight is None else self._left(y_true, y_pred)
-        if left is None:
+        if weight is None or not masks or hvd.size() == 1:
             return loss
         ops = keras.ops
-        left = ops.reshape(ops.sum(ops.cast(left, "float32")), (1,))
-        share = ops.divide_no_nan(left * hvd.size(), sum_over_ranks(left) * ops.convert_to_tensor(weight))
-        return loss * ops.cast(share[0], loss.dtype)
+        left = ops.sum(ops.cast(functools.reduce(operator.and_, masks), "float32"))
+        # Only the rank with a loss that is not finite reports it, with its rows.
+        finite = ops.nan_to_num(ops.cast(ops.stop_gradient(loss), "float32"), posinf=0.0, neginf=0.0)
+        every = sum_over_ranks(ops.stack([left, left * finite]))
+        share = ops.divide_no_nan(left * hvd.size(), every[0] * ops.convert_to_tensor(weight))
+        part, mean = loss * ops.cast(share, loss.dtype), ops.cast(ops.divide_no_nan(every[1], every[0]), loss.dtype)
+        return part + ops.stop_gradient(mean - part)
 
-    def _left(self, y_true: Any, y_pred: Any) -> Any:
-        """Return which elements count, as booleans; None if all do."""
-        mask, ignored = getattr(y_pred, "_keras_mask", None), getattr(self, "ignore_class", None)
-        if ignored is None:
-            return mask
-        known = keras.ops.not_equal(y_true, keras.ops.cast(ignored, y_true.dtype))
-        return known if mask is None else mask & keras.ops.reshape(known, keras.ops.shape(mask))
+    def _with_masks(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """Return the loss, and the masks that Keras applies: that of the outputs, and that of the elements' losses."""
+        masks, call = [getattr(y_pred, "_keras_mask", None)], self._loss.call
+
+        def recorded(*batch: Any) -> Any:
+            losses = call(*batch)
+            masks.append(getattr(losses, "_keras_mask", None))
+            return losses
+
+        self._loss.call = recorded  # on the object: Keras copies losses by saving them
+        try:
+            loss = self._loss(y_true, y_pred, sample_weight)
+        finally:
+            self._loss.call = call
+        return loss, [each for each in masks if each is not None]

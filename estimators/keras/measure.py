@@ -23,7 +23,7 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
     """Return the model, compiled with its losses and metrics and this optimizer."""
     module: Any = objects.model
     model, custom = module.keras_model, module.custom_objects
-    loss, weights = objects.loss
+    ((loss, weights),) = objects.loss
     metrics = Described.made(objects.metrics, custom) or None
     model.compile(
         optimizer,

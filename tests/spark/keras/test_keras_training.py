@@ -109,33 +109,65 @@ def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None)
         assert {name: row[prefix + name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
 
 
+def ignoring() -> Any:
+    """A loss that is 0 for a class, but still the mean over all elements."""
+
+    class Ignoring(keras.losses.Loss):  # type: ignore[misc, name-defined] # imported late
+        ignore_class = -1
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            loss = keras.ops.sparse_categorical_crossentropy(keras.ops.maximum(y_true, 0), y_pred, from_logits=True)
+            return keras.ops.where(y_true == self.ignore_class, 0.0, loss)
+
+    return Ignoring(name="ignoring")
+
+
 def test_a_loss_divides_by_the_elements_that_masks_leave(spark: SparkSession) -> None:
     """Ranks have other numbers of elements: padding, and a class that is ignored. The step is that of one process."""
     generator = np.random.default_rng(0)
     ids = generator.integers(1, 9, (48, 6))
     for row in range(48):  # every second row, those of the second rank among them, is mostly padding
         ids[row, 1 if row // 8 % 2 else generator.integers(3, 7) :] = 0
-    value, kind = np.sin(ids).astype("float32"), np.where(generator.random(ids.shape) < 0.3, -1, ids % 3)
-    data = [tuple(each[row].tolist() for each in (ids, value, kind)) for row in range(48)]
-    df = spark.createDataFrame(data, "ids array<int>, value array<float>, kind array<int>").coalesce(1)
+    value, known = np.sin(ids).astype("float32"), ids % 3
+    kind = np.where(generator.random(ids.shape) < 0.3, -1, ids % 3)
+    data = [tuple(each[row].tolist() for each in (ids, value, kind, known, kind)) for row in range(48)]
+    columns = "ids array<int>, value array<float>, kind array<int>, known array<int>, mine array<int>"
+    df = spark.createDataFrame(data, columns).coalesce(1)
 
     def model() -> Any:
         keras.utils.set_random_seed(3)
-        given = keras.Input((6,), dtype="int32")
-        embedded = keras.layers.Embedding(9, 4, mask_zero=True)(given)
-        return keras.Model(given, [keras.layers.Dense(1)(embedded), keras.layers.Dense(3)(embedded)])
+        dense, given = keras.layers.Dense, keras.Input((6,), dtype="int32")
+        embedded, unmasked = (keras.layers.Embedding(9, 4, mask_zero=masked)(given) for masked in (True, False))
+        softmax = dense(3, "softmax", name="known")(embedded)
+        outputs = [dense(1, name="value")(embedded), dense(3, name="kind")(embedded), softmax]
+        return keras.Model(given, [*outputs, dense(3, name="mine")(unmasked)])
 
-    losses = ["mse", keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)]
-    fitted = estimator(
-        model(), loss=losses, feature_cols=["ids"], label_cols=["value", "kind"], label_shapes=[[-1, 6, 1], None],
-        optimizer=keras.optimizers.SGD(0.1), scale_lr=False, batch_size=8,
-    ).fit(df)  # fmt: skip
-    alone = model()
+    class Shown(keras.callbacks.Callback):  # type: ignore[misc, name-defined] # imported late
+        """Compares the losses within an epoch with those of one process, or takes them."""
+
+        def __init__(self, *wanted: Any) -> None:
+            super().__init__()
+            self.wanted, self.shown = wanted, list[Any]()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.shown.append([logs[f"{name}_loss"] for name in ("value", "kind", "known")])
+            if self.wanted:
+                np.testing.assert_allclose(self.shown[-1], self.wanted[len(self.shown) - 1], 1e-5)
+
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    losses, alone, one = ["mse", sparse, "ce", ignoring()], model(), Shown()
     alone.compile(keras.optimizers.SGD(0.1), losses)
-    wanted = alone.fit(ids, [value[..., None], kind], 16, 2, 0, shuffle=False).history["loss"]
+    labels = [value[..., None], kind, known, kind]
+    wanted = alone.fit(ids, labels, 16, 2, 0, [one], shuffle=False).history["loss"]
+    assert len(one.shown) == 6
+    fitted = estimator(
+        model(), loss=losses, feature_cols=["ids"], label_cols=["value", "kind", "known", "mine"], scale_lr=False,
+        label_shapes=[[-1, 6, 1], None, None, None], optimizer=keras.optimizers.SGD(0.1), batch_size=8,
+        callbacks=[Shown(*one.shown)],
+    ).fit(df)  # fmt: skip
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(wanted, rel=1e-5)
-    for one, two in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(one, two, 1e-4, 1e-6)
+    for mine, theirs in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
@@ -224,6 +256,20 @@ def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
     facts = estimator(net())._optimizer_facts(plan)
     assert facts["opt_learning_rate"] == 0.25
     assert "opt_inner_optimizer" not in facts
+
+
+def test_a_checkpoint_describes_optimizers_without_a_learning_rate() -> None:
+    from spark_hvd.estimators.keras.loop import _described
+
+    sgd = keras.saving.serialize_keras_object(keras.optimizers.SGD(0.25))
+    scaled = {"class_name": "LossScaleOptimizer", "config": {"inner_optimizer": sgd}}
+    for config, name, options in [
+        (scaled, "SGD", {"learning_rate": 0.25}),
+        ({"class_name": "Mine", "config": {"momentum": 0.9}}, "Mine", {}),
+        ({"class_name": "Lookahead", "config": {"inner_optimizer": "sgd", "learning_rate": "mine"}}, "Lookahead", {}),
+    ]:
+        found = _described(config, ["w"])
+        assert (found["optimizer"], found["options"], found["lr_scheduler"]) == (name, [options], None)
 
 
 def test_heads_are_those_of_the_outputs_by_name() -> None:
