@@ -105,14 +105,21 @@ def supervise_all(
     return [call.result() for call in calls]
 
 
-def in_threads(work: Callable[[int], T], count: int, name: str = "task") -> list[futures.Future[T]]:
+def in_threads(
+    work: Callable[[int], T], count: int, name: str = "task", calls: list[futures.Future[T]] | None = None
+) -> list[futures.Future[T]]:
     """Call a function with each number below ``count``, each in a daemon thread.
 
-    The threads of a ThreadPoolExecutor would delay the exit of the program.
+    The threads of a ThreadPoolExecutor would delay the exit of the program. The futures are in ``calls``, an empty list,
+    before the first thread starts: a caller who is interrupted meanwhile knows of all that have started, and can cancel
+    the others.
     """
-    calls: list[futures.Future[T]] = [futures.Future() for _ in range(count)]
+    calls = [] if calls is None else calls
+    calls += [futures.Future() for _ in range(count)]
 
     def call(number: int) -> None:
+        if not calls[number].set_running_or_notify_cancel():
+            return
         try:
             calls[number].set_result(work(number))
         except BaseException as error:

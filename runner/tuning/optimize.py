@@ -161,8 +161,9 @@ def optimize(
         study.optimize(trials, n_trials, n_jobs=parallel, catch=(TrialFailedError,), **options)
 
     # When interrupted, Optuna would wait until all trials have ended by themselves. We stop them.
-    working = in_threads(work, 1, "tuning")
+    working: list[futures.Future[None]] = []
     try:
+        in_threads(work, 1, "tuning", working)
         futures.wait(working)
     except BaseException:
         trials.stop(working)
@@ -230,6 +231,8 @@ class _Trials:
     def stop(self, working: list[futures.Future[None]]) -> None:
         """Stop all trials, and wait for their end."""
         self._signal.set()
+        for each in working:
+            each.cancel()  # has an effect only if its thread has not started
         while futures.wait(working, _CANCEL_EVERY).not_done:
             if self._session is not None:
                 cancel_jobs(self._session, self._tag)

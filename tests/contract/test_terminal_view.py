@@ -118,7 +118,7 @@ def look(
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     before, raw, done = termios.tcgetattr(master), b"", False
     after = before
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         done = done or when(raw, master, pid)
         try:
