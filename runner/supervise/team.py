@@ -110,9 +110,9 @@ def in_threads(
 ) -> list[futures.Future[T]]:
     """Call a function with each number below ``count``, each in a daemon thread.
 
-    The threads of a ThreadPoolExecutor would delay the exit of the program. The futures are in ``calls``, an empty list,
-    before the first thread starts: a caller who is interrupted meanwhile knows of all that have started, and can cancel
-    the others.
+    The threads of a ThreadPoolExecutor would delay the exit of the program. The futures are in ``calls``, an empty
+    list, before the first thread starts: a caller who is interrupted meanwhile knows of all that have started, and can
+    cancel the others.
     """
     calls = [] if calls is None else calls
     calls += [futures.Future() for _ in range(count)]
