@@ -7,13 +7,19 @@ import re
 from spark_hvd.runner.outcome.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
 from spark_hvd.runner.spark.reach import Placement
 
-_SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
+
+def _marked(kind: str) -> re.Pattern[str]:
+    # A traceback also shows the line of code that makes the text. There, a quote is before the marker.
+    return re.compile(rf'(?<!")SPARK_HVD_{kind}: (.*?):END', re.DOTALL)
+
+
+_SETUP = _marked("SETUP")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(pyarrow|pandas|numpy|spark_hvd|pyspark)[.\w]*'")
 _PYTHON = re.compile(r'.*(PYTHON_VERSION_MISMATCH|Python in worker has different version|Cannot run program ").*')
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
 _EXECUTOR = re.compile(r"\(executor (\S+) ")
-_SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
-_UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
+_SILENT = _marked("LOST")
+_UNREACHABLE = _marked("UNREACHABLE")
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")

@@ -108,6 +108,13 @@ def test_a_full_heap_is_told_with_what_goes_through_it() -> None:
     assert isinstance(on_executor, ExecutorLostError)
 
 
+def test_a_silent_host_is_named_by_the_error_and_not_by_a_line_of_code() -> None:
+    raised = '    raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")'
+    said = "LostError: SPARK_HVD_LOST: lost rank 1 on 10.0.0.2; all other ranks were stopped:END"
+    error = translate(Exception(f"Traceback (most recent call last):\n{raised}\n{said}\n\tat org.apache"), 2)
+    assert str(error).startswith("lost rank 1 on 10.0.0.2; all other ranks were stopped. The host may be down")
+
+
 def test_what_pyspark_itself_misses_on_an_executor_is_named() -> None:
     error = translate(Exception("Job aborted\n...\nModuleNotFoundError: No module named 'pyarrow'\n\tat org.apache"), 2)
     assert isinstance(error, SetupError)

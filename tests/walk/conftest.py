@@ -18,8 +18,8 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     Some need an earlier run, by which Spark's workers have this program's Python.
     """
-    callspecs = (getattr(item, "callspec", None) for item in request.session.items)
-    asked = [each.params for each in callspecs if each is not None]
+    items = (item for item in request.session.items if "told" in getattr(item, "fixturenames", ()))
+    asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = [*MISTAKES] if any("mistake" in params for params in asked) else []
     pages = {params["page"] for params in asked if "page" in params}
     pages |= {"README"} if pages else set()
