@@ -270,9 +270,6 @@ def rename(params: Params, uid: str) -> None:
     params._resetUid(uid)
 
 
-# -- what a DataFrame computes, and from what
-
-
 def fits_several_maps() -> bool:
     """Return whether this thread fits an estimator for one of several maps of parameters.
 
@@ -286,6 +283,9 @@ def fits_several_maps() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# -- what a DataFrame computes, and from what
 
 
 def has_plan(df: DataFrame) -> bool:
