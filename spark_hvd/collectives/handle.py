@@ -12,7 +12,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.messages import Request
-from spark_hvd.collectives.underway.slots import Slot
+from spark_hvd.collectives.pending.slots import Slot
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 

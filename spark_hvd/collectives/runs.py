@@ -61,7 +61,7 @@ class Runs:
         """Number of batches that this rank has begun, including those that have ended."""
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
-        self._under_way: set[NamedHandle[Any]] = set()
+        self._in_flight: set[NamedHandle[Any]] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.device: torch.device | None = None
         """The GPU on which a rank that has joined contributes; None if it has used none."""
@@ -72,14 +72,14 @@ class Runs:
         for batch in batches:
             given = [handles.get(entry.name) for entry in batch]
             # A call of a rank that has joined may still be in flight when the others call its name again.
-            mine = [None if handle in self._under_way else handle for handle in given]
-            self._under_way.update(handle for handle in mine if handle is not None)
+            mine = [None if handle in self._in_flight else handle for handle in given]
+            self._in_flight.update(handle for handle in mine if handle is not None)
             self._queue.append((batch, mine, now))
         self._pump()
 
     def has(self, handle: NamedHandle[Any]) -> bool:
         """Return whether the call is queued or started, and has not ended."""
-        return handle in self._under_way
+        return handle in self._in_flight
 
     @property
     def done(self) -> int:
@@ -202,7 +202,7 @@ class Runs:
             self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns, staged)
         self._started.pop(started.number, None)
         self._release(started.handles)  # first: a handle that is neither in flight nor released would be started again
-        self._under_way.difference_update(started.handles)
+        self._in_flight.difference_update(started.handles)
         for handle in started.handles:
             handle.complete(moment or started.execution)
 
@@ -211,7 +211,7 @@ class Runs:
         text = f"{type(error).__name__}: {error}"
         self._cannot_run(text)
         self._release(handles)
-        self._under_way.difference_update(handles)
+        self._in_flight.difference_update(handles)
         me = self._members.ranks[self._members.place]
         for handle in handles:
             fault: Exception = error

@@ -35,9 +35,9 @@ def observe() -> Vitals | None:
         entered=activity.entered,
         last=" ".join(activity.last),
         last_seconds=now - activity.last_at if activity.last else 0.0,
-        underway=tuple(
+        pending=tuple(
             replace(one, ranks=None) if one.ranks is not None and len(one.ranks) == me.size else one
-            for one in activity.underway(now)
+            for one in activity.pending(now)
         ),
         epochs_done=activity.epochs_done(now),
         steps_before=activity.steps_before,

@@ -12,7 +12,7 @@ import torch
 from spark_hvd.torch.optimizer.hooks import HookOrder, overrun, remove_all
 from spark_hvd.torch.optimizer.recipe import HandedGradients
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.transport.torch_private import at_end_of_backward, backward_under_way
+from spark_hvd.transport.torch_private import at_end_of_backward, current_backward
 
 
 class FollowedBackward:
@@ -83,7 +83,7 @@ class FollowedBackward:
         self._taken.clear()
 
     def _begun(self, _: torch.Tensor) -> None:
-        self._number = backward_under_way()
+        self._number = current_backward()
         ended = partial(_look, weakref.ref(self))
         at_end_of_backward(ended)  # this also runs if the pass is interrupted
         self._pass = weakref.ref(ended)
@@ -98,7 +98,7 @@ class FollowedBackward:
         if self._pass() is None or reducer is None:
             return
         param = self._params[place]
-        if backward_under_way() != self._number:
+        if current_backward() != self._number:
             self._nested = True
             if param.grad is not None:
                 overrun(self._names[place], 1)

@@ -4,7 +4,7 @@ In the model a processor may do its reads and writes in any order, whatever the 
 separates those before it from those after it, and that those of one location stay in order. A write reaches all others
 at once, as on both (Arm calls it other-multi-copy atomicity). So what cannot happen here cannot happen there.
 
-Each case is a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.underway.slots. The tests also show
+Each case is a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.pending.slots. The tests also show
 that its fences are needed: without any one of them, the forbidden outcome can happen.
 """
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Decision, Entry, Fail, Gone, Request, decode, encode
-from spark_hvd.collectives.underway.failure import error_of
+from spark_hvd.collectives.pending.failure import error_of
 from spark_hvd.engine.service import Coordination
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import CollectiveError

@@ -14,7 +14,7 @@ from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.silence import BEAT
 from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, RankObservation
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 from spark_hvd.world.words import ranks_text
 
 _ANSWER_SECONDS = 2.5
@@ -268,12 +268,12 @@ def _position(vitals: Vitals) -> tuple[object, ...]:
     return vitals.entered, vitals.stage, vitals.epoch, vitals.total_steps
 
 
-def _parts(vitals: Vitals) -> dict[Hashable, Underway]:
+def _parts(vitals: Vitals) -> dict[Hashable, PendingCollective]:
     """Return the collectives that a rank is in, by an identity that includes the start on the rank's clock.
 
     Names alone do not identify them, because they recur each step.
     """
-    return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.underway}
+    return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.pending}
 
 
 def _ended(before: Vitals, after: Vitals) -> set[Hashable]:

@@ -35,7 +35,7 @@ from spark_hvd.torch.optimizer.step import BucketPipeline, StepTrace
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.torch_private import at_end_of_backward
 from spark_hvd.world.activity import activity
-from spark_hvd.world.vitals import Underway
+from spark_hvd.world.vitals import PendingCollective
 
 
 class Phase(enum.Enum):
@@ -134,9 +134,9 @@ class GradientReducer:
         """Whether a backward has produced gradients and has not ended; if none is running, it was interrupted."""
         return not self._progress.idle
 
-    def underway(self, now: float) -> list[Underway]:
+    def pending(self, now: float) -> list[PendingCollective]:
         """Return the buckets that were launched and have not been waited for; from any thread."""
-        return self._pipeline.underway(now)
+        return self._pipeline.pending(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
         """Add the parameters that are new; collective; call it between steps. A removed group leaves its own behind."""

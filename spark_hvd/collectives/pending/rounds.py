@@ -19,8 +19,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from spark_hvd.collectives.underway.slots import RoundState, Slot, Slots
-from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.collectives.pending.slots import RoundState, Slot, Slots
+from spark_hvd.collectives.pending.use import SlotUse
 
 _SLEEP_SECONDS = 0.01
 """How long to sleep before checking again, in case nobody wakes this rank."""
@@ -83,7 +83,7 @@ class MemoryRounds(Generic[C]):
         self._lock = lock
         self._owner = owner
         self._unpublished: list[tuple[Slot, C]] = []
-        self._under_way: dict[Slot, C] = {}
+        self._in_flight: dict[Slot, C] = {}
         """The published calls, in their order."""
         self._watched = False
         """Whether the engine's thread will call :meth:`look` again."""
@@ -111,9 +111,9 @@ class MemoryRounds(Generic[C]):
                 self.slots.has_run(ids)
 
     @property
-    def under_way(self) -> list[C]:
+    def in_flight(self) -> list[C]:
         """The calls that are in memory."""
-        return [*self._under_way.values()]
+        return [*self._in_flight.values()]
 
     def last(self, place: int) -> tuple[float, str] | None:
         """Return when a rank made its latest call in memory, on the monotonic clock, and that call's name."""
@@ -148,7 +148,7 @@ class MemoryRounds(Generic[C]):
             return
         self._unpublished = []
         self.slots.come([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
-        self._under_way.update(calls)
+        self._in_flight.update(calls)
         self._published_since_look = True
         if not self._watched:
             self._watched = True
@@ -167,8 +167,8 @@ class MemoryRounds(Generic[C]):
         with self._lock:
             self._settle(handle, withdraw=late)
             # As a rule, the following calls are waited for next, and ending them together costs less.
-            if handle.done and (ended := self.slots.ended(self._under_way)):
-                self._end(list(itertools.islice(self._under_way.items(), ended)))
+            if handle.done and (ended := self.slots.ended(self._in_flight)):
+                self._end(list(itertools.islice(self._in_flight.items(), ended)))
 
     def _waited(self, handle: C, slot: Slot, limit: float) -> bool:
         """Wait for the end of a round; return whether it has ended."""
@@ -208,12 +208,12 @@ class MemoryRounds(Generic[C]):
         with self._lock:
             self._publish()
             before = time.monotonic() - MEMORY_SECONDS
-            for handle in list(self._under_way.values()):
+            for handle in list(self._in_flight.values()):
                 if handle.since > before:
                     break  # the following calls are younger still
                 self._settle(handle, withdraw=True)
             # Go on for one more look after the last call, so that a busy queue does not start the watch at each call.
-            self._watched = self._published_since_look or bool(self._under_way)
+            self._watched = self._published_since_look or bool(self._in_flight)
             self._published_since_look = False
             return MEMORY_SECONDS if self._watched else None
 
@@ -221,7 +221,7 @@ class MemoryRounds(Generic[C]):
         """Move these names' unfinished and next calls to the coordinator; under the lock."""
         self._publish()
         for slot in self.slots.numbered(ids) if ids & self.ids else ():
-            handle = self._under_way.get(slot)
+            handle = self._in_flight.get(slot)
             if handle is not None:
                 self._settle(handle, withdraw=True)
             if slot.handle is None:
@@ -229,11 +229,11 @@ class MemoryRounds(Generic[C]):
 
     def gone(self) -> None:
         """Begin nothing more: end the rounds that all ranks have entered, and drop the rest; under the lock."""
-        for handle in list(self._under_way.values()):
+        for handle in list(self._in_flight.values()):
             self._settle(handle, withdraw=False)
-        for slot, handle in [*self._under_way.items(), *self._unpublished]:
+        for slot, handle in [*self._in_flight.items(), *self._unpublished]:
             slot.handle = handle.slot = None
-        self._under_way.clear()
+        self._in_flight.clear()
         self._unpublished.clear()
 
     # ---- both, under the lock -------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class MemoryRounds(Generic[C]):
             if not withdrawn:
                 self.slots.leave(slot)
             slot.handle = handle.slot = None
-            del self._under_way[slot]
+            del self._in_flight[slot]
             self._owner.withdrawn(handle)
 
     def _end(self, calls: list[tuple[Slot, C]], *, kept: bool = True) -> None:
@@ -266,10 +266,10 @@ class MemoryRounds(Generic[C]):
                     self._end([call], kept=False)
                 return
             error = caught
-        under_way = self._under_way
+        in_flight = self._in_flight
         for slot, handle in calls:
             slot.handle = handle.slot = None
-            del under_way[slot]
+            del in_flight[slot]
             handle.complete(error=error)
         self._owner.forget([handle for _, handle in calls])
 

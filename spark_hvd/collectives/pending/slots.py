@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.collectives.pending.use import SlotUse
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.host.looking import Fence, Spin
 from spark_hvd.transport.host.pipes import open_pipe
