@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from spark_hvd.context import who
+from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import torch_batch
 from spark_hvd.data.handed import source_of
@@ -24,7 +24,7 @@ _opened: list[tuple[DataSource, int, int]] = []
 
 def open_partition(name: str) -> None:
     """Find this rank's rows. All ranks must call this, in a world."""
-    _opened[:] = [(source_here(name, source_of(name)), who.rank(), who.size())]
+    _opened[:] = [(source_here(name, source_of(name)), basics.rank(), basics.size())]
 
 
 def get_spark_partition_data_loader(

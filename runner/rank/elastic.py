@@ -20,7 +20,7 @@ from typing import Any
 
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
-from spark_hvd.context.standing import refuse_fork, standing
+from spark_hvd.context.global_state import refuse_fork, global_state
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
@@ -145,7 +145,7 @@ class ElasticRank(ElasticLauncher):
         if self._kv is None:
             self._kv = reach_store(world.endpoint, world.generation, seconds)
         registry = ConnectionRegistry(world.generation, world.endpoint, me.size)
-        with standing.register_connections(registry).establishing():
+        with global_state.register_connections(registry).establishing():
             backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
         context.join(world, self._kv, timeout=self._order.collective_timeout, backend=backend)
 

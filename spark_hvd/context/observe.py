@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.context.standing import standing
+from spark_hvd.context.global_state import global_state
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Vitals
 
@@ -21,7 +21,7 @@ _PAGE = resource.getpagesize()
 
 def observe() -> Vitals | None:
     """Return the current record of this rank; None outside a world. Any thread may call this."""
-    here = standing.context
+    here = global_state.context
     if here is None:
         return None
     now, me, progress, steps = time.monotonic(), here.world.me, activity.progress, activity.optimizer_steps

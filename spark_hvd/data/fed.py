@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from spark_hvd.collectives.objects import broadcast_object
-from spark_hvd.context import who
-from spark_hvd.context.standing import is_initialized
+from spark_hvd.context import basics
+from spark_hvd.context.global_state import is_initialized
 from spark_hvd.data.feeders.mapping import Fed, apply
 from spark_hvd.data.feeders.pool import pool_of
 from spark_hvd.data.frame import one_ahead
@@ -57,7 +57,7 @@ class FedSource(DataSource):
 
     def _rank(self) -> int:
         """Return the rank that reads these rows. In an elastic run, a process may get another rank."""
-        return who.rank() if self.rank is None or is_initialized() else self.rank
+        return basics.rank() if self.rank is None or is_initialized() else self.rank
 
     @property
     def schema(self) -> pa.Schema:
@@ -162,17 +162,17 @@ def fed_source(name: str, inner: DataSource, fed: Fed) -> FedSource:
             f"has {listed(names)}"
         )
     schema = None
-    if who.rank() == 0:
+    if basics.rank() == 0:
         asked = Asked(columns=(), workers=1)
         source = FedSource(name, inner, fed, inner.schema)
         sharding = source.sharding(1, False, asked)
-        if not inner.rows or not sharding.batches(Position(), 0, who.size()):
+        if not inner.rows or not sharding.batches(Position(), 0, basics.size()):
             from spark_hvd.data.loader import too_few
 
-            raise DataError(too_few(name, inner.rows, who.size()))
+            raise DataError(too_few(name, inner.rows, basics.size()))
         with (
             closing(source.open(asked, TableForm())) as reader,
-            closing(reader.batches(0, sharding.share(Position(), 0, who.size()), [1])) as batches,
+            closing(reader.batches(0, sharding.share(Position(), 0, basics.size()), [1])) as batches,
         ):
             schema = next(batches).schema
     return FedSource(name, inner, fed, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))

@@ -16,7 +16,7 @@ import torch
 
 from spark_hvd.collectives.process_set import global_process_set, queue_of
 from spark_hvd.collectives.start import start_alltoall
-from spark_hvd.context import who
+from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm, table_of
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
@@ -229,7 +229,7 @@ def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) 
     Raises:
         DataError: The rows cannot be written to the disk.
     """
-    me, size, writer = who.rank(), who.size(), None
+    me, size, writer = basics.rank(), basics.size(), None
     device = queue_of(global_process_set).communicator.fact_device
     folder = f"{spool.folder}-{part}"
     for number, moving in enumerate(moves):

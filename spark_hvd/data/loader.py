@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from spark_hvd.context import who
-from spark_hvd.context.standing import is_initialized
+from spark_hvd.context import basics
+from spark_hvd.context.global_state import is_initialized
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import Form
@@ -156,7 +156,7 @@ class ShardLoader(Generic[T_co]):
         """Note that the next epoch is known, and that no iterator has begun it. A subclass may override this."""
 
     def _rank_and_size(self) -> tuple[int, int]:
-        return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
+        return (basics.rank(), basics.size()) if self._place is None or is_initialized() else self._place
 
     @property
     def _position(self) -> Position:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context import who
+from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
 from spark_hvd.data.fed import fed_source
@@ -70,7 +70,7 @@ class DatasetShard:
             DataError: ``batch_size`` is less than 1.
         """
         sharding = self._sharding(batch_size, drop_last, Asked(columns=()))
-        return len(sharding.batches(Position(), who.rank(), who.size()))
+        return len(sharding.batches(Position(), basics.rank(), basics.size()))
 
     def torch_batches(
         self,

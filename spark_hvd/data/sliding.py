@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context import who
+from spark_hvd.context import basics
 from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
@@ -263,7 +263,7 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
         left_out = f"{shorter}, {found.key} has {found.times_in_key}"
         if asked["short"] == "error":
             raise DataError(f'{where}{left_out}. Next: use shorter windows, or short="skip" to skip such series')
-        if who.rank() == 0:
+        if basics.rank() == 0:
             _log.warning("%s%s: they are skipped", where, left_out)
     if windows < ranks:
         raise DataError(

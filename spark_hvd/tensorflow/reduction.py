@@ -11,7 +11,7 @@ import tensorflow as tf
 from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.tensorflow.collectives import grouped_allreduce
 from spark_hvd.tensorflow.planned import fits, handed_of, reduced, variable_of
-from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.tensorflow.rank_ops import size_op
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.transport.communicator import ReduceOp
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import standing
+from spark_hvd.context import global_state
 from spark_hvd.elastic.run import run
 from tests.elastic_ranks import TrainState, elastic_job
 from tests.elastic_training import batch, model_of, resources, train_a_step, weights
@@ -205,7 +205,7 @@ def prepares() -> list[str]:
     @run
     def train(state: TrainState, number: int, *, word: str) -> tuple[int, str]:
         """Make the steps."""
-        assert standing.current().engine.config.fusion_threshold == 12345
+        assert global_state.current().engine.config.fusion_threshold == 12345
         state.optimizer.zero_grad()
         for part in range(2):
             model(batch(part, hvd.rank())).sum().backward()

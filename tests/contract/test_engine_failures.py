@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.engine.engine import Engine
 from tests.ranks import ranks
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Request
 from spark_hvd.context import leave
-from spark_hvd.context.standing import PendingMember, ProcessState
+from spark_hvd.context.global_state import PendingMember, GlobalState
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.sharding import Interval, Sharding
 from spark_hvd.data.source import Asked
@@ -84,7 +84,7 @@ class RankProcess:
         self.up = Pipe(world.network, host, host, self._arrived_up)
         self.down = Pipe(world.network, host, host, self._arrived_down)
         self.hung_up = False
-        self.standing = ProcessState()
+        self.global_state = GlobalState()
         self.servers: list[StoreServer] = []
         self.mesh: Mesh | None = None
         self.mail: dict[int, list[tuple[int, Any]]] = {}
@@ -187,7 +187,7 @@ class RankProcess:
 
     def _run(self) -> None:
         clock, strand = self.world.clock, self.strand
-        self.standing.pending = PendingMember(self.order.me, CONFIG, 0)
+        self.global_state.pending = PendingMember(self.order.me, CONFIG, 0)
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
         if self.world.hosts[self.host].bad:
             raise Exit(1)

@@ -13,7 +13,7 @@ from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.join import require_everyone
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world, ordinal, speaks_horovod
+from spark_hvd.context.global_state import in_world, ordinal, speaks_horovod
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
     check_passes,

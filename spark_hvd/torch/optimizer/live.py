@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world
-from spark_hvd.context.who import size
+from spark_hvd.context.global_state import in_world
+from spark_hvd.context.basics import size
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer

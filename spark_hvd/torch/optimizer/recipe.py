@@ -16,7 +16,7 @@ from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, start_allreduce
 from spark_hvd.context.local import is_averaged, is_local
-from spark_hvd.context.standing import Context, current, in_world
+from spark_hvd.context.global_state import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, placement, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec
@@ -183,7 +183,7 @@ class Recipe:
             tracing=context.engine.tracing,
         )
         if self.process_set is global_process_set:
-            context.stand_ins[next(context.ordinals["stand-in"])] = reducer
+            context.joinables[next(context.ordinals["joinable"])] = reducer
         if config.autotune:
             on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []

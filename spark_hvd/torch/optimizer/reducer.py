@@ -9,7 +9,7 @@ own. In that case the reducer waits only in `synchronize` ("late").
 The first step is for learning: nothing is launched until one exchange has told all ranks one rank's order of readiness
 and the parameters with sparse gradients.
 
-A rank that has called join() stands in: it takes part in the same collectives, but contributes nothing.
+A rank that has called join() shadows the others: it takes part in the same collectives, but contributes nothing.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class GradientReducer:
             else:
                 self.tuner.stepped()
 
-    def stand_in(self, *, counts: bool) -> bool:
-        """Take part in the next step of the other ranks, without gradients; those that lie in buckets are dropped.
+    def shadow(self, *, counts: bool) -> bool:
+        """Shadow the next step of the other ranks, without gradients; those that lie in buckets are dropped.
 
         ``counts`` says whether Average counts this rank.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.context.standing import refuse_fork
+from spark_hvd.context.global_state import refuse_fork
 from spark_hvd.timeline.recorder import BACKWARD, BUCKET_FILL, SHARED_MEMORY, STEP, WAIT, wire_phase
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.participation import EVERYONE, Participation, Presence, correction_on_device
