@@ -10,7 +10,7 @@ import pyarrow as pa
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
-from spark_hvd.data.handed import source_of
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
 from spark_hvd.data.readers.batches import Layout
 from spark_hvd.data.readers.blocks import TensorForm

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import torch_batch
-from spark_hvd.data.handed import source_of
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position

@@ -74,9 +74,9 @@ def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
     if carried_dialect():
         import spark_hvd.horovod  # noqa: F401  fn's pickle may name modules of horovod
     if order.data:
-        from spark_hvd.data.handed import hand
+        from spark_hvd.data.registry import register
 
-        hand(order.data)
+        register(order.data)
     if order.slot is not None:
         from spark_hvd.runner.rank.elastic import ElasticRank
 

@@ -21,7 +21,7 @@ from spark_hvd.context.leave import shutdown
 from spark_hvd.context.progress import progress
 from spark_hvd.context.global_state import is_initialized
 from spark_hvd.context.basics import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.data.handed import get_dataset_shard
+from spark_hvd.data.registry import get_dataset_shard
 from spark_hvd.jax.batches import global_batches
 from spark_hvd.jax.cluster import init
 from spark_hvd.jax.trees import broadcast, load_state_dict, state_dict

@@ -27,7 +27,7 @@ TABLE = pa.table({"id": range(500), "name": [f"row {i}" for i in range(500)]})
 
 
 def read(name: str) -> tuple[str, list[dict[str, Any]]]:
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     source = source_of(name)
     rows = source.open()
@@ -70,7 +70,7 @@ def test_ranks_share_the_rows_of_a_table(value: Any) -> None:
 @pytest.mark.parametrize("launch", [run_local, run_elastic_local])
 def test_paths_go_to_the_ranks(launch: Any, tmp_path: Path) -> None:
     def fn() -> Any:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         return [source_of(name).rows for name in ("train", "val")]
 
@@ -208,7 +208,7 @@ def test_a_run_without_data_says_how_to_give_it() -> None:
 def elastic_epoch(faults: FaultPlan) -> tuple[list[int], str, int]:
     """Return the rows that ranks saw up to the last commit, their location, and the number of the world."""
     import spark_hvd.torch as hvd
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     loader = hvd.get_dataset_shard("train").torch_batches(20, shuffle=True, window_rows=100)
 

@@ -13,7 +13,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def table_of(name: str, seed: tuple[int, int] | None = None) -> Any:
     """Return all rows of this rank, in an epoch's order."""
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
     from spark_hvd.data.units import order_of
 
     source = source_of(name)

@@ -187,7 +187,7 @@ def test_a_lost_executor_is_survived(connect: SparkSession) -> None:
 
 def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
     def rows() -> list[int]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         source = source_of("train")
         spool = source.open()

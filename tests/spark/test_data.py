@@ -44,7 +44,7 @@ def ids_of(name: str, seed: tuple[int, int] | None = None) -> list[int]:
 
 def folder_of(name: str) -> str:
     """Return the folder of the rows, all of which have arrived."""
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     source = source_of(name)
     source.open()
@@ -133,7 +133,7 @@ def test_several_data_sets_of_every_kind(spark: SparkSession, tmp_path: Path) ->
     }
 
     def fn() -> tuple[Any, ...]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         tables = {name: table_of(name) for name in ("train", "val", "none", "table", "pandas")}
         with pytest.raises(DataError, match=r"no data set 'vale'.*'train', 'val'.*Did you mean 'val'"):

@@ -125,7 +125,7 @@ def test_the_limit_and_what_is_not_restarted(cluster: SparkSession, tmp_path: Pa
 @pytest.mark.night
 def test_rows_come_again_after_an_executor_was_lost(cluster: SparkSession) -> None:
     def rows() -> list[int]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         source = source_of("train")
         spool = source.open()

@@ -62,7 +62,7 @@ class Handed:
         self._own: int | None = None
         self.given: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(params)
 
-    def hand(self, place: int) -> None:
+    def assign(self, place: int) -> None:
         """Make the memory of a parameter's place its gradient."""
         given = self._views[place].data  # with its own version counter, so that a change is noticed
         self._params[place].grad = given
