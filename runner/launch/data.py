@@ -211,7 +211,7 @@ def check_rows(data: str, rows: int) -> None:
 def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     if not columns:
         raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
-    from spark_hvd.data.units import OURS  # imports numpy, which a run without data does not need
+    from spark_hvd.data.bucketing import OURS  # imports numpy, which a run without data does not need
 
     if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")

@@ -28,7 +28,7 @@ from spark_hvd.data.series.windows import METADATA
 from spark_hvd.data.sliding import window_source
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import SpoolSource
-from spark_hvd.data.units import moves_of
+from spark_hvd.data.bucketing import moves_of
 
 T = TypeVar("T")
 
@@ -214,14 +214,14 @@ def source_here(name: str, source: DataSource | SpoolSource | Fed) -> DataSource
         return source
     spool = source.open()
     if windows := (spool.schema.metadata or {}).get(METADATA):
-        return window_source(name, spool, source.units, source.part, json.loads(windows))
+        return window_source(name, spool, source.buckets, source.part, json.loads(windows))
     counts = np.zeros_like(spool.counts)
-    mine = slice(source.units.start, source.units.stop)
+    mine = slice(source.buckets.start, source.buckets.stop)
     all_ranks = allgather_object(
         (mine, spool.counts[mine], source.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
     )
-    for units, rows_of_units, *_ in all_ranks:
-        counts[units] = rows_of_units
+    for buckets, rows_of_buckets, *_ in all_ranks:
+        counts[buckets] = rows_of_buckets
     _, _, parts, held, rows = zip(*all_ranks, strict=True)
     window_rows = min(rows)
     spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), source.part)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import basics
-from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
+from spark_hvd.data.frame import FrameSource, BucketReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
@@ -22,7 +22,7 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, UNFIT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
+from spark_hvd.data.bucketing import ROW, BUCKETS, Piece, Seed, mixing, moves_of, order_in_buckets, owned_by, windows_of
 
 TOGETHER = 1 << 20
 """Number of windows that are shuffled together; only their numbers are in memory."""
@@ -72,22 +72,22 @@ class WindowSource(FrameSource):
 
 
 class SeriesHere:
-    """The pieces of series of some units. Their values are in unnamed files, which are mapped into memory.
+    """The pieces of series of some buckets. Their values are in unnamed files, which are mapped into memory.
 
     Args:
         spool: The spool that holds the pieces.
-        units: The units to read.
+        buckets: The buckets to read.
         asked: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
         closing: Closes the files. Afterwards, :meth:`read` cannot add pieces, but mapped files stay readable.
 
     Attributes:
         schema: The schema of the windows.
-        counts: Number of windows of each unit; 0 for units that were not read.
-        first_windows: The number of the first window of each unit.
+        counts: Number of windows of each bucket; 0 for buckets that were not read.
+        first_windows: The number of the first window of each bucket.
         problems: The problems that were found, by the values of :data:`PROBLEM`.
     """
 
-    def __init__(self, spool: Spool, units: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
+    def __init__(self, spool: Spool, buckets: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
         self._keys, self._columns = asked["keys"], asked["columns"]
         self.length, self._stride = asked["length"], asked["stride"]
         self.problems: dict[str, Problem] = {}
@@ -98,22 +98,22 @@ class SeriesHere:
         fields = [spool.schema.field(name) for name in self._keys]
         self._key_columns = pa.schema(fields).empty_table()
         self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
-        self.read(spool, units)
+        self.read(spool, buckets)
 
-    def read(self, spool: Spool, units: Sequence[int]) -> None:
-        """Add the pieces of more units.
+    def read(self, spool: Spool, buckets: Sequence[int]) -> None:
+        """Add the pieces of more buckets.
 
         Raises:
             DataError: The pieces cannot be written to the disk.
         """
-        numbers = np.array(units, np.int64)
-        keys, rows, piece_units = [self._key_columns], [self._rows], [self._owners]
+        numbers = np.array(buckets, np.int64)
+        keys, rows, piece_buckets = [self._key_columns], [self._rows], [self._owners]
         owners, at = np.repeat(numbers, spool.counts[numbers]), 0
         with spool.disk():
-            for table in spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in units], None):
+            for table in spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in buckets], None):
                 problems = table.column(PROBLEM)
                 is_piece = problems.is_null()
-                piece_units.append(owners[at : at + table.num_rows][is_piece.to_numpy()])
+                piece_buckets.append(owners[at : at + table.num_rows][is_piece.to_numpy()])
                 at += table.num_rows
                 self._note(table.filter(problems.is_valid()))
                 pieces = table.filter(is_piece)
@@ -126,14 +126,14 @@ class SeriesHere:
         # The unnamed files live as long as they are mapped. Empty files cannot be mapped, and have no windows.
         has_rows = any(map(len, rows))
         self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if has_rows}
-        self._rows, self._owners = np.concatenate(rows), np.concatenate(piece_units)
+        self._rows, self._owners = np.concatenate(rows), np.concatenate(piece_buckets)
         windows = windows_in(self._rows, self.length, self._stride)
-        self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
+        self.counts: Ints = np.bincount(self._owners, windows, minlength=BUCKETS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
         self._firsts = self._ends - windows
-        self.first_windows: Ints = np.zeros(UNITS, np.int64)
-        units_read, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
-        self.first_windows[units_read] = self._firsts[pieces_at]
+        self.first_windows: Ints = np.zeros(BUCKETS, np.int64)
+        buckets_read, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a bucket follow each other
+        self.first_windows[buckets_read] = self._firsts[pieces_at]
         self._key_columns = pa.concat_tables(keys).combine_chunks()
 
     def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
@@ -158,7 +158,7 @@ class SeriesHere:
             _add(self.problems, row[PROBLEM], Problem(row[COUNT], 1, key, row[COUNT]))
 
 
-class WindowReader(UnitReader[BatchT]):
+class WindowReader(BucketReader[BatchT]):
     """Cuts windows out of series, a few batches ahead of the consumer."""
 
     _rows: SeriesHere
@@ -173,15 +173,15 @@ class WindowReader(UnitReader[BatchT]):
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         """Return the remaining windows of pieces, in an order that does not depend on the number of ranks."""
-        units, firsts, _, lengths = np.array(pieces, np.int64).T
-        whole = self._counts[units]
+        buckets, firsts, _, lengths = np.array(pieces, np.int64).T
+        whole = self._counts[buckets]
         within = stretches(np.zeros_like(whole), whole)
-        places = np.repeat(np.arange(len(units)), whole)
-        ids = units[places] * (ROW + 1) + within
-        order = order_in_units(places.astype(np.int16), ids, seed)
+        places = np.repeat(np.arange(len(buckets)), whole)
+        ids = buckets[places] * (ROW + 1) + within
+        order = order_in_buckets(places.astype(np.int16), ids, seed)
         if (lengths < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
-        windows: Ints = (self._rows.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
+        windows: Ints = (self._rows.first_windows[buckets][places] + within)[order[mixing(pieces, seed, number)]]
         return windows
 
 
@@ -197,16 +197,16 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
         yield rows
 
 
-def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
+def window_source(name: str, spool: Spool, buckets: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
     """Return this rank's windows over series. Collective.
 
     Raises:
         DataError: The series do not fit the specification, or there are too few windows. All ranks raise the same.
     """
     with ExitStack() as closing:
-        series = SeriesHere(spool, units, asked, closing)
+        series = SeriesHere(spool, buckets, asked, closing)
         mine = np.zeros_like(spool.counts)
-        mine[units.start : units.stop] = spool.counts[units.start : units.stop]
+        mine[buckets.start : buckets.stop] = spool.counts[buckets.start : buckets.stop]
         ranks = allgather_object(
             (series.counts, mine, part, spool.held, spool.window_rows, series.problems),
             name=f"spark_hvd.rows_of.{name}",
@@ -220,8 +220,8 @@ def window_source(name: str, spool: Spool, units: range, part: int, asked: Mappi
         _check(name, asked, problems, int(counts.sum()), len(ranks))
         moves = moves_of(counts, np.sum(rows, axis=0), parts, held, min(window_rows))
         spool = with_moved(name, spool, moves, part)
-        wanted = owned_by(part, len(parts), counts).units.tolist()
-        if more := [unit for unit in wanted if unit not in units]:
+        wanted = owned_by(part, len(parts), counts).buckets.tolist()
+        if more := [bucket for bucket in wanted if bucket not in buckets]:
             series.read(spool, more)
     return WindowSource(spool, counts, parts, part, TOGETHER, series)
 

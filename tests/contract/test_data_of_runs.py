@@ -31,7 +31,7 @@ def read(name: str) -> tuple[str, list[dict[str, Any]]]:
 
     source = source_of(name)
     rows = source.open()
-    pieces = [(unit, 0, 0, int(rows.counts[unit])) for unit in source.units]
+    pieces = [(bucket, 0, 0, int(rows.counts[bucket])) for bucket in source.buckets]
     return source.folder, [row for table in rows.tables(pieces, None) for row in table.to_pylist()]
 
 

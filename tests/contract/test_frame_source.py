@@ -20,7 +20,7 @@ from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool, SpoolWriter, spool_table
-from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, moves_of, units_of
+from spark_hvd.data.bucketing import ID, STRIDE, BUCKET, BUCKETS, moves_of, buckets_of
 
 PARTITIONS = 3
 
@@ -29,15 +29,15 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
     """Return what each of ``size`` ranks has of a DataFrame with three partitions, in chunks of a few rows."""
     number = np.arange(rows)
     ids = (number % PARTITIONS << 33) + number // PARTITIONS
-    units = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % UNITS
+    buckets = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % BUCKETS
     spools = []
     parts = tuple(reversed(range(size)))  # ranks are numbered by host, and tasks are not
     for part in parts:
-        mine = units_of(part, size)
-        here = np.random.default_rng(rows).permutation(np.flatnonzero((units >= mine.start) & (units < mine.stop)))
+        mine = buckets_of(part, size)
+        here = np.random.default_rng(rows).permutation(np.flatnonzero((buckets >= mine.start) & (buckets < mine.stop)))
         place = tempfile.mkdtemp(dir=folder) + "/rows"
         writer = SpoolWriter(place, pa.schema({"row": pa.int64(), "half": pa.float64()}), chunk_rows=7)
-        found = pa.table({UNIT: units[here].astype(np.int32), ID: ids[here], "row": here, "half": here / 2})
+        found = pa.table({BUCKET: buckets[here].astype(np.int32), ID: ids[here], "row": here, "half": here / 2})
         for batch in found.to_batches(max_chunksize=4):
             writer.write(batch)
         writer.close()
@@ -90,7 +90,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle:
 
 
 def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> None:
-    spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * UNITS)}))  # units of about a batch
+    spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * BUCKETS)}))  # buckets of about a batch
     spool = Spool(str(tmp_path / "rows"))
     source = FrameSource(spool, spool.counts, (0,), 0, spool.window_rows)
     asked = Asked(columns=("row",), shuffle=True)

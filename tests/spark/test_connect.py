@@ -191,7 +191,7 @@ def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
 
         source = source_of("train")
         spool = source.open()
-        tables = spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in source.units], None)
+        tables = spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in source.buckets], None)
         return [each for table in tables for each in table.column("id").to_pylist()]
 
     some, others = run(rows, num_proc=2, spark=connect, data={"train": connect.range(0, 1000, 1, 3)}, verbose=0)

@@ -236,7 +236,7 @@ def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Pat
         assert sorted(one + other) == list(range(1000))
     assert epochs[0] != epochs[1]
     assert sorted(held + rest) == list(range(500))
-    # A rank has the same rows in each epoch, except those of the unit that it shares with the next rank.
+    # A rank has the same rows in each epoch, except those of the bucket that it shares with the next rank.
     assert len(set(epochs[0]) ^ set(epochs[1])) <= 4
 
 
@@ -383,5 +383,5 @@ def test_keys_are_hashed_as_spark_does(spark: SparkSession) -> None:
     assert [spark_hash(key) % 37 for key in keys_of_partitions(37)] == list(range(37))
     frame = InputRows.of({"train": spark.range(0, 500, 1, 3)}, 7).frame
     assert frame.rdd.getNumPartitions() == 7
-    counts = frame.select(F.spark_partition_id().alias("at"), "__unit").collect()
-    assert all(row["__unit"] * 7 // 4096 == row["at"] for row in counts)
+    counts = frame.select(F.spark_partition_id().alias("at"), "__bucket").collect()
+    assert all(row["__bucket"] * 7 // 4096 == row["at"] for row in counts)

@@ -132,7 +132,7 @@ def test_rows_come_again_after_an_executor_was_lost(cluster: SparkSession) -> No
         if hvd.generation() == 0 and hvd.rank() == 1:
             kill_executor()
         hvd.barrier()
-        tables = spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in source.units], None)
+        tables = spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in source.buckets], None)
         return [each for table in tables for each in table.column("id").to_pylist()]
 
     some, others = run(rows, spark=cluster, data={"train": cluster.range(0, 1000, 1, 3)}, max_restarts=1, **OPTIONS)
