@@ -13,7 +13,7 @@ from spark_hvd.estimators.torch.objective import Metrics
 from spark_hvd.estimators.training import train
 from spark_hvd.estimators.training.callbacks import Callback, EarlyStopping
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.late import Results, Ticket
+from spark_hvd.estimators.training.background_validation import Results, ValidationRequest
 
 
 def metric(name: str) -> Any:
@@ -34,7 +34,7 @@ def test_nan_is_never_the_best() -> None:
     assert history(math.nan, math.nan).best("auc")["epoch"] == 1
     results = Results()
     for number, row in enumerate(history(math.nan, 0.7)):
-        results.add(Ticket(0, number + 1), {"auc": row["auc"]})
+        results.add(ValidationRequest(0, number + 1), {"auc": row["auc"]})
     assert results.best("auc", 1.0, history(0.0, 0.0)) == 0.7
 
 
