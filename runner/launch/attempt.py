@@ -103,7 +103,7 @@ class Attempt:
                 session,
                 tasks,
                 task_of(
-                    "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, fed=rows is not None
+                    "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, has_input=rows is not None
                 ),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 tag,
@@ -217,7 +217,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
-    next_question, computing = 0.0, job.fed
+    next_question, computing = 0.0, job.has_input
 
     def unheard(now: float) -> float:
         """Return for how many seconds the tasks have been running."""
@@ -234,7 +234,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
         if (lost := hub.lost) is not None:
             raise silent(lost)
         started, now = hub.snapshot()[0], time.monotonic()
-        if job.fed and not started:
+        if job.has_input and not started:
             if now >= next_question:  # a question takes many messages to the JVM
                 next_question = now + _ASK_EVERY
                 computing = job.placement() is None

@@ -237,7 +237,7 @@ class _Supervision:
             echo=echo,
             exception=exception,
             exitcode=self._rank.exitcode,
-            gpus=", ".join(self._job.order.gpus.assigned or ()),
+            gpus=", ".join(self._job.spec.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:

@@ -23,7 +23,7 @@ from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
 from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of, gpu_env
-from spark_hvd.runner.rank.order import RankOrder
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.supervise.supervised import RankJob
 from spark_hvd.runner.supervise.supervisor import not_started
@@ -46,7 +46,7 @@ which takes 40 ms in each worker, and all workers of a run do so at once."""
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """The driver's order for every task of a run.
+    """The driver's specification for every task of a run.
 
     Attributes:
         config: The options of the run.
@@ -108,14 +108,14 @@ class TaskSpec:
 
         ``address`` is this host's address for other ranks. ``gpus`` are the GPUs that Spark assigned; None if it
         assigns none. ``mpi`` says how MPI starts; None for other backends. ``join_timeout`` is the number of seconds to
-        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream``, the
+        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankSpec`. ``stream``, the
         number of the stream of random numbers, is by default the rank. ``part`` says which part of how many the rank
         gets of the task's rows. ``watched`` says whether the rank sends records to the driver.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES that the user has set is the same for all ranks, which divide it by local rank.
         assigned = None if "CUDA_VISIBLE_DEVICES" in config.env else gpus
-        order = RankOrder(
+        rank_spec = RankSpec(
             me=me,
             ip=address.ip,
             ports=config.port_range,
@@ -131,7 +131,7 @@ class TaskSpec:
             stream=me.rank if stream is None else stream,
             data=self._data(*part),
         )
-        return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
+        return RankJob(rank_spec, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
 
     def _data(self, part: int, parts: int) -> dict[str, bytes]:
         found = dict(self.sources)
@@ -140,9 +140,9 @@ class TaskSpec:
 
             found |= {name: pickle.dumps(SpoolSource(folder, part, parts)) for name, folder in self.folders.items()}
         if self.maps:
-            from spark_hvd.data.feeders.mapping import Fed
+            from spark_hvd.data.feeders.mapping import MappedSpec
 
-            found |= {name: pickle.dumps(Fed(found[name], each, self.feed)) for name, each in self.maps.items()}
+            found |= {name: pickle.dumps(MappedSpec(found[name], each, self.feed)) for name, each in self.maps.items()}
         return found
 
 

@@ -16,8 +16,8 @@ from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
-from spark_hvd.data.fed import fed_source
-from spark_hvd.data.feeders.mapping import Fed
+from spark_hvd.data.mapped import mapped_source
+from spark_hvd.data.feeders.mapping import MappedSpec
 from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader, TorchLoader
 from spark_hvd.data.readers.dataset import listed
@@ -202,14 +202,14 @@ def _weigh(
     batch[name] = weights.astype(np.float32) if isinstance(weights, np.ndarray) else weights.float()
 
 
-def source_here(name: str, source: DataSource | SpoolSource | Fed) -> DataSource:
+def source_here(name: str, source: DataSource | SpoolSource | MappedSpec) -> DataSource:
     """Return the part of a data set that this rank reads. Collective.
 
     Raises:
         DataError: The rows of a DataFrame do not arrive, its series do not fit the windows, or its function fails.
     """
-    if isinstance(source, Fed):
-        return fed_source(name, source_here(name, pickle.loads(source.inner)), source)
+    if isinstance(source, MappedSpec):
+        return mapped_source(name, source_here(name, pickle.loads(source.inner)), source)
     if not isinstance(source, SpoolSource):
         return source
     spool = source.open()

@@ -60,7 +60,7 @@ class Named(Calls):
         ]
         self.coordination: Coordination | None = None
         if mesh.rank == 0:
-            config = _config(process.order.collective_timeout, process.world.plan.names)
+            config = _config(process.spec.collective_timeout, process.world.plan.names)
             self.coordination = Coordination(self, config, self)  # type: ignore[arg-type]
             self._process.world.clock.after(_LOOK, self._look)
         else:

@@ -33,8 +33,8 @@ CONFIG: Any = None
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a rank gets at its start, as far as it matters here; see RankOrder."""
+class Spec:
+    """What a rank gets at its start, as far as it matters here; see RankSpec."""
 
     me: RankInfo
     ip: str
@@ -69,11 +69,11 @@ class RankProcess:
     Args:
         world: Its world.
         host: Its host's name.
-        order: Its order.
+        spec: What it got at its start.
     """
 
-    def __init__(self, world: SimulatedWorld, host: str, order: Order) -> None:
-        self.world, self.host, self.order = world, host, order
+    def __init__(self, world: SimulatedWorld, host: str, spec: Spec) -> None:
+        self.world, self.host, self.spec = world, host, spec
         self.pid = world.next_pid()
         self.alive, self.orphaned = True, False
         self.exitcode: int | None = None
@@ -97,12 +97,12 @@ class RankProcess:
         self.hangs, self.returns, self.slow = False, False, 0.0
         self.strand = Strand(world.clock, self._main, self)
         with acting(self):
-            self.launcher = ElasticRank(self, order)  # type: ignore[arg-type]  # the process is its own control socket
+            self.launcher = ElasticRank(self, spec)  # type: ignore[arg-type]  # the process is its own control socket
         world.processes.append(self)
         world.by_pid[self.pid] = self
 
     def __repr__(self) -> str:
-        return f"rank process {self.order.stream} on {self.host}"
+        return f"rank process {self.spec.stream} on {self.host}"
 
     # ---- the agent's end ------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class RankProcess:
 
     def _run(self) -> None:
         clock, strand = self.world.clock, self.strand
-        self.global_state.pending = PendingMember(self.order.me, CONFIG, 0)
+        self.global_state.pending = PendingMember(self.spec.me, CONFIG, 0)
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
         if self.world.hosts[self.host].bad:
             raise Exit(1)

@@ -15,7 +15,7 @@ from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.spark.job import TaskAttempt
 from spark_hvd.runner.supervise.processes import ForkServerError
 from tests.world.clock import strand
-from tests.world.ranks import Order, RankProcess
+from tests.world.ranks import RankProcess, Spec
 from tests.world.wire import DRIVER, Pipe
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class SimulatedRank:
         attempt = link.attempt
         if not server.alive:
             raise ForkServerError("the fork server has gone")
-        self.process = RankProcess(attempt.world, attempt.host.name, job.order)
+        self.process = RankProcess(attempt.world, attempt.host.name, job.spec)
         server.children.append(self.process)
         self.process.on_news = attempt.turn_soon
         self.exitcode: int | None = None
@@ -244,8 +244,8 @@ class Attempt:
 
     def _job(self, place: RankInfo, slot: int, number: int) -> Any:
         plan = self.world.plan
-        order = Order(place, self.host.name, slot, plan.limits.rejoin_timeout, plan.collective_timeout, number)
-        return SimpleNamespace(order=order, env={})
+        spec = Spec(place, self.host.name, slot, plan.limits.rejoin_timeout, plan.collective_timeout, number)
+        return SimpleNamespace(spec=spec, env={})
 
     def turn_soon(self) -> None:
         """Let the agent take its turn soon: something has arrived."""

@@ -180,7 +180,7 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
     store_.set(f"pid/{rank}", str(process.pid))
     pids = [int(text) for text in store_.multi_get([f"pid/{other}" for other in range(world.me.size)])]
     members = [process.world.by_pid[pid] for pid in pids]
-    mesh = Mesh(process, generation, rank, members, process.order.collective_timeout)
+    mesh = Mesh(process, generation, rank, members, process.spec.collective_timeout)
     registry = process.global_state.registry
     assert registry is not None
     registry.add(mesh)
@@ -195,7 +195,7 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
         registry.abort(str(error))
         raise
     process.joined += 1
-    process.say({"type": "output", "stream": "out", "text": f"{process.order.stream} {generation} {rank}"})
+    process.say({"type": "output", "stream": "out", "text": f"{process.spec.stream} {generation} {rank}"})
     vitals = {"rank": rank, "size": world.me.size, "generation": generation, "clock": _now()}
     process.say({"type": "vitals", "vitals": vitals})
     process.world.checks.joined(process, generation, rank, mesh.members)
