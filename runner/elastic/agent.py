@@ -18,7 +18,7 @@ import psutil
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.silence import HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HUB_PATIENCE
 from spark_hvd.runner.elastic.membership.events import Loss
 from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
+from spark_hvd.runner.channel.liveness import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership.state import Membership

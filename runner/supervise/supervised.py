@@ -23,7 +23,7 @@ from spark_hvd.runner.supervise.processes import ForkServer, RankProcess
 from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.supervise.mpi.side import MpiPlan
+    from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
 _SECONDS = 1.0
 """Seconds for which an examination measures CPU usage."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE
 from spark_hvd.runner.outcome.endings import exit_failure, is_echoing_abort, start_took_too_long, stopped, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
@@ -21,7 +21,7 @@ from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
     from spark_hvd.runner.channel.state import Message
-    from spark_hvd.runner.supervise.mpi.side import MpiSide
+    from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
@@ -70,7 +70,7 @@ class _Supervision:
         self._failure: Failed | None = None  # without the rank's last output, which comes later
         self._leaving = False  # whether the hub has released or stopped this rank
         self._hands_over = False  # whether its value goes to the hub instead of Spark
-        self._mpi: MpiSide | None = None
+        self._mpi: MpiLauncher | None = None
         self._mpi_fds: set[int] = set()
         self._suspect = Suspect()  # the part of MPI's process manager that may have failed first
         self._ready: Message | None = None  # the rank's message, until MPI is ready, too
@@ -89,10 +89,10 @@ class _Supervision:
         if job.mpi is not None:
             # Few runs need MPI, so only those import it.
             from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
-            from spark_hvd.runner.supervise.mpi.side import MpiSide
+            from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher
 
             try:
-                self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
+                self._mpi = MpiLauncher(job.mpi, job.me, self._link, self._mpi_failed)
             except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._rank.exitcode is None:
@@ -107,7 +107,7 @@ class _Supervision:
     def _seconds_to_next_action(self) -> float:
         """Return the seconds until the next action that needs no event."""
         times = [due for due in (self._deadline, self._suspect.due) if due is not None]
-        return min([BEAT, *(max(due - time.monotonic(), 0.0) for due in times)])
+        return min([HEARTBEAT_SECONDS, *(max(due - time.monotonic(), 0.0) for due in times)])
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()

@@ -19,7 +19,7 @@ import psutil
 
 from spark_hvd.runner.channel.address import Address, NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.channel.link import HubAddress, Link
-from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, SILENT_AFTER
 from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of, gpu_env
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spark_hvd.data.feeders.mapping import RowMap
     from spark_hvd.data.feeders.sockets import FeedAddress
     from spark_hvd.runner.channel.hub import Hub
-    from spark_hvd.runner.supervise.mpi.side import MpiPlan
+    from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
 _spare_modules = functools.cache(gc.freeze)
 """Excludes the modules that this worker has imported from garbage collection. Spark's daemon collects once per task,
@@ -228,7 +228,7 @@ def run_ranks(
     mpi = None
     if spec.mpi is not None:
         # Few tasks need MPI, or the hub below, so only those import them.
-        from spark_hvd.runner.supervise.mpi.side import MpiPlan
+        from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
         mpi = MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
     jobs = [
@@ -299,7 +299,7 @@ def _close_hub(hub: Hub) -> None:
     """Close the hub once every rank has left or is lost; the driver cannot see that a task has gone silent."""
     from spark_hvd.runner.outcome.errors import check_hub
 
-    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    hub.wait_gone(SILENT_AFTER + 2 * HEARTBEAT_SECONDS)
     lost = hub.lost
     hub.close()
     check_hub(hub.failure)
@@ -345,7 +345,7 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         if spec.config.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # without "=", it would be a prefix
     if spec.mpi is not None:
-        from spark_hvd.runner.supervise.mpi.side import MANAGERS
+        from spark_hvd.runner.supervise.mpi.launcher import MANAGERS
 
         only = address.interface if spec.config.interfaces or me.local_size == me.size else None
         ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)

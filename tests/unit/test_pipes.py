@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from spark_hvd.transport.host import looking, pipes
+from spark_hvd.transport.host import pipes, synchronization
 from spark_hvd.transport.host.arena import SharedArena
-from spark_hvd.transport.host.looking import Fence
+from spark_hvd.transport.host.synchronization import Fence
 from spark_hvd.transport.host.pipes import BOARD, Pipes, SyncPoint
 
 
@@ -232,10 +232,10 @@ def test_a_flag_is_fenced_where_memory_is_weakly_ordered(monkeypatch: pytest.Mon
     calls: list[str] = []
     monkeypatch.setattr(Fence, "__call__", lambda fence: calls.append("fence"))
     for ordered, expected in ((True, 0), (False, 1)):
-        monkeypatch.setattr(looking, "ORDERED", ordered)
+        monkeypatch.setattr(synchronization, "ORDERED", ordered)
         fence = Fence()
-        fence.publish()
-        fence.look()
+        fence.release()
+        fence.acquire()
         assert len(calls) == 2 * expected
     seen: list[Any] = []
     for rank, name in ((zero, "zero"), (one, "one")):

@@ -190,7 +190,7 @@ def test_a_world_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_hvd.runner.rank import reporting
 
     monkeypatch.setattr(reporting, "_YOUNG", 0.0)
-    monkeypatch.setattr(reporting, "BEAT", 600.0)
+    monkeypatch.setattr(reporting, "HEARTBEAT_SECONDS", 600.0)
     told: queue.Queue[dict[str, Any]] = queue.Queue()
     hvd.shutdown()
     hvd.init()

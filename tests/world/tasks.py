@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.channel.silence import BEAT, LivenessTracker
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, LivenessTracker
 from spark_hvd.runner.elastic.agent import Agent, AgentReport, GivenUpError
 from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.spark.job import TaskAttempt
@@ -45,7 +45,7 @@ class SimulatedLink:
         attempt = self.attempt
         self.send("hello", attempt=attempt.number, host=attempt.host.name, task=attempt.task)
         self._liveness.record_heartbeat(0, attempt.world.clock.now)
-        attempt.world.clock.after(BEAT / 2, self._beat)
+        attempt.world.clock.after(HEARTBEAT_SECONDS / 2, self._beat)
 
     def send(self, type_: str, **fields: Any) -> None:
         if self.attempt.alive:
@@ -106,7 +106,7 @@ class SimulatedLink:
                 self._liveness.record_heartbeat(0, now)
             self._liveness.tick(now)
             self._beats.send((self.answers, b'{"type": "alive", "rank": %d}' % attempt.number, b""))
-        attempt.world.clock.after(BEAT, self._beat)
+        attempt.world.clock.after(HEARTBEAT_SECONDS, self._beat)
 
 
 class SimulatedServer:

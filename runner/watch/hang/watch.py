@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS
 from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, RankObservation
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
 from spark_hvd.world.vitals import PendingCollective, Vitals
@@ -19,7 +19,7 @@ from spark_hvd.world.words import ranks_text
 
 _ANSWER_SECONDS = 2.5
 """Seconds to wait for the examinations of all tasks."""
-_RECORD_SECONDS = 2 * BEAT
+_RECORD_SECONDS = 2 * HEARTBEAT_SECONDS
 """Seconds to wait for one more record of each rank."""
 _LEAST_PATIENCE = 1.0
 _SETTLE_SECONDS = 5.0

@@ -177,7 +177,7 @@ class MemoryRounds(Generic[C]):
         def ended() -> bool:
             return slot.handle is not handle or handle.done or slots.state(slot) is not RoundState.WAITS
 
-        if limit and slots.spin.sees(ended):
+        if limit and slots.spin.until(ended):
             return True
         while not ended():
             left = until - time.monotonic()
