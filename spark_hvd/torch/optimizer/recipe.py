@@ -209,7 +209,7 @@ class Recipe:
         }
 
 
-class HandedGradients:
+class ExternalGradients:
     """Reduces gradients that its owner passes in, instead of waiting for autograd; lives across worlds.
 
     The gradients belong to torch parameters, to some of which autograd may also write, or to variables of another
@@ -220,7 +220,7 @@ class HandedGradients:
         self._recipe, self._params = recipe, params
         self._reducer: GradientReducer | None = None
         self._context: Context | None = None
-        _handed.add(self)
+        _external.add(self)
 
     def ready(self) -> GradientReducer | None:
         """Return the reducer in the current world; None if there is no other rank. Collective in a new world.
@@ -288,11 +288,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
 
 
-_handed: weakref.WeakSet[HandedGradients] = weakref.WeakSet()
+_external: weakref.WeakSet[ExternalGradients] = weakref.WeakSet()
 
 
 def _release() -> None:
-    for each in list(_handed):
+    for each in list(_external):
         each.close()
 
 
