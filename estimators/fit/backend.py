@@ -14,7 +14,7 @@ from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.job import inheriting
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.session import active_session, is_connect
 from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.watch.tracking import Tracker
@@ -90,7 +90,7 @@ class SparkBackend(Backend):
             return self._num_proc
         assert isinstance(config, ElasticConfig)
         assert self.max_num_proc is not None
-        resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, 1))
+        resources = task_resources(session, ResourceRequest(config.cpus_per_proc, config.gpus_per_proc, 1))
         slots = wait_for_slots(session, None, config.start_timeout, resources)
         return max(min(slots, self.max_num_proc), config.min_num_proc or 1)
 

@@ -16,7 +16,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.shard import source_here
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import ReadOptions, DataSource
 from spark_hvd.world.words import count
 
 _opened: list[tuple[DataSource, int, int]] = []
@@ -65,14 +65,14 @@ class _PartitionRows(IterableDataset[list[Any]]):
     ) -> None:
         self._source, self._rank, self._size = source, rank, size
         self._samples, self._batch_size = num_samples, batch_size
-        self._asked = Asked(columns=tuple(source.schema.names), workers=workers)
-        self._sharding = source.sharding(batch_size, False, self._asked)
+        self._options = ReadOptions(columns=tuple(source.schema.names), workers=workers)
+        self._sharding = source.sharding(batch_size, False, self._options)
         if not self._sharding.batches(Position(), rank, size):
             has = f"{count(source.rows, 'row')} for {count(size, 'rank')}"
             raise DataError(f"the DataFrame has {has}: expected at least one for each")
 
     def __iter__(self) -> Iterator[list[Any]]:
-        reader = self._source.open(self._asked, ColumnForm(torch_batch, None, torch.cat))
+        reader = self._source.open(self._options, ColumnForm(torch_batch, None, torch.cat))
         try:
             feed = Feed(reader, self._sharding, self._rank, self._size, Position())
             columns = (list(batch.values()) for batch in feed)

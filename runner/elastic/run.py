@@ -36,7 +36,7 @@ from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.errors import translate_elastic
 from spark_hvd.runner.spark.job import TaskJob
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
@@ -120,7 +120,7 @@ def run_elastic(
     session = on_spark.active_session(spark)
     sets = sets.read_by(session)
     on_spark.check_elastic_possible(session)
-    resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
+    resources = task_resources(session, ResourceRequest(cpus_per_proc, gpus_per_proc, 1))
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
         slots = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or slots

@@ -17,7 +17,7 @@ from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError, R
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.job import TaskJob
-from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import task_slots
 from spark_hvd.runner.stopping import check_stop
 
@@ -73,9 +73,9 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
             'data={"train": spark_hvd.data.Mapped(rows, function)}, or leave feeders= out'
         )
     try:
-        mine = task_resources(session, Ask(gpus_per_proc=0))
+        mine = task_resources(session, ResourceRequest(gpus_per_proc=0))
     except ClusterError:  # before PySpark 4, all stages of an application get the same number of GPUs
-        mine = task_resources(session, Ask())
+        mine = task_resources(session, ResourceRequest())
     deadline = time.monotonic() + min(config.start_timeout, _SETTLE)
     while True:
         slots, room = task_slots(session, of_ranks), task_slots(session, mine)

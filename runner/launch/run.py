@@ -22,7 +22,7 @@ from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
-from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.runner.stopping import check_stop
 from spark_hvd.runner.tracebacks import briefly
@@ -184,6 +184,6 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     Raises:
         ClusterError: The application cannot provide them; NotEnoughSlotsError if there are too few slots.
     """
-    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
-    resources = task_resources(session, ask)
+    request = ResourceRequest(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, request)
     return wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources

@@ -34,7 +34,7 @@ from spark_hvd.data.readers.sharding import (
     stretches,
 )
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import ReadOptions, DataSource
 from spark_hvd.data.spool import Spool, SpoolWriter
 from spark_hvd.data.bucketing import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 
@@ -71,8 +71,8 @@ class FrameSource(DataSource):
     def layout(self) -> int:
         return zlib.crc32(self.counts.tobytes())
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        seed = asked.seed if asked.shuffle else None
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
+        seed = options.seed if options.shuffle else None
         return BucketSharding(
             self.rows,
             batch_size,
@@ -80,11 +80,11 @@ class FrameSource(DataSource):
             counts=self.counts,
             seed=seed,
             parts=self.parts,
-            window_rows=asked.window_rows or self.window_rows,
+            window_rows=options.window_rows or self.window_rows,
         )
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return SpoolReader(self.spool, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        return SpoolReader(self.spool, self.counts, self.owned, options, form, options.window_rows or self.window_rows)
 
     @property
     def owned(self) -> Owned:
@@ -184,16 +184,16 @@ class BucketReader(Reader[BatchT]):
     """Reads a rank's rows of buckets, ``together`` rows at a time. A subclass reads the rows of given pieces."""
 
     def __init__(
-        self, rows: Any, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
+        self, rows: Any, counts: Ints, owned: Owned, options: ReadOptions, form: Form[Any, BatchT], together: int
     ) -> None:
         self._rows, self._counts, self._owned = rows, counts, owned
-        self._asked, self._form, self._together = asked, form, together
+        self._options, self._form, self._together = options, form, together
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         assert not isinstance(share, Turns)
         if not sizes:
             return
-        seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)
+        seed = seed_of(self._options.seed if self._options.shuffle else None, epoch)
         pieces = _pieces_of(self._counts, self._owned, seed).cut(share).pieces()
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
             yield from self._form.cut(one_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
@@ -217,7 +217,7 @@ class SpoolReader(BucketReader[BatchT]):
     _rows: Spool
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
-        windows = self._rows.windows(pieces, seed, self._together, self._asked.columns)
+        windows = self._rows.windows(pieces, seed, self._together, self._options.columns)
         return (self._formed(window, "the DataFrame") for window in windows)
 
 

@@ -29,7 +29,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, TableForm
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding, Share
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import ReadOptions, DataSource
 
 Submit = Callable[[pa.RecordBatch, "Sequence[int] | None"], "Future[pa.RecordBatch]"]
 
@@ -71,15 +71,15 @@ class MappedSource(DataSource):
     def layout(self) -> int:
         return self.inner.layout
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        return self.inner.sharding(batch_size, drop_last, self._inside(asked))
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
+        return self.inner.sharding(batch_size, drop_last, self._inside(options))
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        inner = self.inner.open(self._inside(asked), TableForm())
-        return MappedReader(self.name, inner, self.spec, asked, form, self._rank)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        inner = self.inner.open(self._inside(options), TableForm())
+        return MappedReader(self.name, inner, self.spec, options, form, self._rank)
 
-    def _inside(self, asked: Asked) -> Asked:
-        return replace(asked, columns=self.spec.row_map.columns or tuple(self.inner.schema.names))
+    def _inside(self, options: ReadOptions) -> ReadOptions:
+        return replace(options, columns=self.spec.row_map.columns or tuple(self.inner.schema.names))
 
 
 class MappedReader(Reader[BatchT]):
@@ -90,11 +90,11 @@ class MappedReader(Reader[BatchT]):
         name: str,
         inner: Reader[pa.RecordBatch],
         spec: MappedSpec,
-        asked: Asked,
+        options: ReadOptions,
         form: Form[Any, BatchT],
         rank: Callable[[], int],
     ) -> None:
-        self._name, self._inner, self._spec, self._asked, self._form = name, inner, spec, asked, form
+        self._name, self._inner, self._spec, self._options, self._form = name, inner, spec, options, form
         self._rank = rank
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
@@ -104,7 +104,7 @@ class MappedReader(Reader[BatchT]):
         source = self._inner.batches(epoch, share, [most] * (rows // most) + [rows % most] * (rows % most > 0))
         with ExitStack() as ends:
             ends.callback(source.close)
-            submit, in_flight = opened(self._name, self._spec, self._asked, ends)
+            submit, in_flight = opened(self._name, self._spec, self._options, ends)
             thread = ends.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
             requests: deque[Future[pa.RecordBatch]] = deque(maxlen=in_flight + 1)
             closed = threading.Event()
@@ -118,7 +118,7 @@ class MappedReader(Reader[BatchT]):
 
             def start(item: tuple[int, pa.RecordBatch]) -> Callable[[], pa.RecordBatch]:
                 number, batch = item
-                draws = [self._asked.seed, epoch, self._rank(), number] if self._spec.row_map.random else None
+                draws = [self._options.seed, epoch, self._rank(), number] if self._spec.row_map.random else None
                 request = submit(batch, draws)
                 requests.append(request)
                 if closed.is_set():
@@ -135,13 +135,13 @@ class MappedReader(Reader[BatchT]):
         self._inner.close()
 
 
-def opened(name: str, spec: MappedSpec, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
+def opened(name: str, spec: MappedSpec, options: ReadOptions, ends: ExitStack) -> tuple[Submit, int]:
     """Return a callable that sends rows through the function, and how many requests to keep in flight."""
-    columns = asked.columns or None
+    columns = options.columns or None
     if spec.feed is not None:
         pool = pool_of(spec.feed)
         return (lambda rows, draws: pool.submit(name, rows, draws, columns)), pool.in_flight
-    fn, threads = pickle.loads(spec.row_map.code), asked.workers
+    fn, threads = pickle.loads(spec.row_map.code), options.workers
     executor = ends.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
     return (lambda rows, draws: executor.submit(apply, fn, rows, draws, columns)), threads
 
@@ -163,15 +163,15 @@ def mapped_source(name: str, inner: DataSource, spec: MappedSpec) -> MappedSourc
         )
     schema = None
     if basics.rank() == 0:
-        asked = Asked(columns=(), workers=1)
+        options = ReadOptions(columns=(), workers=1)
         source = MappedSource(name, inner, spec, inner.schema)
-        sharding = source.sharding(1, False, asked)
+        sharding = source.sharding(1, False, options)
         if not inner.rows or not sharding.batches(Position(), 0, basics.size()):
             from spark_hvd.data.loader import too_few
 
             raise DataError(too_few(name, inner.rows, basics.size()))
         with (
-            closing(source.open(asked, TableForm())) as reader,
+            closing(source.open(options, TableForm())) as reader,
             closing(reader.batches(0, sharding.share(Position(), 0, basics.size()), [1])) as batches,
         ):
             schema = next(batches).schema

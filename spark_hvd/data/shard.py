@@ -26,7 +26,7 @@ from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.series.windows import METADATA
 from spark_hvd.data.sliding import window_source
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import ReadOptions, DataSource
 from spark_hvd.data.spool import SpoolSource
 from spark_hvd.data.bucketing import moves_of
 
@@ -69,7 +69,7 @@ class DatasetShard:
         Raises:
             DataError: ``batch_size`` is less than 1.
         """
-        sharding = self._sharding(batch_size, drop_last, Asked(columns=()))
+        sharding = self._sharding(batch_size, drop_last, ReadOptions(columns=()))
         return len(sharding.batches(Position(), basics.rank(), basics.size()))
 
     def torch_batches(
@@ -112,14 +112,14 @@ class DatasetShard:
         Raises:
             DataError: A column does not exist, a number is out of range, or ``row_weights`` does not fit.
         """
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        self._check_row_weights(row_weights, asked, features, collate_fn)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        self._check_row_weights(row_weights, options, features, collate_fn)
         if collate_fn is not None:
-            return TorchLoader(self.name, self._source, sharding, asked, TableForm, collate_fn)
+            return TorchLoader(self.name, self._source, sharding, options, TableForm, collate_fn)
         form = partial(ColumnForm, torch_batch, features, torch.cat)
         weigh = row_weights and partial(_weigh, row_weights, torch.full)
-        return TorchLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
+        return TorchLoader(self.name, self._source, sharding, options, form, row_weights=weigh or None)
 
     def numpy_batches(
         self,
@@ -135,12 +135,12 @@ class DatasetShard:
         workers: int = 2,
     ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
         """Return batches for other frameworks: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        self._check_row_weights(row_weights, asked, features)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        self._check_row_weights(row_weights, options, features)
         form = partial(ColumnForm, numpy_batch, features, np.concatenate)
         weigh = row_weights and partial(_weigh, row_weights, np.full)
-        return ShardLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
+        return ShardLoader(self.name, self._source, sharding, options, form, row_weights=weigh or None)
 
     def arrow_batches(
         self,
@@ -154,12 +154,12 @@ class DatasetShard:
         workers: int = 2,
     ) -> ShardLoader[pa.RecordBatch]:
         """Return batches of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        return ShardLoader(self.name, self._source, sharding, asked, TableForm)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        return ShardLoader(self.name, self._source, sharding, options, TableForm)
 
     def _check_row_weights(
-        self, name: str | None, asked: Asked, features: Features | None, collate_fn: Callable[..., Any] | None = None
+        self, name: str | None, options: ReadOptions, features: Features | None, collate_fn: Callable[..., Any] | None = None
     ) -> None:
         if name is None:
             return
@@ -168,18 +168,18 @@ class DatasetShard:
                 f"row_weights={name!r} and collate_fn are both given, but collate_fn makes the whole batch. Next: omit "
                 "one of them"
             )
-        taken = [*asked.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
+        taken = [*options.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
         if not name or name in taken:
             raise DataError(f"row_weights={name!r}: expected a name that nothing else in the batch has")
 
-    def _sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
+    def _sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size}: expected at least 1")
-        return self._source.sharding(batch_size, drop_last, asked)
+        return self._source.sharding(batch_size, drop_last, options)
 
-    def _asked(
+    def _read_options(
         self, columns: Sequence[str] | None, shuffle: bool, seed: int, window_rows: int | None, workers: int
-    ) -> Asked:
+    ) -> ReadOptions:
         names = self.schema.names
         if isinstance(columns, str):
             raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
@@ -192,7 +192,7 @@ class DatasetShard:
         for argument, value in (("window_rows", window_rows), ("workers", workers)):
             if value is not None and value < 1:
                 raise DataError(f"{argument}={value}: expected at least 1")
-        return Asked(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
+        return ReadOptions(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
 
 
 def _weigh(

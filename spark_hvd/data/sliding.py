@@ -20,7 +20,7 @@ from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, UNFIT, windows_in
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool
 from spark_hvd.data.bucketing import ROW, BUCKETS, Piece, Seed, mixing, moves_of, order_in_buckets, owned_by, windows_of
 
@@ -61,23 +61,23 @@ class WindowSource(FrameSource):
         series: The series of this rank.
     """
 
-    series: SeriesHere
+    series: LocalSeries
 
     @property
     def schema(self) -> pa.Schema:
         return self.series.schema
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return WindowReader(self.series, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        return WindowReader(self.series, self.counts, self.owned, options, form, options.window_rows or self.window_rows)
 
 
-class SeriesHere:
+class LocalSeries:
     """The pieces of series of some buckets. Their values are in unnamed files, which are mapped into memory.
 
     Args:
         spool: The spool that holds the pieces.
         buckets: The buckets to read.
-        asked: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
+        spec: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
         closing: Closes the files. Afterwards, :meth:`read` cannot add pieces, but mapped files stay readable.
 
     Attributes:
@@ -87,9 +87,9 @@ class SeriesHere:
         problems: The problems that were found, by the values of :data:`PROBLEM`.
     """
 
-    def __init__(self, spool: Spool, buckets: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
-        self._keys, self._columns = asked["keys"], asked["columns"]
-        self.length, self._stride = asked["length"], asked["stride"]
+    def __init__(self, spool: Spool, buckets: Sequence[int], spec: Mapping[str, Any], closing: ExitStack) -> None:
+        self._keys, self._columns = spec["keys"], spec["columns"]
+        self.length, self._stride = spec["length"], spec["stride"]
         self.problems: dict[str, Problem] = {}
         with spool.disk():
             opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]  # noqa: SIM115
@@ -161,15 +161,15 @@ class SeriesHere:
 class WindowReader(BucketReader[BatchT]):
     """Cuts windows out of series, a few batches ahead of the consumer."""
 
-    _rows: SeriesHere
+    _rows: LocalSeries
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
         together = enumerate(windows_of(pieces, self._together))
         orders = (self._order(some, seed, number) for number, some in together)
-        most = PART_BYTES // (4 * self._rows.length * max(1, len(self._asked.columns)))
+        most = PART_BYTES // (4 * self._rows.length * max(1, len(self._options.columns)))
         for parts in pieces_of((order for order in orders if len(order)), list(_together(sizes, most))):
             numbers = np.concatenate([order[start:stop] for order, start, stop in parts])
-            yield self._formed(self._rows.batch(numbers, self._asked.columns), "the series")
+            yield self._formed(self._rows.batch(numbers, self._options.columns), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         """Return the remaining windows of pieces, in an order that does not depend on the number of ranks."""
@@ -197,14 +197,14 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
         yield rows
 
 
-def window_source(name: str, spool: Spool, buckets: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
+def window_source(name: str, spool: Spool, buckets: range, part: int, spec: Mapping[str, Any]) -> WindowSource:
     """Return this rank's windows over series. Collective.
 
     Raises:
         DataError: The series do not fit the specification, or there are too few windows. All ranks raise the same.
     """
     with ExitStack() as closing:
-        series = SeriesHere(spool, buckets, asked, closing)
+        series = LocalSeries(spool, buckets, spec, closing)
         mine = np.zeros_like(spool.counts)
         mine[buckets.start : buckets.stop] = spool.counts[buckets.start : buckets.stop]
         ranks = allgather_object(
@@ -217,7 +217,7 @@ def window_source(name: str, spool: Spool, buckets: range, part: int, asked: Map
         for rank_problems in noted:
             for kind, problem in rank_problems.items():
                 _add(problems, kind, problem)
-        _check(name, asked, problems, int(counts.sum()), len(ranks))
+        _check(name, spec, problems, int(counts.sum()), len(ranks))
         moves = moves_of(counts, np.sum(rows, axis=0), parts, held, min(window_rows))
         spool = with_moved(name, spool, moves, part)
         wanted = owned_by(part, len(parts), counts).buckets.tolist()
@@ -230,9 +230,9 @@ def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
     problems[kind] = problems[kind] + problem if kind in problems else problem
 
 
-def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
+def _check(name: str, spec: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
     """Raise the first problem of the series, or an error for too few windows."""
-    where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
+    where, order, left_out = f"data set {name!r}: ", spec["order_by"], ""
     for kind, found in problems.items():
         here = f"{found.times_in_key} of them in {found.key}"
         if kind.startswith(NULL):
@@ -255,19 +255,19 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
         if kind == GAP:
             raise DataError(
                 f"{where}{found.series} series have {found.times} steps of {order!r} other than "
-                f"every={asked['every']}, {here}. Next: insert the missing rows, or omit every= to take rows as "
+                f"every={spec['every']}, {here}. Next: insert the missing rows, or omit every= to take rows as "
                 "they follow each other"
             )
         assert kind == SHORT
-        shorter = f"{found.series} series have fewer rows than a window of {asked['length']}"
+        shorter = f"{found.series} series have fewer rows than a window of {spec['length']}"
         left_out = f"{shorter}, {found.key} has {found.times_in_key}"
-        if asked["short"] == "error":
+        if spec["short"] == "error":
             raise DataError(f'{where}{left_out}. Next: use shorter windows, or short="skip" to skip such series')
         if basics.rank() == 0:
             _log.warning("%s%s: they are skipped", where, left_out)
     if windows < ranks:
         raise DataError(
-            f"data set {name!r} has {windows} windows of {asked['length']} rows for {ranks} ranks"
+            f"data set {name!r} has {windows} windows of {spec['length']} rows for {ranks} ranks"
             f"{f' ({left_out})' if left_out else ''}: expected at least one for each. Next: use more or longer "
             "series, shorter windows, or fewer ranks"
         )

@@ -37,7 +37,7 @@ from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.shard import DatasetShard
-from spark_hvd.data.source import Asked, parquet_source
+from spark_hvd.data.source import ReadOptions, parquet_source
 from spark_hvd.runner.outcome.payload import dump_exception
 from tests.conftest import wait_until
 from tests.contract.test_feeders import AT_ONCE, BATCH, ROWS, OurError, close_pools, drawn, held, map_of
@@ -87,9 +87,9 @@ def test_the_rank_goes_with_a_source(world: None, path: str) -> None:
     source = source_of(path, map_of(drawn, random=True))
     sent = pickle.loads(pickle.dumps(source))
     hvd.shutdown()
-    asked = Asked(columns=("noise",))
-    with contextlib.closing(sent.open(asked, TableForm())) as reader:
-        batches = reader.batches(0, sent.sharding(8, False, asked).share(Position(), 0, 1), [8])
+    options = ReadOptions(columns=("noise",))
+    with contextlib.closing(sent.open(options, TableForm())) as reader:
+        batches = reader.batches(0, sent.sharding(8, False, options).share(Position(), 0, 1), [8])
         assert next(batches).num_rows == 8
         batches.close()
 

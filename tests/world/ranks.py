@@ -14,7 +14,7 @@ from spark_hvd.context import leave
 from spark_hvd.context.global_state import PendingMember, GlobalState
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.sharding import Interval, Sharding
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.elastic.run import _through_generations
 from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.rank.elastic import ElasticRank
@@ -215,7 +215,7 @@ class RankProcess:
 
     def _train(self) -> Any:
         plan = self.world.plan
-        loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
+        loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), OPTIONS, lambda: OPTIONS)  # type: ignore[arg-type,return-value]
         state: Any = TorchState(loader=loader, made=(0, 0, ""))  # weights, steps, rows
 
         def function(until: int) -> Any:
@@ -272,7 +272,7 @@ def _seal(rows: list[int]) -> str:
     return f"sealed {sum(rows)}"
 
 
-ASKED = Asked(columns=("row",))
+OPTIONS = ReadOptions(columns=("row",))
 
 
 class Rows:
@@ -281,7 +281,7 @@ class Rows:
     def __init__(self, rows: int) -> None:
         self.rows, self.layout = rows, 0
 
-    def open(self, asked: Any, form: Any) -> Rows:
+    def open(self, options: Any, form: Any) -> Rows:
         return self
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[list[int], None, None]:
