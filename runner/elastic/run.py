@@ -23,7 +23,7 @@ from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
@@ -115,7 +115,7 @@ def run_elastic(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
-    sets = given(data)
+    sets = run_data_of(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     sets = sets.read_by(session)

@@ -17,8 +17,8 @@ from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import FALLBACK_AFTER, FALLBACK_AFTER_HERE, HubState
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attend import Grace, attend
-from spark_hvd.runner.launch.data import Given
-from spark_hvd.runner.launch.feeding import Feeding, Room
+from spark_hvd.runner.launch.data import RunData
+from spark_hvd.runner.launch.feeding import Feeding, SlotAllocation
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import ClusterError, StartTimeoutError
@@ -57,8 +57,8 @@ class Attempt:
     run_id: str
     resources: TaskResources
     monitor: Monitor
-    data: Given
-    room: Room
+    data: RunData
+    room: SlotAllocation
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.

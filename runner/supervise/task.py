@@ -21,7 +21,7 @@ from spark_hvd.runner.channel.address import Address, NoAddressError, choose_add
 from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, SILENT_AFTER
 from spark_hvd.runner.config import CommonConfig, RunConfig
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of, gpu_env
 from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
@@ -171,7 +171,7 @@ def run_task(
     yield from to_batches(packed, spec.spool)
 
 
-def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
+def to_batches(packed: Iterable[PickledOutcome], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
     """Convert outcomes to record batches of the result schema, for Spark."""
     import pyarrow
 
@@ -181,7 +181,7 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
         yield pyarrow.RecordBatch.from_arrays(columns, names=["rank", "ok", "part", "chunk"])
 
 
-def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
+def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[PickledOutcome]:
     # Every task sees the same list of hosts, so all compute the same ranks without exchanging messages.
     each = spec.procs_per_task
     hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
@@ -210,7 +210,7 @@ def run_ranks(
     server: ForkServer,
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
-) -> list[Packed]:
+) -> list[PickledOutcome]:
     """Run this task's ranks after all ranks of the run have met.
 
     The caller has sent the hello message on ``links``, which are in the order of ``mine``. ``gpus`` are the GPUs that

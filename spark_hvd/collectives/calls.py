@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Work
-from spark_hvd.collectives.handle import Moment, NamedHandle, Owner
+from spark_hvd.collectives.handle import StreamEvent, NamedHandle, Owner
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Request
 from spark_hvd.collectives.names import How, KnownCalls, Unnamed
@@ -67,7 +67,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         with self._lock:
             self._failure.require_none()
             called = self._unnamed.take(request.kind, self._handles) if name is None else name
-            ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+            ready = StreamEvent.now(work.tensors[0].device) if request.on_gpu else None
             handle = NamedHandle(self, called, request, work, result, ready)
             first = False
             if name is None and (called in self._deferred or self._is_in_flight(called)):
@@ -110,7 +110,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                     return None
                 self._unnamed.take(kind, self._handles)
             tensors = () if tensor is None else (tensor,)
-            ready = Moment.now(known.device) if known.device is not None and known.request.on_gpu else None
+            ready = StreamEvent.now(known.device) if known.device is not None and known.request.on_gpu else None
             handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result, ready)
             slot = known.slot
             if slot is None or slot.closed or self.tracing.recorder is not None:

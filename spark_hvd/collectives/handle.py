@@ -67,7 +67,7 @@ class NamedHandle(Generic[T]):
         request: Request,
         work: Work,
         result: Callable[[Work], T],
-        ready: Moment | None = None,
+        ready: StreamEvent | None = None,
     ) -> None:
         """Create the handle of a call; queues do this.
 
@@ -91,7 +91,7 @@ class NamedHandle(Generic[T]):
         self._result = result
         self._done = False
         self._error: Exception | None = None
-        self._execution: Execution | Moment | None = None
+        self._execution: Execution | StreamEvent | None = None
         self._baton: threading.Lock | None = None
         """The lock that waiting threads sleep on, if there are any. It is held until the collective has ended."""
 
@@ -113,7 +113,7 @@ class NamedHandle(Generic[T]):
             self._owner.meet(self, 0)
             self._owner.flush()
             return self._done
-        return not isinstance(self._execution, Moment) or self._execution.passed()
+        return not isinstance(self._execution, StreamEvent) or self._execution.passed()
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the collective has ended, and return its result. You may call it again.
@@ -149,8 +149,8 @@ class NamedHandle(Generic[T]):
             raise type(self._error)(*self._error.args) from self._error
         return self._result(self.work)
 
-    def _finish(self, execution: Execution | Moment) -> None:
-        if isinstance(execution, Moment):
+    def _finish(self, execution: Execution | StreamEvent) -> None:
+        if isinstance(execution, StreamEvent):
             execution.wait(self.work.results)
             return
         try:
@@ -164,7 +164,7 @@ class NamedHandle(Generic[T]):
         """Do the same as :meth:`wait`, as Horovod's sparse_allreduce_async needs."""
         return self.wait()
 
-    def complete(self, outcome: Execution | Moment | None = None, error: Exception | None = None) -> None:
+    def complete(self, outcome: Execution | StreamEvent | None = None, error: Exception | None = None) -> None:
         """Record that the collective has ended; its queue calls this once."""
         if self._done:
             return
@@ -203,7 +203,7 @@ class NamedHandle(Generic[T]):
         return self._done
 
 
-class Moment:
+class StreamEvent:
     """A point in the current stream of a CUDA device that other streams of that device can wait for.
 
     The device need not be the current one: a new thread starts with device 0.
@@ -217,7 +217,7 @@ class Moment:
         self._device = device
 
     @classmethod
-    def now(cls, device: torch.device) -> Moment:
+    def now(cls, device: torch.device) -> StreamEvent:
         """Return the current point of a device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))

@@ -17,7 +17,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work, rounds, run
 from spark_hvd.collectives.fusion import Batch
-from spark_hvd.collectives.handle import Moment, NamedHandle
+from spark_hvd.collectives.handle import StreamEvent, NamedHandle
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.transport.handles import is_out_of_memory
@@ -179,8 +179,8 @@ class Runs:
             execution = Execution(run(batch, works, self._members, device))
             packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
             execution.finish()  # orders the stream; the host does not wait
-            moment = Moment.now(device)
-        self._ended(packed, moment)
+            event = StreamEvent.now(device)
+        self._ended(packed, event)
 
     def _device_of(self, batch: Batch, handles: Sequence[NamedHandle[Any]]) -> torch.device:
         """Return the device on which a batch runs on this rank."""
@@ -194,7 +194,7 @@ class Runs:
         # This thread's current device is CUDA's first, which may belong to another rank.
         return torch.device(devices[0]) if devices else self.device or torch.device("cuda", torch.cuda.current_device())
 
-    def _ended(self, started: _Started, moment: Moment | None = None) -> None:
+    def _ended(self, started: _Started, event: StreamEvent | None = None) -> None:
         """Complete the handles of a batch whose collectives have ended or failed; from any thread."""
         if self._tracing.recorder is not None:
             staging = self._members.staging
@@ -204,7 +204,7 @@ class Runs:
         self._release(started.handles)  # first: a handle that is neither in flight nor released would be started again
         self._in_flight.difference_update(started.handles)
         for handle in started.handles:
-            handle.complete(moment or started.execution)
+            handle.complete(event or started.execution)
 
     def _fail(self, handles: list[NamedHandle[Any]], error: Exception) -> None:
         """Fail these handles and leave the world: the other ranks must not wait for this one."""

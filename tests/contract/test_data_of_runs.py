@@ -18,7 +18,7 @@ from pyarrow import dataset
 
 from spark_hvd import DataError
 from spark_hvd.runner import run_elastic_local, run_local
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -111,7 +111,7 @@ def test_a_list_of_paths_is_one_data_set(tmp_path: Path) -> None:
 
 def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
-    assert given({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
+    assert run_data_of({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
 
 
 def test_a_table_has_the_types_that_files_have() -> None:
@@ -123,7 +123,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
         "flags": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
         "inside": pa.array([[datetime.date(1970, 1, 2)], []], pa.list_(pa.date64())),
     }
-    table = given({"train": pa.table(columns)}).tables["train"]
+    table = run_data_of({"train": pa.table(columns)}).tables["train"]
     assert table.schema.types == [
         pa.date32(),
         pa.string(),
@@ -148,7 +148,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
 def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: str) -> None:
     value = type(name, (), {"__module__": module})()
     with pytest.raises(TypeError, match=rf"^data\['train'\] is a {name}: pass {instead}"):
-        given({"train": value})
+        run_data_of({"train": value})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: s
 )
 def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
     with pytest.raises(TypeError, match=rf"data\['train'\] is {why}") as refused:
-        given({"train": value})
+        run_data_of({"train": value})
     assert "which Arrow cannot convert to a table" in str(refused.value)
 
 
@@ -170,7 +170,7 @@ def test_a_column_that_arrow_cannot_lay_out_plainly_is_named() -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"]))
     lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), runs)
     with pytest.raises(DataError, match=r"data\['train'\]: column 'x' of list<.*run_end.* to list<.*Next: convert"):
-        given({"train": pa.table({"x": lists})})
+        run_data_of({"train": pa.table({"x": lists})})
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from spark_hvd.data.feeders.sockets import FeedAddress
 from spark_hvd.data.shard import DatasetShard
 from spark_hvd.data.source import parquet_source
 from spark_hvd.engine.curve import Keys, url
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.outcome.payload import dump_exception
 from tests.conftest import wait_until
 
@@ -52,7 +52,7 @@ def changed(rows: pa.RecordBatch) -> dict[str, Any]:
 
 def map_of(fn: Callable[..., Any], **options: Any) -> RowMap:
     table = pa.table({"id": [1]})
-    return given({"train": Mapped(table, fn, rows_at_once=AT_ONCE, **options)}).maps["train"]
+    return run_data_of({"train": Mapped(table, fn, rows_at_once=AT_ONCE, **options)}).maps["train"]
 
 
 class Feeders:

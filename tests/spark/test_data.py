@@ -26,7 +26,7 @@ from pyspark.sql.types import StructType
 import spark_hvd.torch
 from spark_hvd import DataError
 from spark_hvd.runner import RankFailedError, RunError, run
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.spark.input import InputRows, keys_of_partitions, spark_hash
 from tests.conftest import ranks_alive, wait_until
 from tests.spark.data_support import table_of
@@ -197,7 +197,7 @@ def test_a_table_keeps_its_values_in_spark(spark: SparkSession, session_zone: st
 )
 def test_a_table_that_spark_cannot_have_names_the_column(spark: SparkSession, column: pa.Array, text: str) -> None:
     with pytest.raises(DataError, match=r"data\['train'\]: " + text):
-        given({"train": pa.table({"x": column})}).in_spark(spark)
+        run_data_of({"train": pa.table({"x": column})}).in_spark(spark)
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_directories_of_partitions_are_columns(spark: SparkSession, tmp_path: Pa
         {"id": number, "half": number % 2, "name": f"a/b={number % 2}"} for number in range(40)
     ]
     with pytest.raises(DataError, match=r"there is no .*: expected a Parquet file or a directory"):
-        given({"train": tmp_path / "nothing"})
+        run_data_of({"train": tmp_path / "nothing"})
 
 
 def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:
