@@ -168,8 +168,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         if self._outgoing or self._deferred:
             self._link.post(self)
 
-    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
-        self.memory.meet(handle, timeout)
+    def wait_for(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+        self.memory.wait_for(handle, timeout)
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
         """Empty the outbox; return the numbers of known names as bits, and the other names with their requests."""
@@ -184,7 +184,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         self._link.notify(self)
 
     def watch(self) -> None:
-        self._link.look_later(self)
+        self._link.check_later(self)
 
     def learn(self, id: int, use: SlotUse | None, name: str) -> None:
         """Record that a name has a number; it may also get a slot."""

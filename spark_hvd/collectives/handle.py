@@ -28,7 +28,7 @@ class Owner(Protocol):
     def flush(self) -> None:
         """Send the outbox to the coordinator, unless it is empty."""
 
-    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+    def wait_for(self, handle: NamedHandle[Any], timeout: float | None) -> None:
         """Wait for a call in shared memory, which may then move to the coordinator. A timeout of 0 only checks."""
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
@@ -110,7 +110,7 @@ class NamedHandle(Generic[T]):
     def poll(self) -> bool:
         """Return whether :meth:`wait` would not block; on a GPU, this includes that the device has finished."""
         if not self._done:
-            self._owner.meet(self, 0)
+            self._owner.wait_for(self, 0)
             self._owner.flush()
             return self._done
         return not isinstance(self._execution, StreamEvent) or self._execution.passed()
@@ -133,7 +133,7 @@ class NamedHandle(Generic[T]):
             begun = time.monotonic()
             activity.wait_begins(begun)
             if self.slot is not None:
-                self._owner.meet(self, timeout)
+                self._owner.wait_for(self, timeout)
             ended = self.done
             if not ended:
                 self._owner.flush()

@@ -152,7 +152,7 @@ class NegotiatedQueue(Calls, Source):
                 return
             self._failure.text = text
             joining, self._joining = self._joining, None
-            self.memory.gone()
+            self.memory.abandon()
             deferred = self._deferred.clear()
         self._failure.announce()
         for handle in [*self._handles.values(), *deferred, *([joining] if joining else [])]:

@@ -218,7 +218,7 @@ def source_here(name: str, source: DataSource | SpoolSource | MappedSpec) -> Dat
     counts = np.zeros_like(spool.counts)
     mine = slice(source.buckets.start, source.buckets.stop)
     all_ranks = allgather_object(
-        (mine, spool.counts[mine], source.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+        (mine, spool.counts[mine], source.part, spool.local_buckets, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
     )
     for buckets, rows_of_buckets, *_ in all_ranks:
         counts[buckets] = rows_of_buckets

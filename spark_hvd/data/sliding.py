@@ -208,7 +208,7 @@ def window_source(name: str, spool: Spool, buckets: range, part: int, spec: Mapp
         mine = np.zeros_like(spool.counts)
         mine[buckets.start : buckets.stop] = spool.counts[buckets.start : buckets.stop]
         ranks = allgather_object(
-            (series.counts, mine, part, spool.held, spool.window_rows, series.problems),
+            (series.counts, mine, part, spool.local_buckets, spool.window_rows, series.problems),
             name=f"spark_hvd.rows_of.{name}",
         )
         rank_counts, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)

@@ -150,7 +150,7 @@ class _Disk:
 
 
 class Spool:
-    """Reads what a :class:`SpoolWriter` has written. ``brought`` is the folder of rows that came from other ranks.
+    """Reads what a :class:`SpoolWriter` has written. ``received`` is the folder of rows from other ranks.
 
     Attributes:
         folder: The folder that the writer has filled.
@@ -159,10 +159,10 @@ class Spool:
         window_rows: Number of rows that fit in :data:`WINDOW_BYTES`.
     """
 
-    def __init__(self, folder: str, brought: str | None = None) -> None:
-        self._brought = brought
+    def __init__(self, folder: str, received: str | None = None) -> None:
+        self._received = received
         self.folder = Path(folder)
-        folders = [self.folder] if brought is None else [self.folder, Path(brought)]
+        folders = [self.folder] if received is None else [self.folder, Path(received)]
         counts = [np.load(each / _COUNTS) for each in folders]
         self._own = len(counts[0])
         self._counts = np.concatenate(counts)
@@ -177,10 +177,10 @@ class Spool:
         self._mapped = [_mapped(str(file)) for file in self._files]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spool, (str(self.folder), self._brought)  # another process maps the files itself
+        return Spool, (str(self.folder), self._received)  # another process maps the files itself
 
     @property
-    def held(self) -> range:
+    def local_buckets(self) -> range:
         """The buckets from the first to the last that has rows here. All rows of these buckets are here."""
         buckets = np.flatnonzero(self.counts)
         return range(int(buckets[0]), int(buckets[-1]) + 1) if len(buckets) else range(0)

@@ -44,7 +44,7 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
         spools.append(Spool(place))
     counts = np.sum([spool.counts for spool in spools], axis=0)
     brought: dict[int, SpoolWriter] = {}
-    for move in itertools.chain(*moves_of(counts, counts, parts, [spool.held for spool in spools], 2)):
+    for move in itertools.chain(*moves_of(counts, counts, parts, [spool.local_buckets for spool in spools], 2)):
         if move.target not in brought:
             brought[move.target] = SpoolWriter(f"{spools[move.target].folder}-more", spools[move.target].schema)
         brought[move.target].write(spools[move.source].rows(*move[2:]))

@@ -182,7 +182,7 @@ class Slots:
         """Return the slots of these numbers."""
         return [slot for id, slot in self._slots.items() if ids >> id & 1]
 
-    def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
+    def enter(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
         """Enter the next rounds of open slots.
 
         ``calls`` holds each slot once, with this rank's tensor for it. ``now`` is in seconds on the monotonic clock.
