@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Validated = tuple[ValidationRequest, dict[str, float]]
-_EVERY_HERE, _EVERY = 0.1, 1.0
-"""Seconds between two checks of the run's folder: on this machine's disks, and elsewhere."""
+_LOCAL_INTERVAL, _INTERVAL = 0.1, 1.0
+"""Seconds between two checks of the run's folder, on this machine's disks and elsewhere."""
 
 
 class StartTracker(Tracker):
@@ -48,8 +48,8 @@ class ValidationRun:
     """A running validation.
 
     Attributes:
-        request: The newest checkpoint at its start; it validates this one, or a newer one that has just arrived.
-        begun: Whether its ranks run; until then it may be cancelled.
+        request: The newest checkpoint when it started. It validates this one, or a newer one that has just arrived.
+        begun: Whether its ranks run. Until then it may be cancelled.
         stop: Ends its run.
     """
 
@@ -61,7 +61,7 @@ class ValidationRun:
 
 
 class ValidationScheduler:
-    """Decides when to validate which checkpoint: one at a time, the newest one. Does no I/O.
+    """Decides when to validate which checkpoint: the newest one, one at a time. Does no I/O.
 
     Training never waits for a validation, and at most one checkpoint waits. If validation is slower than training, the
     newest checkpoint replaces the previous one, whose epoch is not validated.
@@ -73,7 +73,7 @@ class ValidationScheduler:
         self._done: ValidationRequest | None = None
 
     def next(self, waiting: list[ValidationRequest], end_requested: bool) -> ValidationRun | None:
-        """Return the validation to start now, if any. Ranks that want no more wait for one that has begun.
+        """Return the validation to start now, if any. Ranks that have requested the end wait for one that has begun.
 
         ``waiting`` has the waiting checkpoints, the oldest first.
         """
@@ -88,13 +88,13 @@ class ValidationScheduler:
             return self.run
         return None
 
-    def starts(self, newest: ValidationRequest | None) -> None:
+    def starting(self, newest: ValidationRequest | None) -> None:
         """Record that the validation has its slots, and will take the newest checkpoint."""
         assert self.run is not None
         self.run.request = newest or self.run.request
 
-    def runs(self) -> None:
-        """Record that its ranks have reported. Slots alone are not enough: others may hold them without our knowing."""
+    def running(self) -> None:
+        """Record that its ranks have reported. Slots alone are not enough: other programs may hold them."""
         assert self.run is not None
         self.run.begun = True
 
@@ -139,21 +139,21 @@ class BackgroundValidator:
         inherit: Callable[[Callable[[], None]], Callable[[], None]],
     ) -> None:
         self._folder, self._validate, self._inherit = folder, validate, inherit
-        self._scheduler, self._over, self._failed = ValidationScheduler(), threading.Event(), False
-        self._unpublished, self._told_at = True, time.monotonic()
-        self._kept = {int(row["epoch"]): row for row in history}
+        self._scheduler, self._closed, self._failed = ValidationScheduler(), threading.Event(), False
+        self._unpublished, self._published_at = True, time.monotonic()
+        self._rows = {int(row["epoch"]): row for row in history}
         self._thread = threading.Thread(target=inherit(self._watch), name="spark_hvd-validation", daemon=True)
 
     def __enter__(self) -> None:
         before = self._folder.results()
         # Validations that the rows of the history have already count for the best epoch too.
         known: Mapping[int, Any] = {
-            epoch: (generation_of(row), _of_validation(row)) for epoch, row in self._kept.items()
+            epoch: (generation_of(row), _of_validation(row)) for epoch, row in self._rows.items()
         }
         finished = {
             epoch: each
             for epoch, each in before.epochs.items()
-            if epoch in known and each[1] and each[0] == generation_of(self._kept[epoch])
+            if epoch in known and each[1] and each[0] == generation_of(self._rows[epoch])
         }
         self._scheduler.results.epochs = {**known, **finished}
         self._thread.start()
@@ -161,7 +161,7 @@ class BackgroundValidator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._closed.set()
         if (run := self._scheduler.run) is not None:
             run.stop.set()
         self._thread.join()
@@ -172,8 +172,8 @@ class BackgroundValidator:
             _log.warning("checkpoints of a validation are left behind: %s", left)
 
     def _watch(self) -> None:
-        every = _EVERY_HERE if self._folder.store.is_local else _EVERY
-        while not self._over.wait(every):
+        every = _LOCAL_INTERVAL if self._folder.store.is_local else _INTERVAL
+        while not self._closed.wait(every):
             try:
                 self._look()
             except Exception as error:  # errors of the store or of Spark; ranks wait for the reports of this thread
@@ -206,18 +206,18 @@ class BackgroundValidator:
                 begins.thread.start()
             except Exception as error:
                 begins.thread, begins.outcome = None, error
-        if self._unpublished or scheduler.results.ended != ended or time.monotonic() - self._told_at > HEARTBEAT_SECONDS:
+        if self._unpublished or scheduler.results.ended != ended or time.monotonic() - self._published_at > HEARTBEAT_SECONDS:
             self._unpublished = True
             self._folder.publish(scheduler.results)
-            self._unpublished, self._told_at = False, time.monotonic()
+            self._unpublished, self._published_at = False, time.monotonic()
 
     def _run(self, run: ValidationRun) -> None:
         def starts() -> None:
-            self._scheduler.starts(next(reversed(self._folder.waiting()), None))
+            self._scheduler.starting(next(reversed(self._folder.waiting()), None))
 
         try:
             with stopped_by(run.stop):
-                run.outcome = self._validate(self._scheduler.results, StartTracker(starts, self._scheduler.runs))
+                run.outcome = self._validate(self._scheduler.results, StartTracker(starts, self._scheduler.running))
         except BaseException as error:  # including errors of the user's code in the ranks
             run.outcome = error
 

@@ -1,7 +1,7 @@
 """Validation in the background: the files by which ranks and driver communicate in the folder of the run.
 
-Rank 0 writes the checkpoint to validate, only the newest one. The driver starts a separate run that validates it, and
-writes the results. At the end, rank 0 asks for no more, and the driver announces that no validation is running.
+Rank 0 writes the newest checkpoint as a request. The driver starts a separate run that validates it, and writes the
+results. At the end, rank 0 requests the end, and the driver announces that no validation is running.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_hvd.store.errors import StoreError
 
 _RESULTS, _LAST = "validated.json", "validate.end"
 _NAME = re.compile(r"validate-(\d+)-(\d+)\.ckpt")
-_LOOK_EVERY, _SAY_AFTER = 0.2, 5.0
+_POLL_SECONDS, _NOTICE_SECONDS = 0.2, 5.0
 _PATIENCE = 60.0
 """Seconds for which ranks tolerate that they cannot read the results in the store."""
 HEARTBEAT_SECONDS, _SILENT = 60.0, 600.0
@@ -88,7 +88,7 @@ def generation_of(row: Row) -> int:
 
 @dataclass(frozen=True)
 class ValidationFolder:
-    """The folder of a run in its role for validation in the background; errors are those of the store."""
+    """The files of background validation in the folder of a run; errors are those of the store."""
 
     store: Store
     run_id: str
@@ -100,7 +100,7 @@ class ValidationFolder:
         return Checkpoints(self.store, self.run_id, self.fit)
 
     def waiting(self) -> list[ValidationRequest]:
-        """Return the waiting checkpoints, the oldest first."""
+        """Return the waiting requests, the oldest first."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.run_path(self.run_id)))
         return sorted(request for name in names if (request := ValidationRequest.of(name)) is not None)
 
@@ -119,12 +119,12 @@ class ValidationFolder:
         self.store.write_bytes(self._path(_RESULTS), content.encode())
 
     def request_end(self) -> None:
-        """Ask the driver to begin no further validation."""
+        """Request that the driver begin no further validation."""
         self.store.write_bytes(self._path(_LAST), b"")
 
     @property
     def end_requested(self) -> bool:
-        """Whether ranks have asked for no more."""
+        """Whether ranks have requested the end."""
         return self.store.exists(self._path(_LAST))
 
     def clear(self, *, results: bool) -> None:
@@ -159,11 +159,11 @@ class ValidationClient:
         return ValidationRequest(hvd.generation(), epoch)
 
     def superseded(self, request: ValidationRequest) -> list[str]:
-        """Return the checkpoints that need no validation once this one exists."""
+        """Return the names of the checkpoints that need no validation once this one exists."""
         return [each.name for each in self._folder.waiting() if each != request]
 
     def end(self) -> None:
-        """Ask for no more validations; the ranks do the rest themselves."""
+        """Request the end: the ranks validate the rest themselves."""
         if hvd.rank() == 0:
             self._folder.request_end()
 
@@ -183,10 +183,10 @@ class ValidationClient:
                     yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return
-            if not is_quiet and time.monotonic() - began > _SAY_AFTER:
+            if not is_quiet and time.monotonic() - began > _NOTICE_SECONDS:
                 is_quiet = True
                 print("the last epoch is done; waiting for the validation in the background to end", flush=True)
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
 
     def _results(self) -> Results:
         try:

@@ -35,7 +35,7 @@ def test_one_at_a_time_and_the_newest() -> None:
     assert scheduler.next([], False) is None
     first = scheduler.next([request(1)], False)
     assert first is not None
-    scheduler.starts(request(2))  # another checkpoint came before it had its slots
+    scheduler.starting(request(2))  # another checkpoint came before it had its slots
     assert (first.request, scheduler.next([request(5)], False)) == (request(2), None)
     assert ended(scheduler, (request(2), {"val_loss": 3.0})) is None
     assert scheduler.next([request(2)], False) is None, "not again"
@@ -50,7 +50,7 @@ def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
     scheduler = ValidationScheduler()
     waiting = scheduler.next([request(1)], False)
     assert waiting is not None
-    scheduler.starts(request(1))  # other ranks may still hold the slots
+    scheduler.starting(request(1))  # other ranks may still hold the slots
     scheduler.next([request(1)], True)
     assert waiting.stop.is_set()
     ended(scheduler, KeyboardInterrupt())
@@ -59,8 +59,8 @@ def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
     scheduler = ValidationScheduler()
     begun = scheduler.next([request(1)], False)
     assert begun is not None
-    scheduler.starts(request(1))
-    scheduler.runs()
+    scheduler.starting(request(1))
+    scheduler.running()
     scheduler.next([request(2)], True)
     assert (begun.stop.is_set(), scheduler.results.ended) == (False, False)
     ended(scheduler, (request(1), {"val_loss": 1.0}))
