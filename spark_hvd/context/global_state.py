@@ -26,7 +26,7 @@ from spark_hvd.transport.host.hierarchy import Hierarchy
 from spark_hvd.transport.host.pipes import Pipes
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import Store
-from spark_hvd.transport.waits import stand_by
+from spark_hvd.transport.waits import set_abort_check
 from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import NotInitializedError
@@ -159,7 +159,7 @@ class GlobalState:
     def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
         """Register connections before they are made, or close them if their generation was already aborted."""
         self.registry = registry
-        stand_by(lambda: registry.broken)
+        set_abort_check(lambda: registry.broken)
         if self.aborted is not None and registry.generation <= self.aborted[0]:
             registry.abort(self.aborted[1])
         return registry

@@ -123,7 +123,7 @@ def end(text: str, *, for_good: bool = False) -> None:
         if not context.owns_default_group:
             context.groups.destroy_all()
         elif for_good and dist.get_backend() == "gloo":
-            threading.Thread(target=_destroy, args=[context], name="spark_hvd-farewell", daemon=True).start()
+            threading.Thread(target=_destroy, args=[context], name="spark_hvd-teardown", daemon=True).start()
         else:
             _destroy(context)
 
@@ -151,7 +151,7 @@ def drain(queues: Sequence[NegotiatedQueue]) -> None:
     for queue in queues:
         if queue.unfinished:
             # A daemon thread keeps the group alive, so that the process can exit without waiting for either.
-            threading.Thread(target=_hold, args=[queue], name="spark_hvd-farewell", daemon=True).start()
+            threading.Thread(target=_hold, args=[queue], name="spark_hvd-teardown", daemon=True).start()
 
 
 def _wait(queues: Sequence[NegotiatedQueue], seconds: float) -> None:

@@ -43,7 +43,8 @@ class MappedSource(DataSource):
         inner: The source of the rows before the function.
         spec: The function, and where it runs.
         result_schema: The schema of the function's results.
-        rank: The rank that sent this source to a process that is not a rank, such as a spawned worker of a DataLoader.
+        rank: The rank that sent this source to a process that is not a rank, such as a spawned worker of a DataLoader;
+            None in a rank.
     """
 
     name: str
@@ -136,7 +137,7 @@ class MappedReader(Reader[BatchT]):
 
 
 def opened(name: str, spec: MappedSpec, options: ReadOptions, ends: ExitStack) -> tuple[Submit, int]:
-    """Return a callable that sends rows through the function, and how many requests to keep in flight."""
+    """Return a callable that applies the function to rows, and how many requests to keep in flight."""
     columns = options.columns or None
     if spec.feed is not None:
         pool = pool_of(spec.feed)

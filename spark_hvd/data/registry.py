@@ -1,4 +1,4 @@
-"""The data sets that a rank received with its order, by their names in ``data=``."""
+"""The registry of the data sets that a rank has received, by their names in ``data=``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _sources: dict[str, bytes] = {}
 
 
 def register(sources: Mapping[str, bytes]) -> None:
-    """Keep the sources of this rank's data sets, by name. They stay pickled, as few ranks read all of them."""
+    """Register the pickled sources of this rank's data sets, by name, instead of earlier ones.
+
+    They stay pickled until they are read, as few ranks read all of them.
+    """
     _sources.clear()
     _sources.update(sources)
 

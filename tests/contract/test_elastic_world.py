@@ -92,7 +92,7 @@ def through_generations(count: int) -> None:
     assert len({str((result["weights"], result["momentum"], result["step"])) for result in results}) == 1
     assert results[0]["step"] == 3 * count + 6
     # What Gloo loses on the way (see spark_hvd.transport.waits) is held until the collective timeout.
-    found = [each for each in results[0]["resources"] if each and not each["farewells"]]
+    found = [each for each in results[0]["resources"] if each and not each["teardowns"]]
     half, some = len(found) // 2, max(1, len(found) // 5)
     for kind in found[0]:
         numbers = [each[kind] for each in found]

@@ -249,7 +249,7 @@ def simulated() -> Iterator[None]:
         (registry_module, dict(socket=resolver, threading=nothing, time=time, sockets=set, since=lambda _: set())),
         (service, dict(time=time, _log=quiet)),
         (registry_module, dict(cut_to=lambda _: None, cut_among=lambda _: None, answer=lambda *_: None)),
-        (global_state_module, dict(global_state=global_state, stand_by=lambda _: None)),
+        (global_state_module, dict(global_state=global_state, set_abort_check=lambda _: None)),
         (leave, dict(global_state=global_state, drain=lambda _: None)),
         (context, dict(global_state=global_state, PrefixStore=store.PrefixStore, _enter=_enter, read_config=Config)),
         (run, dict(time=time, gc=SimpleNamespace(collect=lambda: None), _hooks=[])),

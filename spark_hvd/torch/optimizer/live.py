@@ -39,7 +39,7 @@ _COPIED = (
 
 
 class _Swapped(torch.optim.Optimizer):
-    """An optimizer whose class was swapped. Copies and unpickled ones become a :class:`_Copy`."""
+    """An optimizer whose class was swapped. A copy or an unpickled one is a :class:`_Copy`."""
 
     _base: type[torch.optim.Optimizer]
     """The class of the program's own optimizer."""
@@ -65,9 +65,9 @@ DistributedT = TypeVar("DistributedT", bound=DistributedOptimizerBase)
 
 
 def make_distributed(optimizer: torch.optim.Optimizer, added: type[DistributedT]) -> DistributedT:
-    """Give an optimizer another class: its own, with the methods of `added`.
+    """Make an optimizer distributed: give it another class, its own with the methods of `added`.
 
-    This swaps the class instead of wrapping or copying the object: state, schedulers and earlier references stay valid.
+    This swaps the class instead of wrapping or copying the object, so state, schedulers and earlier references stay valid.
     A scheduler has bound the old class's step to the instance, so actions around a step need hooks.
     """
     base = type(optimizer)
@@ -107,7 +107,7 @@ def check_kind(optimizer: object) -> None:
 
 
 class RegisteredOptimizer(Protocol):
-    """What this module needs of a DistributedOptimizer."""
+    """A distributed optimizer that is registered here."""
 
     param_groups: list[dict[str, Any]]
     _recipe: Recipe
@@ -121,7 +121,7 @@ _registry: list[weakref.ref[RegisteredOptimizer]] = []
 
 
 def register_optimizer(optimizer: RegisteredOptimizer) -> None:
-    """Register an optimizer of this process."""
+    """Register a distributed optimizer of this process."""
     _registry.append(weakref.ref(optimizer))
 
 

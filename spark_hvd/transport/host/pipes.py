@@ -23,7 +23,7 @@ import torch
 from spark_hvd.transport.connections import Forkable
 from spark_hvd.transport.host.arena import SharedArena
 from spark_hvd.transport.host.synchronization import Fence, AdaptiveSpin
-from spark_hvd.transport.waits import why_broken
+from spark_hvd.transport.waits import abort_reason
 
 _READ = 4096
 _LOOK_SECONDS = 1.0
@@ -256,10 +256,10 @@ class Pipes(Forkable):
             self._poller.unregister(self._incoming[place])
 
     def _end_of(self, place: int) -> str:
-        return why_broken() or f"the connection to rank {self._ranks[place]} has ended"
+        return abort_reason() or f"the connection to rank {self._ranks[place]} has ended"
 
     def _closed_here(self) -> str:
-        return why_broken() or "this rank has left the world"
+        return abort_reason() or "this rank has left the world"
 
 
 def open_pipe(pid: int, fd: int, inode: int, mode: int) -> int:
