@@ -101,7 +101,7 @@ class KerasReducer:
         places = [self._place_of[id(variable)] for variable in variables]
         if self._on_torch:
             return self._gradients.reduce(places, gradients)
-        from spark_hvd.tensorflow.planned import reduced
+        from spark_hvd.tensorflow.bucketed import reduced
 
         _check_not_compiled()
         return reduced(self._gradients, places, gradients, for_the_step=True)

@@ -119,7 +119,7 @@ def other_shapes_of_batches(rank: int, size: int) -> None:
 def several_sets_of_variables(rank: int, size: int) -> None:
     """Each set of variables is reduced separately, and leaves nothing behind when it is gone."""
     tf, hvd = faces()
-    from spark_hvd.tensorflow.planned import _external
+    from spark_hvd.tensorflow.bucketed import _external
 
     before = len(_external)
     for round_ in range(3):
