@@ -199,7 +199,7 @@ class Job:
     def collect(self, *, wait: bool) -> None:
         """Add results of validation in the background to the history, on all ranks.
 
-        With ``wait``, wait for a running validation; by then, ranks have asked for no more.
+        With ``wait``, wait for a running validation; by then, ranks have requested the end.
         """
         assert self.background_validation is not None
         self.delayed_rows = []
