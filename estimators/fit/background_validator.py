@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.estimators.training.background_validation import (
+    HEARTBEAT_SECONDS,
+    Results,
+    ValidationFolder,
+    ValidationRequest,
+    generation_of,
+)
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.background_validation import HEARTBEAT_SECONDS, ValidationFolder, Results, ValidationRequest, generation_of
 from spark_hvd.runner.outcome.errors import StartTimeoutError
 from spark_hvd.runner.stopping import stopped_by
 from spark_hvd.runner.watch.tracking import Facts, Tracker
@@ -206,7 +212,11 @@ class BackgroundValidator:
                 begins.thread.start()
             except Exception as error:
                 begins.thread, begins.outcome = None, error
-        if self._unpublished or scheduler.results.ended != ended or time.monotonic() - self._published_at > HEARTBEAT_SECONDS:
+        if (
+            self._unpublished
+            or scheduler.results.ended != ended
+            or time.monotonic() - self._published_at > HEARTBEAT_SECONDS
+        ):
             self._unpublished = True
             self._folder.publish(scheduler.results)
             self._unpublished, self._published_at = False, time.monotonic()

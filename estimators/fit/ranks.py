@@ -14,9 +14,9 @@ from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.fit.backend import SparkBackend, max_num_proc_of
 from spark_hvd.estimators.fit.background_validator import BackgroundValidator
 from spark_hvd.estimators.fit.plan import FitPlan
+from spark_hvd.estimators.training.background_validation import Results, ValidationFolder, ValidationRequest
 from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.background_validation import ValidationFolder, Results, ValidationRequest
 from spark_hvd.estimators.training.order import check_order, order_of
 from spark_hvd.estimators.training.packing import PackedModule, pack
 from spark_hvd.estimators.training.rows import too_few
@@ -140,7 +140,9 @@ def _validating(
 
     def run(results: Results, tracker: Tracker) -> tuple[ValidationRequest, dict[str, float]] | None:
         fn = renamed(validate, f"{plan.name} (validation)")
-        values = backend.run_in_background(fn, (spec, packed, framework, results), spec.validation_in_background, tracker)
+        values = backend.run_in_background(
+            fn, (spec, packed, framework, results), spec.validation_in_background, tracker
+        )
         result: tuple[ValidationRequest, dict[str, float]] | None = values[0]
         return result
 

@@ -95,7 +95,10 @@ def monitored(row: Row, monitor: str | None, in_background: bool = False) -> str
     Raises:
         ValueError: The row has no such key.
     """
-    keys = {*row, *(f"val_{key}" for key in row if in_background and not key.startswith("val_") and key not in NOT_MEANS)}
+    keys = {
+        *row,
+        *(f"val_{key}" for key in row if in_background and not key.startswith("val_") and key not in NOT_MEANS),
+    }
     if monitor is not None and monitor not in keys:
         raise ValueError(f"monitor={monitor!r}: expected one of {sorted(keys)}")
     return monitor or ("val_loss" if "val_loss" in keys else "loss")

@@ -10,7 +10,6 @@ import pyarrow as pa
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
-from spark_hvd.data.registry import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
 from spark_hvd.data.readers.batches import Layout
 from spark_hvd.data.readers.blocks import TensorForm
@@ -21,6 +20,7 @@ from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.readers.values import Values, columns_yielded, may_have_nulls
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool

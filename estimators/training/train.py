@@ -18,10 +18,10 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
+from spark_hvd.estimators.training.background_validation import ValidationClient, ValidationFolder
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of, of_epoch
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
-from spark_hvd.estimators.training.background_validation import ValidationClient, ValidationFolder
 from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
 from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
@@ -110,7 +110,9 @@ class Job:
     @property
     def validates(self) -> bool:
         """Whether the ranks validate the current epoch; they always validate the last one."""
-        return self.validation is not None and (self.background_validation is None or len(self.history) + 1 >= self.spec.epochs)
+        return self.validation is not None and (
+            self.background_validation is None or len(self.history) + 1 >= self.spec.epochs
+        )
 
     @property
     def partial_epoch(self) -> dict[str, Any] | None:

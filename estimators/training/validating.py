@@ -12,9 +12,9 @@ import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import Found, read_by_rank_0
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position
+from spark_hvd.estimators.training.background_validation import Results, ValidationFolder, ValidationRequest
 from spark_hvd.estimators.training.checkpoint import BEST, Checkpoints
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.background_validation import ValidationFolder, Results, ValidationRequest
 from spark_hvd.estimators.training.rows import reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Job, Validates, device_of

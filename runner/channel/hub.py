@@ -19,8 +19,8 @@ from spark_hvd.engine.curve import ZapAuthenticator, url
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
-from spark_hvd.runner.channel.unauthenticated import UnauthenticatedConnections, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
+from spark_hvd.runner.channel.unauthenticated import UnauthenticatedConnections, require_descriptors
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import torch_batch
-from spark_hvd.data.registry import source_of
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.shard import source_here
-from spark_hvd.data.source import ReadOptions, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.world.words import count
 
 _opened: list[tuple[DataSource, int, int]] = []

@@ -24,8 +24,8 @@ from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import run_data_of
-from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
 from spark_hvd.runner.outcome.errors import RunTimeoutError

@@ -103,7 +103,12 @@ class Attempt:
                 session,
                 tasks,
                 task_of(
-                    "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, has_input=rows is not None
+                    "supervise.task",
+                    "run_task",
+                    pickle.dumps(spec),
+                    self.payload,
+                    spool=spool,
+                    has_input=rows is not None,
                 ),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 tag,

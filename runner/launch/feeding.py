@@ -55,7 +55,9 @@ class SlotAllocation:
     resources: TaskResources | None = None
 
 
-def allocate_slots(session: SparkSession, config: RunConfig, sets: RunData, tasks: int, of_ranks: TaskResources) -> SlotAllocation:
+def allocate_slots(
+    session: SparkSession, config: RunConfig, sets: RunData, tasks: int, of_ranks: TaskResources
+) -> SlotAllocation:
     """Check that feeders find slots besides those of ``tasks`` rank tasks, for which there is room.
 
     If the number of ranks is open, ranks leave as much room as the feeders need.
@@ -116,7 +118,13 @@ class Feeding:
     """
 
     def __init__(
-        self, session: SparkSession, config: RunConfig, maps: Mapping[str, RowMap], room: SlotAllocation, name: str, tag: str
+        self,
+        session: SparkSession,
+        config: RunConfig,
+        maps: Mapping[str, RowMap],
+        room: SlotAllocation,
+        name: str,
+        tag: str,
     ) -> None:
         from spark_hvd.data.feeders.directory import Directory
 

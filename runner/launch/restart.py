@@ -85,7 +85,9 @@ def check_least(config: RunConfig, tasks: int) -> None:
         raise ValueError(f"min_num_proc={config.min_num_proc}: expected at most {size}, the ranks this run starts with")
 
 
-def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, room: SlotAllocation, loss: RunError) -> int:
+def tasks_again(
+    session: SparkSession, config: RunConfig, resources: TaskResources, room: SlotAllocation, loss: RunError
+) -> int:
     """Return the number of rank tasks for which there is room after a loss, besides the feeders.
 
     It returns as soon as there is room for as many as before. Otherwise it waits up to ``start_timeout`` for executors

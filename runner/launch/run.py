@@ -14,9 +14,9 @@ from spark_hvd.runner.config import Network, Reporting, RunConfig
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.data import run_data_of
-from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.feeding import allocate_slots
 from spark_hvd.runner.launch.monitor import make_monitor
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.errors import RunError

@@ -136,7 +136,9 @@ def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyTyp
         parts.setdefault(rank, []).append((part, chunk))
         oks[rank] = ok
     return [
-        PickledOutcome(rank, oks[rank], values[rank] if parts[rank][0][0] == _HANDED_OVER else _join(sorted(parts[rank])))
+        PickledOutcome(
+            rank, oks[rank], values[rank] if parts[rank][0][0] == _HANDED_OVER else _join(sorted(parts[rank]))
+        )
         for rank in sorted(parts)
     ]
 

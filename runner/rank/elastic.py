@@ -20,14 +20,14 @@ from typing import Any
 
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
-from spark_hvd.context.global_state import refuse_fork, global_state
+from spark_hvd.context.global_state import global_state, refuse_fork
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
-from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import VitalsSender
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
 from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
-from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.rank.process import (
     SetupFailure,
     check_torch,
@@ -19,6 +18,7 @@ from spark_hvd.runner.rank.process import (
     format_error,
     one_line,
 )
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.world.env import carried_dialect
 from spark_hvd.world.words import bounded
 

@@ -18,10 +18,10 @@ from spark_hvd.context import leave
 from spark_hvd.context.profile import StepProfiler
 from spark_hvd.runner.channel.frames import recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
-from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, unpickle_call
 from spark_hvd.runner.rank.reporting import VitalsSender
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.transport.rendezvous import all_gather_facts
 from spark_hvd.transport.torch_private import PrefixStore, Store, TCPStore
 from spark_hvd.world.layout import Endpoint, RankInfo, World

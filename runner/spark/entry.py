@@ -15,8 +15,8 @@ def task_of(
     """Return a task for ``mapInArrow`` that calls a function of a module of the runner.
 
     The task is a nested function, which is pickled by value. So it starts even on an executor without spark_hvd, and
-    can say that spark_hvd is missing. The function yields record batches; with ``has_input`` it also gets the task's input.
-    A payload above 16 MiB is written to the directory ``spool``, if given: Spark would hold it in the Java heap.
+    can say that spark_hvd is missing. The function yields record batches; with ``has_input`` it also gets the task's
+    input. A payload above 16 MiB is written to the directory ``spool``, if given: Spark would hold it in the Java heap.
     """
     file = None
     if spool is not None and len(payload) > SPOOL_ABOVE:

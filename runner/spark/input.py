@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spark_hvd.data.bucketing import BUCKET, BUCKETS, ID, ROW, SOURCE, STRIDE, struct_of
 from spark_hvd.data.series.windows import Windows
-from spark_hvd.data.bucketing import ID, ROW, SOURCE, STRIDE, BUCKET, BUCKETS, struct_of
 from spark_hvd.runner.spark.series import arrow_schema, quoted, series_of
 
 if TYPE_CHECKING:

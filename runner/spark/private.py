@@ -140,7 +140,7 @@ def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
 def stage_of(spark: SparkSession, tag: str, *, has_input: bool = False) -> Any:
     """Return Spark's record of the result stage of the newest job with a tag; None if it has not started.
 
-    With ``has_input``, earlier jobs with the same tag compute the stage's input. The stage is then recognised by its barrier.
+    With ``has_input``, earlier jobs with the same tag compute the stage's input. The stage is the one with a barrier.
     """
     context = java_context(spark)
     jobs = list(context.statusTracker().getJobIdsForTag(tag))

@@ -130,8 +130,8 @@ def plan(app: Application, request: ResourceRequest) -> Plan:
         )
     if request.cpus and app.executor_cores and request.cpus > app.executor_cores:
         raise ClusterError(
-            f"{request}: a task needs {request.cpus} cores, and an executor has {app.executor_cores} (spark.executor.cores). "
-            "Ask for fewer cores a task, or start the application with larger executors."
+            f"{request}: a task needs {request.cpus} cores, and an executor has {app.executor_cores} "
+            "(spark.executor.cores). Ask for fewer cores a task, or start the application with larger executors."
         )
     needs_profile = cpus != app.task_cpus or (gpus or 0) != (app.task_gpus or 0)
     if needs_profile:
@@ -142,8 +142,8 @@ def plan(app: Application, request: ResourceRequest) -> Plan:
 def _require_profiles(app: Application, request: ResourceRequest) -> None:
     if not app.takes_profiles:
         raise ClusterError(
-            f"{request}: this application's tasks get {_amounts(app)}, and before PySpark 4.0 that cannot be changed for "
-            f"one barrier stage. {_start_with(app, request)}"
+            f"{request}: this application's tasks get {_amounts(app)}, and before PySpark 4.0 that cannot be changed "
+            f"for one barrier stage. {_start_with(app, request)}"
         )
     if app.master and not app.master.startswith(_MANAGERS):
         raise ClusterError(

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spark_hvd.data.bucketing import BUCKET, ID, SOURCE, struct_of
 from spark_hvd.data.spool import SpoolWriter
-from spark_hvd.data.bucketing import ID, SOURCE, BUCKET, struct_of
 from spark_hvd.scratch import Scratch, local_directory
 
 

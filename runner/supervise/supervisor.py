@@ -88,8 +88,8 @@ class _Supervision:
         job = self._job
         if job.mpi is not None:
             # Few runs need MPI, so only those import it.
-            from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
             from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher
+            from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
 
             try:
                 self._mpi = MpiLauncher(job.mpi, job.me, self._link, self._mpi_failed)

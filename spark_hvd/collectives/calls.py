@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Work
-from spark_hvd.collectives.handle import StreamEvent, NamedHandle, Owner
+from spark_hvd.collectives.handle import NamedHandle, Owner, StreamEvent
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Request
 from spark_hvd.collectives.names import How, KnownCalls, Unnamed
-from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.collectives.pending.failure import QueueFailure
 from spark_hvd.collectives.pending.outgoing import DeferredCalls, OutgoingCalls, QueueLink
 from spark_hvd.collectives.pending.rounds import MemoryRounds, RoundsOwner
 from spark_hvd.collectives.pending.use import SlotUse
+from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.world import errors
 from spark_hvd.world.activity import activity
 

@@ -21,11 +21,11 @@ from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Recall, Request, Run, RunKnown, Tune
 from spark_hvd.collectives.names import slot_use
-from spark_hvd.collectives.runs import Runs
-from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.collectives.pending.failure import error_of
 from spark_hvd.collectives.pending.outgoing import QueueLink
 from spark_hvd.collectives.pending.rounds import MemoryRounds
+from spark_hvd.collectives.runs import Runs
+from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.world.activity import Source, activity
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.vitals import PendingCollective

@@ -17,7 +17,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work, rounds, run
 from spark_hvd.collectives.fusion import Batch
-from spark_hvd.collectives.handle import StreamEvent, NamedHandle
+from spark_hvd.collectives.handle import NamedHandle, StreamEvent
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.transport.handles import is_out_of_memory

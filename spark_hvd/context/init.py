@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.members import open_members
 from spark_hvd.context import forks  # noqa: F401  registers what keeps forked processes out of the world
+from spark_hvd.context.global_state import Context, JoinedWorld, PendingMember, current, global_state, refuse_fork
 from spark_hvd.context.leave import end, shutdown
-from spark_hvd.context.global_state import Context, JoinedWorld, PendingMember, current, refuse_fork, global_state
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets

@@ -17,7 +17,7 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 BUCKETS = 4096
 """Number of hash buckets of a data set; they have nothing to do with the buckets of gradients."""
 STRIDE = 2531
-"""Step between the buckets of consecutive rows: odd, and the golden section of BUCKETS, to spread even few rows evenly."""
+"""Step between the buckets of consecutive rows: odd, and the golden section of BUCKETS, which spreads few rows evenly."""
 
 BUCKET, ID, SOURCE = "__bucket", "__id", "__source"
 """The columns that Spark passes to tasks besides :func:`struct_of`. SOURCE is the number of the row's data set."""
@@ -59,7 +59,7 @@ class Owned(NamedTuple):
 
 
 def owned_by(part: int, parts: int, counts: Ints) -> Owned:
-    """Return the share of one of ``parts`` ranks in buckets with these numbers of rows; ranks differ by at most one row.
+    """Return the share of one of ``parts`` ranks in buckets with these numbers of rows; shares differ by a row at most.
 
     Two ranks share the buckets at the border between them: one takes the first rows, the other takes the last ones.
     """
@@ -183,8 +183,8 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
     """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated buckets.
 
     The rows of a bucket keep their order, mixed with those of the other buckets. The order depends only on lengths, so
-    every rank knows how far another is in its buckets, and finished rows do not change the order of the rest. ``pieces``
-    and ``number`` are those of the window. Without a seed, buckets come one after the other.
+    every rank knows how far another is in its buckets, and finished rows do not change the order of the rest.
+    ``pieces`` and ``number`` are those of the window. Without a seed, buckets come one after the other.
     """
     _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))

@@ -17,6 +17,7 @@ import torch
 from spark_hvd.collectives.process_set import global_process_set, queue_of
 from spark_hvd.collectives.start import start_alltoall
 from spark_hvd.context import basics
+from spark_hvd.data.bucketing import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 from spark_hvd.data.column_form import ColumnForm, table_of
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
@@ -34,9 +35,8 @@ from spark_hvd.data.readers.sharding import (
     stretches,
 )
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
-from spark_hvd.data.source import ReadOptions, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.data.spool import Spool, SpoolWriter
-from spark_hvd.data.bucketing import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding
-from spark_hvd.data.source import ReadOptions, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.world.words import count
 
 T_co = TypeVar("T_co", covariant=True)

@@ -29,7 +29,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, TableForm
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding, Share
-from spark_hvd.data.source import ReadOptions, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 
 Submit = Callable[[pa.RecordBatch, "Sequence[int] | None"], "Future[pa.RecordBatch]"]
 

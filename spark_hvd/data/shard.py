@@ -14,21 +14,21 @@ import torch
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import basics
+from spark_hvd.data.bucketing import moves_of
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
-from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.feeders.mapping import MappedSpec
 from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader, TorchLoader
+from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.series.windows import METADATA
 from spark_hvd.data.sliding import window_source
-from spark_hvd.data.source import ReadOptions, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.data.spool import SpoolSource
-from spark_hvd.data.bucketing import moves_of
 
 T = TypeVar("T")
 
@@ -159,7 +159,11 @@ class DatasetShard:
         return ShardLoader(self.name, self._source, sharding, options, TableForm)
 
     def _check_row_weights(
-        self, name: str | None, options: ReadOptions, features: Features | None, collate_fn: Callable[..., Any] | None = None
+        self,
+        name: str | None,
+        options: ReadOptions,
+        features: Features | None,
+        collate_fn: Callable[..., Any] | None = None,
     ) -> None:
         if name is None:
             return
@@ -218,7 +222,8 @@ def source_here(name: str, source: DataSource | SpoolSource | MappedSpec) -> Dat
     counts = np.zeros_like(spool.counts)
     mine = slice(source.buckets.start, source.buckets.stop)
     all_ranks = allgather_object(
-        (mine, spool.counts[mine], source.part, spool.local_buckets, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+        (mine, spool.counts[mine], source.part, spool.local_buckets, spool.window_rows),
+        name=f"spark_hvd.rows_of.{name}",
     )
     for buckets, rows_of_buckets, *_ in all_ranks:
         counts[buckets] = rows_of_buckets

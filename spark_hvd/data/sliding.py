@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import basics
-from spark_hvd.data.frame import FrameSource, BucketReader, with_moved
+from spark_hvd.data.bucketing import BUCKETS, ROW, Piece, Seed, mixing, moves_of, order_in_buckets, owned_by, windows_of
+from spark_hvd.data.frame import BucketReader, FrameSource, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
@@ -22,7 +23,6 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, UNFIT, windows_in
 from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.bucketing import ROW, BUCKETS, Piece, Seed, mixing, moves_of, order_in_buckets, owned_by, windows_of
 
 TOGETHER = 1 << 20
 """Number of windows that are shuffled together; only their numbers are in memory."""
@@ -68,7 +68,9 @@ class WindowSource(FrameSource):
         return self.series.schema
 
     def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return WindowReader(self.series, self.counts, self.owned, options, form, options.window_rows or self.window_rows)
+        return WindowReader(
+            self.series, self.counts, self.owned, options, form, options.window_rows or self.window_rows
+        )
 
 
 class LocalSeries:

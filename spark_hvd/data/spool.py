@@ -15,17 +15,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_hvd.data.bucketing import (
+    BUCKET,
+    BUCKETS,
+    ID,
+    STRIDE,
+    Piece,
+    Seed,
+    buckets_of,
+    mixing,
+    order_in_buckets,
+    windows_of,
+)
 from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import single
 from spark_hvd.data.readers.sharding import Ints, stretches
-from spark_hvd.data.bucketing import ID, STRIDE, BUCKET, BUCKETS, Piece, Seed, mixing, order_in_buckets, buckets_of, windows_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """Maximum rows and bytes of a chunk, which is sorted at once. They bound the memory of a writer."""
 
 PLAIN_BYTES = 4 << 30
-"""Files written after this many bytes are compressed and have a record batch per bucket, so buckets can be read alone."""
+"""Files written after this many bytes are compressed. Each bucket is a record batch of its own, to be read alone."""
 
 WINDOW_BYTES = 8 << 20
 """Bytes of the rows that are gathered at once. A reader takes four times that, as it copies rows twice and reads one

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from spark_hvd.context import global_state, leave
 from spark_hvd.context import init as context
-from spark_hvd.context import leave, global_state
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError

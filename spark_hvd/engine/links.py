@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from spark_hvd.collectives.messages import Decision
-from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.collectives.pending.outgoing import QueueLink
 from spark_hvd.collectives.pending.rounds import MEMORY_SECONDS
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 

@@ -23,7 +23,9 @@ class FollowedBackward:
     pass is followed.
     """
 
-    def __init__(self, external: ExternalGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, external: ExternalGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]
+    ) -> None:
         self._external, self._params = external, params
         self._names = [variable.path for variable in variables]
         self._number = 0

@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from spark_hvd.collectives.process_set import ProcessSet
+from spark_hvd.tensorflow.bucketed import external_gradients_of, fits, reduced, variable_of
 from spark_hvd.tensorflow.collectives import grouped_allreduce
-from spark_hvd.tensorflow.bucketed import fits, external_gradients_of, reduced, variable_of
 from spark_hvd.tensorflow.rank_ops import size_op
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.transport.communicator import ReduceOp

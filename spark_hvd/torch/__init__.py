@@ -10,8 +10,8 @@ from spark_hvd.collectives.compression import Compression, Compressor
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.context import api, basics
 from spark_hvd.context.api import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.context.progress import Progress
 from spark_hvd.context.basics import *  # noqa: F403
+from spark_hvd.context.progress import Progress
 from spark_hvd.data.registry import get_dataset_shard
 from spark_hvd.torch import elastic, move, reduce
 from spark_hvd.torch.embedding.look_up import LookUp, look_up, look_up_async

@@ -6,7 +6,7 @@ import itertools
 from typing import Any, TypeVar, cast
 
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.context.global_state import current, speaks_horovod, global_state
+from spark_hvd.context.global_state import current, global_state, speaks_horovod
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from spark_hvd.collectives.start import (
     start_barrier,
     start_broadcast,
 )
-from spark_hvd.context.join import join as join_world
 from spark_hvd.context.global_state import speaks_horovod
+from spark_hvd.context.join import join as join_world
 from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply, gradients_by
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp

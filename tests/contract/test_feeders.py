@@ -26,12 +26,12 @@ import zmq
 import spark_hvd.torch as hvd
 from spark_hvd import DataError, run_local
 from spark_hvd.data import Mapped
-from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.feeders import pool
 from spark_hvd.data.feeders.directory import Directory
 from spark_hvd.data.feeders.feeder import serve
 from spark_hvd.data.feeders.mapping import MappedSpec, RowMap, apply
 from spark_hvd.data.feeders.sockets import FeedAddress
+from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.shard import DatasetShard
 from spark_hvd.data.source import parquet_source
 from spark_hvd.engine.curve import Keys, url

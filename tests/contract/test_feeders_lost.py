@@ -28,11 +28,11 @@ import zmq
 import spark_hvd.torch as hvd
 from spark_hvd import DataError
 from spark_hvd.data import mapped
-from spark_hvd.data.mapped import MappedSource, mapped_source
 from spark_hvd.data.feeders import pool
 from spark_hvd.data.feeders.directory import Directory
 from spark_hvd.data.feeders.feeder import serve
 from spark_hvd.data.feeders.mapping import MappedSpec, RowMap
+from spark_hvd.data.mapped import MappedSource, mapped_source
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position

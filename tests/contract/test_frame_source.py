@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_hvd.data.bucketing import BUCKET, BUCKETS, ID, STRIDE, buckets_of, moves_of
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool, SpoolWriter, spool_table
-from spark_hvd.data.bucketing import ID, STRIDE, BUCKET, BUCKETS, moves_of, buckets_of
 
 PARTITIONS = 3
 

@@ -19,7 +19,7 @@ from spark_hvd.data.readers import dataset
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, lane_order, rows_of
-from spark_hvd.data.source import ReadOptions, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from spark_hvd.store import Store
 from tests.contract.reader_data import every, numbered, opened, write
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import zmq
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import init as context
 from spark_hvd.context import global_state
+from spark_hvd.context import init as context
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

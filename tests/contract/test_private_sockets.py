@@ -23,8 +23,8 @@ from spark_hvd.runner.channel import private_sockets
 from spark_hvd.runner.channel.address import Address
 from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.supervise import processes
+from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher, MpiPlan
 from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
-from spark_hvd.runner.supervise.mpi.launcher import MpiPlan, MpiLauncher
 from spark_hvd.world.layout import WorldLayout
 from tests.conftest import wait_until
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 import spark_hvd.torch as hvd
 from spark_hvd import DataError, run_local
-from spark_hvd.data.registry import get_dataset_shard, register
 from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.registry import get_dataset_shard, register
 from spark_hvd.data.shard import DatasetShard
 from spark_hvd.data.source import ParquetSource, parquet_source
 from spark_hvd.store import Store

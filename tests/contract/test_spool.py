@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from spark_hvd.data.bucketing import BUCKETS, Piece, buckets_of, keys_of, mixing, order_of, windows_of
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
-from spark_hvd.data.bucketing import BUCKETS, Piece, keys_of, mixing, order_of, buckets_of, windows_of
 
 SCHEMA = pa.schema([("x", pa.float32()), ("name", pa.string()), ("many", pa.list_(pa.int64()))])
 ROWS = 5000

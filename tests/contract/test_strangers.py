@@ -20,8 +20,8 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives import objects
-from spark_hvd.context import init as context
 from spark_hvd.context import global_state
+from spark_hvd.context import init as context
 from spark_hvd.transport import groups
 from spark_hvd.transport.torch_private import Store, TCPStore
 from spark_hvd.world.layout import Endpoint, World, WorldLayout

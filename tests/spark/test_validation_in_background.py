@@ -17,8 +17,8 @@ from torch import nn
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint import background
 from spark_hvd.estimators import Callback, CSVLogger, EarlyStopping, LocalBackend, Store, TrainState
-from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.estimators.training.background_validation import ValidationFolder, ValidationRequest
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.runner.stopping import stopped_by
 from tests.conftest import start_session, wait_until
 from tests.spark.estimator_support import estimator, frame, means, same

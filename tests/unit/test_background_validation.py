@@ -12,9 +12,14 @@ import pytest
 
 from spark_hvd.estimators import EarlyStopping, History
 from spark_hvd.estimators.fit.background_validator import BackgroundValidator, ValidationScheduler
+from spark_hvd.estimators.training.background_validation import (
+    Results,
+    ValidationClient,
+    ValidationFolder,
+    ValidationRequest,
+)
 from spark_hvd.estimators.training.callbacks import _NewEntries
 from spark_hvd.estimators.training.history import monitored
-from spark_hvd.estimators.training.background_validation import ValidationClient, ValidationFolder, Results, ValidationRequest
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
@@ -95,7 +100,8 @@ def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(
-        "spark_hvd.estimators.training.background_validation.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+        "spark_hvd.estimators.training.background_validation.time",
+        SimpleNamespace(monotonic=lambda: now, time=time.time),
     )
     folder = ValidationFolder(Store.create(tmp_path), "run")
     ranks = ValidationClient(folder, verbose=True)

@@ -7,14 +7,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spark_hvd.data.bucketing import (
-    STRIDE,
     BUCKETS,
+    STRIDE,
+    buckets_of,
     keys_of,
     mixing,
     order_in_buckets,
     order_of,
     owned_by,
-    buckets_of,
     windows_of,
 )
 
@@ -26,7 +26,9 @@ def test_every_bucket_has_one_owner_and_owners_have_as_many(parts: int) -> None:
     owned = [buckets_of(part, parts) for part in range(parts)]
     assert [bucket for buckets in owned for bucket in buckets] == list(range(BUCKETS))
     assert max(map(len, owned)) - min(map(len, owned)) <= 1
-    assert [part for part, buckets in enumerate(owned) for _ in buckets] == [u * parts // BUCKETS for u in range(BUCKETS)]
+    assert [part for part, buckets in enumerate(owned) for _ in buckets] == [
+        u * parts // BUCKETS for u in range(BUCKETS)
+    ]
 
 
 @given(st.integers(1, 64), st.integers(0, 20000), st.integers(0, BUCKETS - 1))

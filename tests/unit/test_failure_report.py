@@ -128,7 +128,14 @@ def test_a_rank_that_was_suspended_is_named() -> None:
 
 def test_what_hung_is_in_the_report_and_in_the_error() -> None:
     with pytest.raises(RankFailedError) as caught:
-        results([PickledOutcome.failed(failed(0)), PickledOutcome.failed(stopped(1))], 2, [0], None, HANG, lambda: Where({0: "7"}, ""))
+        results(
+            [PickledOutcome.failed(failed(0)), PickledOutcome.failed(stopped(1))],
+            2,
+            [0],
+            None,
+            HANG,
+            lambda: Where({0: "7"}, ""),
+        )
     assert "What the ranks did before" in str(caught.value)
     assert "stack of rank 1" in str(caught.value)
     assert "executor 7" in str(caught.value)

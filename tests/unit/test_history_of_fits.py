@@ -11,9 +11,9 @@ import pytest
 from spark_hvd.estimators.torch import trial
 from spark_hvd.estimators.torch.objective import Metrics
 from spark_hvd.estimators.training import train
+from spark_hvd.estimators.training.background_validation import Results, ValidationRequest
 from spark_hvd.estimators.training.callbacks import Callback, EarlyStopping
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.background_validation import Results, ValidationRequest
 
 
 def metric(name: str) -> Any:

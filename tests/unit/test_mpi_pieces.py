@@ -1,4 +1,4 @@
-"""The parts of MPI that need no MPI: the backoff of polling, variables of process managers, and messages without mpi4py."""
+"""The parts of MPI that need no MPI: backoff, variables of process managers, and messages without mpi4py."""
 
 from __future__ import annotations
 

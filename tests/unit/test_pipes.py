@@ -17,8 +17,8 @@ import torch
 
 from spark_hvd.transport.host import pipes, synchronization
 from spark_hvd.transport.host.arena import SharedArena
-from spark_hvd.transport.host.synchronization import Fence
 from spark_hvd.transport.host.pipes import BOARD, Pipes, SyncPoint
+from spark_hvd.transport.host.synchronization import Fence
 
 
 def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:

@@ -15,7 +15,9 @@ MANAGERS = ["spark://a:7077", "local-cluster[2,1,1024]", "yarn", "k8s://https://
 
 
 def test_nothing_asked_is_what_the_application_gives() -> None:
-    made = plan(Application("yarn", task_cpus=2, task_gpus=0.5, executor_gpus=1, takes_profiles=False), ResourceRequest())
+    made = plan(
+        Application("yarn", task_cpus=2, task_gpus=0.5, executor_gpus=1, takes_profiles=False), ResourceRequest()
+    )
     assert (made.cpus, made.gpus, made.needs_profile, made.may_share) == (2, 0.5, False, True)
     assert plan(Application("yarn"), ResourceRequest()).gpus is None
     assert not plan(Application("yarn"), ResourceRequest()).may_share
@@ -55,7 +57,11 @@ def test_ranks_of_a_task_may_share_its_gpus() -> None:
             ResourceRequest(gpus_per_proc=3, procs_per_task=2),
             "procs_per_task=2: a task needs 6 GPUs, and an executor has 4",
         ),
-        (replace(STANDALONE, executor_cores=4), ResourceRequest(5), "cpus_per_proc=5: a task needs 5 cores, and an executor has 4"),
+        (
+            replace(STANDALONE, executor_cores=4),
+            ResourceRequest(5),
+            "cpus_per_proc=5: a task needs 5 cores, and an executor has 4",
+        ),
         (
             replace(STANDALONE, takes_profiles=False),
             ResourceRequest(2, 1),
@@ -68,7 +74,9 @@ def test_ranks_of_a_task_may_share_its_gpus() -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_settings(app: Application, request: ResourceRequest, message: str) -> None:
+def test_what_cannot_be_had_is_refused_with_the_settings(
+    app: Application, request: ResourceRequest, message: str
+) -> None:
     with pytest.raises(ClusterError, match=message):
         plan(app, request)
 

@@ -181,7 +181,9 @@ def test_what_is_in_flight_is_told_oldest_first() -> None:
 
 
 def test_vitals_travel() -> None:
-    vitals = Vitals(1, 2, 3, 4.5, pending=(PendingCollective("a", 1.0, (0, 1)), PendingCollective("b", 2.0)), metrics={"loss": 1.0})
+    vitals = Vitals(
+        1, 2, 3, 4.5, pending=(PendingCollective("a", 1.0, (0, 1)), PendingCollective("b", 2.0)), metrics={"loss": 1.0}
+    )
     message = vitals.to_message()
     assert Vitals.from_message({**message, "of a newer version": 1}) == vitals
 

@@ -10,7 +10,7 @@ import pytest
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch import feeding, restart
 from spark_hvd.runner.launch.data import RunData
-from spark_hvd.runner.launch.feeding import Feeding, SlotAllocation, slots_left, allocate_slots
+from spark_hvd.runner.launch.feeding import Feeding, SlotAllocation, allocate_slots, slots_left
 from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError
 
 SESSION: Any = None

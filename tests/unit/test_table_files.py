@@ -20,7 +20,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import ReadOptions, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from spark_hvd.store import Store
 
 ROWS = pa.table({"x": [1, 2, 3, 4], "name": ["a", "b", "c", "d"], "day": ["1", "1", "2", None]})

@@ -25,7 +25,7 @@ from spark_hvd.data.readers.errors import TableError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import ReadOptions, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from tests.delta_log import added, column, head, logged, vector, vector_beside
 
 NESTED = tuple(map(int, pa.__version__.split(".")[:2])) >= (20, 0)

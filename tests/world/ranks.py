@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Request
 from spark_hvd.context import leave
-from spark_hvd.context.global_state import PendingMember, GlobalState
+from spark_hvd.context.global_state import GlobalState, PendingMember
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.sharding import Interval, Sharding
 from spark_hvd.data.source import ReadOptions

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from spark_hvd.context import global_state as global_state_module
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
-from spark_hvd.context import global_state as global_state_module
 from spark_hvd.context.global_state import Context
 from spark_hvd.data import loader as _loader  # noqa: F401  imported before anything is replaced
 from spark_hvd.elastic import kv, run, sync
@@ -239,7 +239,10 @@ def simulated() -> Iterator[None]:
         (attend, dict(_LOOK_EVERY=1.0)),
         (agent_module, dict(time=time, SupervisedRank=SimulatedRank, _is_stopped=_is_stopped)),
         (agent_module, dict(zmq=SimpleNamespace(Poller=SimulatedPoller, POLLIN=1))),
-        (rank_module, dict(threading=nothing, global_state=global_state, listen=store.listen, TCPStore=store.SimulatedStore)),
+        (
+            rank_module,
+            dict(threading=nothing, global_state=global_state, listen=store.listen, TCPStore=store.SimulatedStore),
+        ),
         (rank_module, dict(settle=lambda *_: None, send_frame=_send_frame, end_process=_end_process)),
         (
             rank_module,

@@ -5,8 +5,8 @@ call is begun, then published: it is copied into the memory, together with other
 all ranks have entered its round.
 
 A call waits in memory for a moment only. Then this rank withdraws it and passes it to the coordinator, which knows
-which ranks are missing, have joined or are gone. The coordinator has the other ranks pass it calls of that name, too. So
-slow calls are reported, and fail, as if there were no such memory.
+which ranks are missing, have joined or are gone. The coordinator then takes over the other ranks' calls of that name,
+too. So slow calls are reported, and fail, as if there were no such memory.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ import torch
 
 from spark_hvd.collectives.pending.use import SlotUse
 from spark_hvd.transport.communicator import ReduceOp
-from spark_hvd.transport.host.synchronization import Fence, AdaptiveSpin
 from spark_hvd.transport.host.pipes import open_pipe
+from spark_hvd.transport.host.synchronization import AdaptiveSpin, Fence
 from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
 
 _MOST_RANKS = 16

@@ -10,8 +10,8 @@ import torch
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, compressed_allreduce
-from spark_hvd.context.local import is_local
 from spark_hvd.context.global_state import current, in_world, ordinal
+from spark_hvd.context.local import is_local
 from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, make_distributed
 from spark_hvd.torch.optimizer.plan import require_same

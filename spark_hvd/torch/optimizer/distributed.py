@@ -11,9 +11,9 @@ import torch
 
 from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.global_state import in_world, ordinal, speaks_horovod
 from spark_hvd.context.join import require_everyone
 from spark_hvd.context.local import is_local
-from spark_hvd.context.global_state import in_world, ordinal, speaks_horovod
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, make_distributed_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
     check_passes,
@@ -27,10 +27,10 @@ from spark_hvd.torch.optimizer.live import (
     NOT_YET,
     DistributedOptimizerBase,
     check_kind,
+    make_distributed,
     register_optimizer,
     replace_owners,
     require_bound,
-    make_distributed,
 )
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer

@@ -10,9 +10,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context.local import is_local
-from spark_hvd.context.global_state import in_world
 from spark_hvd.context.basics import size
+from spark_hvd.context.global_state import in_world
+from spark_hvd.context.local import is_local
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -67,7 +67,7 @@ DistributedT = TypeVar("DistributedT", bound=DistributedOptimizerBase)
 def make_distributed(optimizer: torch.optim.Optimizer, added: type[DistributedT]) -> DistributedT:
     """Make an optimizer distributed: give it another class, its own with the methods of `added`.
 
-    This swaps the class instead of wrapping or copying the object, so state, schedulers and earlier references stay valid.
+    This swaps the class instead of wrapping or copying the object, so state, schedulers and references stay valid.
     A scheduler has bound the old class's step to the instance, so actions around a step need hooks.
     """
     base = type(optimizer)
@@ -144,7 +144,9 @@ def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> N
             # An optimizer that moves between worlds, replaced in one, is bound in the next, as on new ranks.
             other._spans_worlds = other._spans_worlds and in_world()
     _registry[:] = [
-        ref for ref in _registry if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
+        ref
+        for ref in _registry
+        if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
     ]
 
 

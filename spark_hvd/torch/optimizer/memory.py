@@ -75,7 +75,7 @@ class GradientViews:
         return count > self._own
 
     def release(self, assigned: Sequence[Callable[[], torch.Tensor | None]]) -> None:
-        """Move tensors of ``assigned`` that are no longer gradients to separate memory, before the buffer is written."""
+        """Move tensors of ``assigned`` that are no longer gradients to separate memory before the buffer is written."""
         for param, view, alive in zip(self._params, self._views, assigned, strict=True):
             grad = alive()
             if grad is not None and grad is not param.grad and lies_in(grad, view):

@@ -15,8 +15,8 @@ from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, start_allreduce
-from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.context.global_state import Context, current, in_world
+from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, placement, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec

@@ -11,8 +11,8 @@ import torch
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.context.local import is_local
 from spark_hvd.context.global_state import in_world, ordinal
+from spark_hvd.context.local import is_local
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import group_indices
 from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, check_kind, make_distributed

@@ -22,7 +22,7 @@ import torch
 
 from spark_hvd.transport.connections import Forkable
 from spark_hvd.transport.host.arena import SharedArena
-from spark_hvd.transport.host.synchronization import Fence, AdaptiveSpin
+from spark_hvd.transport.host.synchronization import AdaptiveSpin, Fence
 from spark_hvd.transport.waits import abort_reason
 
 _READ = 4096

@@ -17,8 +17,8 @@ class AdaptiveSpin:
     """Spins before a rank sleeps, longer if spinning has helped before and shorter if it has not.
 
     Args:
-        ranks: Number of ranks that wait for each other. If there are more ranks than cores, spinning would keep the rank
-            that it waits for off its core, so nobody spins.
+        ranks: Number of ranks that wait for each other. If there are more ranks than cores, a spinning rank would keep
+            the one that it waits for off its core, so nobody spins.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS, before_end
 from spark_hvd.transport.mpi.backoff import PollingBackoff
+from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS, before_end
 from spark_hvd.world.errors import CollectiveError
 
 _log = logging.getLogger("spark_hvd")
