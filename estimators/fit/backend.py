@@ -11,7 +11,7 @@ from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
 from spark_hvd.runner.config import Reporting, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch.arguments import adapted
-from spark_hvd.runner.launch.early import torch_loading
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.job import inheriting
 from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources

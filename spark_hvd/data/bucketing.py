@@ -17,7 +17,7 @@ from spark_hvd.data.readers.sharding import Ints, stretches
 BUCKETS = 4096
 """Number of hash buckets of a data set; they have nothing to do with the buckets of gradients."""
 STRIDE = 2531
-"""Step between the buckets of consecutive rows. It is odd, and the golden section of BUCKETS: even few rows are spread."""
+"""Step between the buckets of consecutive rows: odd and the golden section of BUCKETS, which spreads even few rows."""
 
 BUCKET, ID, SOURCE = "__bucket", "__id", "__source"
 """The columns that Spark passes to tasks besides :func:`struct_of`. SOURCE is the number of the row's data set."""

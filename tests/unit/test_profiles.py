@@ -44,7 +44,7 @@ def test_ranks_of_a_task_may_share_its_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("app", "request", "message"),
+    ("app", "wanted", "message"),
     [
         (
             Application("yarn"),
@@ -75,10 +75,10 @@ def test_ranks_of_a_task_may_share_its_gpus() -> None:
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_settings(
-    app: Application, request: ResourceRequest, message: str
+    app: Application, wanted: ResourceRequest, message: str
 ) -> None:
     with pytest.raises(ClusterError, match=message):
-        plan(app, request)
+        plan(app, wanted)
 
 
 def test_local_mode_counts_for_itself() -> None:
