@@ -56,7 +56,7 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
             keeps_epochs=False,
         ),
         state=None,
-        late=None,
+        background_validation=None,
         awaits_validation=False,
         feed=SimpleNamespace(position=SimpleNamespace(to_json=dict)),
         rows=SimpleNamespace(sharding=SimpleNamespace(rows=1), layout=1),
@@ -75,7 +75,7 @@ def test_an_epoch_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if a LightningModule logs something under that name."""
     monkeypatch.setattr(train.hvd, "rank", lambda: 1)
     monkeypatch.setattr(train.hvd, "generation", lambda: 0)
-    job: Any = SimpleNamespace(history=History(), late=None, progress=None)
+    job: Any = SimpleNamespace(history=History(), background_validation=None, progress=None)
     for _ in range(2):
         train.Job.add(job, {"loss": 0.5, "epoch": 0.0}, lr=0.1)
     assert [row["epoch"] for row in job.history] == [1, 2]

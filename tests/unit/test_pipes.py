@@ -240,12 +240,12 @@ def test_a_flag_is_fenced_where_memory_is_weakly_ordered(monkeypatch: pytest.Mon
     seen: list[Any] = []
     for rank, name in ((zero, "zero"), (one, "one")):
         board = rank._mine
-        monkeypatch.setattr(rank._published, "publish", lambda name=name, board=board: seen.append((name, board[0])))
-        monkeypatch.setattr(rank._published, "look", lambda name=name: seen.append((name, "looked")))
+        monkeypatch.setattr(rank._published, "release", lambda name=name, board=board: seen.append((name, board[0])))
+        monkeypatch.setattr(rank._published, "acquire", lambda name=name: seen.append((name, "acquired")))
     point = next(iter(SyncPoint))
     assert zero.send(point) == 1
     assert not zero.arrived(point, 1)
     assert one.arrived(point, 1)
-    assert seen == [("zero", 0), ("one", "looked")]
+    assert seen == [("zero", 0), ("one", "acquired")]
     for each in (zero, one):
         each.abort()

@@ -237,7 +237,7 @@ def test_the_means_of_an_epoch_are_not_those_of_its_validation(monkeypatch: pyte
     training = progress(range(3), epoch=0)
     list(training)
     list(progress(range(2), epoch=0, stage="validation"))
-    job: Any = SimpleNamespace(history=History(), progress=training, late=None)
+    job: Any = SimpleNamespace(history=History(), progress=training, background_validation=None)
     train.Job.add(job, {"loss": 0.5, "val_loss": 0.25})
     assert activity.progress is not None
     found = facts(activity.progress)
