@@ -77,7 +77,7 @@ def outcomes(programs: tuple[Program, ...]) -> Iterator[Registers]:
 
 
 CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
-    # Pipes.send and Pipes.arrived; Slots.come and Slots.state: a rank that sees the counter or the word sees the data.
+    # Pipes.send and Pipes.arrived; Slots.enter and Slots.state: a rank that sees the counter or the word sees the data.
     "data before the flag": (
         (
             (write("data", 1), FENCE, write("flag", 1)),
