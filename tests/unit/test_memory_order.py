@@ -101,7 +101,7 @@ CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
         ),
         lambda seen: seen["asleep"] == 0 and seen["counter"] == 0,
     ),
-    # Slots.withdraw and Slots.state: a rank that tries to withdraw sees who is missing, or complete ranks see it.
+    # Slots.close and Slots.state: a rank that tries to withdraw sees who is missing, or complete ranks see it.
     "withdraws or takes part": (
         (
             (write("tries", 1), FENCE, read("come", "come")),
