@@ -19,16 +19,13 @@ import zmq
 import zmq.utils.monitor
 
 from spark_hvd.collectives.messages import Decision, decode, encode
-from spark_hvd.engine.curve import Keys, url
+from spark_hvd.engine.curve import Keys, send_heartbeats, url
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.ports import PortRange, bound
 
-_HEARTBEAT_MS = 1000
 _HANDSHAKE_MS = 5000
 MAX_MESSAGE = 64 << 20
 """Bytes. ZeroMQ allocates what a newcomer announces before it knows who that is; our messages are far smaller."""
-_SILENCE_MS = 3000
-"""A peer that does not answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
 CLOSE_GRACE_SECONDS = 0.3
 """How long the coordinator waits for the last message of a member whose other connection has ended, and how long it
@@ -47,7 +44,7 @@ class CoordinatorSockets:
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys, ports: PortRange | None = None
     ) -> None:
         self.requests = context.socket(zmq.PULL)
-        self.decisions = _watched(context.socket(zmq.XPUB))
+        self.decisions = send_heartbeats(context.socket(zmq.XPUB))
         self.endpoints: list[str] = []
         self._connected: set[int] = set()
         for each in (self.requests, self.decisions):
@@ -106,7 +103,7 @@ class MemberSockets:
     ) -> None:
         self._disconnected = False
         self.requests = context.socket(zmq.PUSH)
-        self.decisions = _watched(context.socket(zmq.SUB))
+        self.decisions = send_heartbeats(context.socket(zmq.SUB))
         news = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         self.losses = self.decisions.get_monitor_socket(news)
         reached = self.requests.get_monitor_socket(news)
@@ -186,12 +183,6 @@ def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: the names in flight bound the queue
     # A connection that ended means a lost rank. Not -1: that would also drop messages that have arrived unread.
     each.reconnect_ivl = _NEVER_MS
-
-
-def _watched(each: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Turn on heartbeats. One of a member's two connections is enough: heartbeats are not free."""
-    each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-    return each
 
 
 def _received(each: zmq.Socket[bytes]) -> bytes | None:

@@ -1,4 +1,6 @@
-"""Decides who may use a ZeroMQ socket: holders of keys that are derived from a secret. Needs no torch.
+"""Sets up ZeroMQ sockets between ranks, and between ranks and feeders: addresses, heartbeats, and who may connect.
+
+Only holders of keys that are derived from a secret may. Needs no torch.
 
 RFC 5869 explains why a keyed hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with them.
 """
@@ -11,6 +13,10 @@ from dataclasses import dataclass
 
 import zmq
 import zmq.utils.z85
+
+_HEARTBEAT_MS = 1000
+_SILENT_AFTER_MS = 7000
+"""As for the hub (`runner.channel.liveness`): TCP has repeated lost data by then, so a network may be down for five seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,12 @@ class Keys:
 def url(host: str, port: int) -> str:
     """Return an address in ZeroMQ's form; port 0 stands for any."""
     return f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
+
+
+def send_heartbeats(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Let ZeroMQ end a connection whose peer has answered nothing for 7 s. This does not need the peer's interpreter."""
+    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENT_AFTER_MS
+    return socket
 
 
 class ZapAuthenticator:

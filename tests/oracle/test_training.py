@@ -125,7 +125,8 @@ def _all_close(what: str, found: dict[str, torch.Tensor], wanted: dict[str, torc
 
 
 def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}")
+    # Some of the cases diverge, for one process, too.
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
 @pytest.mark.timeout(36_000 if NIGHT else 400)

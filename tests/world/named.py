@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.world.mesh import Mesh
 
 _LOOK = 1.0
-_SILENCE = 3.0
+_SILENCE = 7.0
 """Seconds after which a silent connection ends."""
 _CONNECT = 30.0
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.engine.curve import Keys, ZapAuthenticator, url
+from spark_hvd.engine.curve import Keys, ZapAuthenticator, send_heartbeats, url
 from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange, bound
 
 _log = logging.getLogger(__name__)
 _TICK_MS = 100
 _HANDSHAKE_MS = 5000
-_HEARTBEAT_MS, _SILENCE_MS = 1000, 7000
 MAX_REQUEST = 256 << 20
 """Maximum bytes of a request. ZeroMQ allocates what a message announces before it has authenticated the sender."""
 
@@ -104,7 +103,7 @@ class SocketThread:
         prepared.linger = 0
         prepared.handshake_ivl = _HANDSHAKE_MS
         prepared.sndhwm = prepared.rcvhwm = 0  # no limit is needed, because ranks limit their outstanding requests
-        prepared.heartbeat_ivl, prepared.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        send_heartbeats(prepared)
         self._poller.register(prepared, zmq.POLLIN)
         return prepared
 
