@@ -278,6 +278,14 @@ def test_data_loaders(shard: DatasetShard) -> None:
     assert rows_of(DataLoader(loader, batch_size=None, num_workers=2)) == list(range(ROWS))
     next(iter(loader))  # an epoch has begun, and its reader has threads
     loader.set_epoch(0)
+    assert rows_of(pickle.loads(pickle.dumps(loader))) == list(range(ROWS))
+
+
+@pytest.mark.slow
+def test_data_loaders_that_spawn_their_workers(shard: DatasetShard) -> None:
+    loader = shard.torch_batches(10)
+    next(iter(loader))
+    loader.set_epoch(0)
     spawned = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert rows_of(spawned) == list(range(ROWS))
 
