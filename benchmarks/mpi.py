@@ -29,7 +29,7 @@ def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str
     import torch.distributed as dist
 
     import spark_hvd.torch as hvd
-    from spark_hvd.context.standing import current
+    from spark_hvd.context.global_state import current
     from spark_hvd.transport.communicator import ReduceOp
     from spark_hvd.transport.mpi.library import MPI
 

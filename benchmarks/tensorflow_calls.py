@@ -1,4 +1,4 @@
-"""All-reduce of TensorFlow's face on two local ranks beside PyTorch's, in the same processes, in turns.
+"""All-reduce of TensorFlow's API on two local ranks beside PyTorch's, in the same processes, in turns.
 
 `python -m benchmarks.tensorflow_calls [--rounds 15] [--calls 100]`
 """

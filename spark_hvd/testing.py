@@ -269,7 +269,7 @@ class FaultPlan:
         """
         if not self.faults:
             return
-        from spark_hvd.context import who as basics  # the driver makes a plan without torch
+        from spark_hvd.context import basics  # the driver makes a plan without torch
 
         generation = basics.generation()
         progress = self._progress

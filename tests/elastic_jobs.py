@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import place
+from spark_hvd.context.global_state import rank_info
 from spark_hvd.testing import FaultPlan
 from spark_hvd.world.launcher import installed
 
@@ -164,7 +164,7 @@ def train(job: Job) -> Result:
         state.seen,
         state.worlds,
         started,
-        place().host,
+        rank_info().host,
         (hvd.local_rank(), hvd.local_size()),
     )
 
@@ -207,7 +207,7 @@ def note(log: str | None, step: int) -> None:
     if log is not None:
         with open(log, "a") as file:
             file.write(
-                f"{time.time()} {os.getpid()} {hvd.generation()} {hvd.rank()} {hvd.size()} {step} {place().host}\n"
+                f"{time.time()} {os.getpid()} {hvd.generation()} {hvd.rank()} {hvd.size()} {step} {rank_info().host}\n"
             )
 
 

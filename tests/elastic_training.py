@@ -49,5 +49,5 @@ def resources() -> dict[str, int]:
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "memory segments": maps.count("memfd:spark_hvd"),
-        "farewells": sum(thread.name == "spark_hvd-farewell" for thread in threading.enumerate()),
+        "teardowns": sum(thread.name == "spark_hvd-teardown" for thread in threading.enumerate()),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 
 WARNING = 60.0
 TICK = 0.5
@@ -116,9 +116,9 @@ class World:
 
     def record(self, number: int) -> Vitals:
         rank, doing = self.ranks[number], self.ranks[number].doing
-        underway = ()
+        pending = ()
         if isinstance(doing, Collective):
-            underway = (Underway(doing.name, self.now - rank.since, doing.ranks),)
+            pending = (PendingCollective(doing.name, self.now - rank.since, doing.ranks),)
         return Vitals(
             rank=number,
             size=self.size,
@@ -127,7 +127,7 @@ class World:
             entered=rank.entered,
             last=rank.last,
             last_seconds=self.now - rank.last_at if rank.last else 0.0,
-            underway=underway,
+            pending=pending,
             total_steps=rank.steps,
             cpu_seconds=rank.cpu,
             fetching=self.now - rank.since if isinstance(doing, Work) and doing.fetching else None,

@@ -11,10 +11,10 @@ from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
 from spark_hvd.runner.config import Reporting, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch.arguments import adapted
-from spark_hvd.runner.launch.early import torch_loading
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.job import inheriting
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.session import active_session, is_connect
 from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.watch.tracking import Tracker
@@ -90,7 +90,7 @@ class SparkBackend(Backend):
             return self._num_proc
         assert isinstance(config, ElasticConfig)
         assert self.max_num_proc is not None
-        resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, 1))
+        resources = task_resources(session, ResourceRequest(config.cpus_per_proc, config.gpus_per_proc, 1))
         slots = wait_for_slots(session, None, config.start_timeout, resources)
         return max(min(slots, self.max_num_proc), config.min_num_proc or 1)
 
@@ -131,9 +131,9 @@ class SparkBackend(Backend):
                 return run(fn, args, kwargs, self._num_proc, **options)
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
-    def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
+    def run_in_background(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
         """Run ``fn`` on other ranks, at the same time as :meth:`run`, from another thread; wait for slots."""
-        return run(fn, args, None, num_proc, spark=self._spark, **_beside(self._options, tracker))
+        return run(fn, args, None, num_proc, spark=self._spark, **_background_options(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
         """Wrap ``fn`` for another thread, with this thread's local properties of Spark."""
@@ -167,9 +167,9 @@ class LocalBackend(Backend):
                 return run_local(fn, args, kwargs, self._num_proc, **self._options)
             return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)
 
-    def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
+    def run_in_background(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
         """Run ``fn`` on other ranks, at the same time as :meth:`run`, from another thread."""
-        return run_local(fn, args, None, num_proc, **_beside(self._options, tracker))
+        return run_local(fn, args, None, num_proc, **_background_options(self._options, tracker))
 
     def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
         """Return ``fn`` for another thread, unchanged."""
@@ -180,6 +180,6 @@ _INHERITED = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gp
 """Options that a validation in the background takes over from the training."""
 
 
-def _beside(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
+def _background_options(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
     inherited = {name: options[name] for name in _INHERITED if name in options}
     return {**inherited, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker, page=False)}

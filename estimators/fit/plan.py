@@ -135,7 +135,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
 
 def _leaving_slots(backend: Backend, settings: Settings, runs: int) -> Backend:
     """Return a backend that leaves some slots of the cluster free, if it would otherwise take all."""
-    if not hasattr(backend, "run_beside"):
+    if not hasattr(backend, "run_in_background"):
         raise ValueError(
             f"validation_in_background={runs} with backend={backend!r}: expected one that can run two things at "
             "once, a SparkBackend or LocalBackend"

@@ -12,11 +12,11 @@ from typing import Any
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.fit.backend import SparkBackend, max_num_proc_of
-from spark_hvd.estimators.fit.beside import Beside
+from spark_hvd.estimators.fit.background_validator import BackgroundValidator
 from spark_hvd.estimators.fit.plan import FitPlan
+from spark_hvd.estimators.training.background_validation import Results, ValidationFolder, ValidationRequest
 from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
 from spark_hvd.estimators.training.order import check_order, order_of
 from spark_hvd.estimators.training.packing import PackedModule, pack
 from spark_hvd.estimators.training.rows import too_few
@@ -138,13 +138,15 @@ def _validating(
         return nullcontext()
     backend: Any = plan.backend  # the plan has checked that it can
 
-    def run(results: Results, tracker: Tracker) -> tuple[Ticket, dict[str, float]] | None:
+    def run(results: Results, tracker: Tracker) -> tuple[ValidationRequest, dict[str, float]] | None:
         fn = renamed(validate, f"{plan.name} (validation)")
-        values = backend.run_beside(fn, (spec, packed, framework, results), spec.validation_in_background, tracker)
-        result: tuple[Ticket, dict[str, float]] | None = values[0]
+        values = backend.run_in_background(
+            fn, (spec, packed, framework, results), spec.validation_in_background, tracker
+        )
+        result: tuple[ValidationRequest, dict[str, float]] | None = values[0]
         return result
 
-    return Beside(MeetingPlace(spec.store, spec.run_id, spec.fit_id), run, history, backend.inheriting)
+    return BackgroundValidator(ValidationFolder(spec.store, spec.run_id, spec.fit_id), run, history, backend.inheriting)
 
 
 _FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backward_passes_per_step scale_lr precision"

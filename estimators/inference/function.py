@@ -29,7 +29,7 @@ from spark_hvd.estimators.training.packing import pack
 from spark_hvd.estimators.transform.declared import declared_outputs
 from spark_hvd.estimators.transform.feeds import CollatedFeed, ModelFeed, TensorFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
-from spark_hvd.estimators.transform.models import ModelSource, Shipped, memory_named, sent
+from spark_hvd.estimators.transform.models import ModelSource, PickledFunction, memory_named, sent
 from spark_hvd.estimators.transform.predict import Prediction
 from spark_hvd.runner.outcome.next_step import MODULE_ON_SPARK
 from spark_hvd.runner.outcome.payload import UnpicklableError, explain
@@ -122,7 +122,7 @@ def predict(
         inputs = [expression_of(spec.column, rounds=False) for spec in specs]
     else:
         _check_pickles("collate", collate)
-        feed = CollatedFeed(names, Shipped("collate", collate), arguments, window)
+        feed = CollatedFeed(names, PickledFunction("collate", collate), arguments, window)
         inputs = [_value_of(df.schema, name) for name in names]
     choose_python(session)
     job = Prediction(
@@ -189,7 +189,7 @@ def _source(model_or_loader: Any, session: Any, connect: bool) -> ModelSource:
             "function that is the model itself, pass `lambda: function`"
         )
     _check_pickles("model_or_loader", model_or_loader)
-    loader = _ModelLoader(Shipped(_name(model_or_loader), model_or_loader))
+    loader = _ModelLoader(PickledFunction(_name(model_or_loader), model_or_loader))
     return ModelSource(uuid.uuid4().hex, loader=loader)  # a new id each time: the function may load another model
 
 
@@ -229,7 +229,7 @@ def _name(function: Any) -> str:
 class _ModelLoader:
     """Calls the user's loader in a Spark worker. If it fails, a ModelError gives the reason."""
 
-    function: Shipped
+    function: PickledFunction
 
     def __call__(self) -> Any:
         name = self.function.name

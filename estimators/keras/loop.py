@@ -163,8 +163,8 @@ class _KerasFit(KerasMeasure):
         means = in_validation(self.together(validated_by_all))
         means = self.together(trained) | means
         job.add(means, lr=rate, **speed(seconds, sum(each["rows"] for each in trained)))
-        with _without_warnings_of_late(job.late is not None):
-            callbacks.on_epoch_end(epoch, _late(job.came_late) | means)
+        with _without_warnings_of_missing_metrics(job.background_validation is not None):
+            callbacks.on_epoch_end(epoch, _delayed(job.delayed_rows) | means)
         if self._anyone_stops() and not validates and job.validation is not None:
             job.validated(self.means(self._validate(callbacks)))
         job.report()
@@ -191,8 +191,8 @@ class _KerasFit(KerasMeasure):
         self._seed(len(self.job.history), step)
 
     def _validate(self, callbacks: Any) -> dict[str, Any]:
-        if self.job.late is not None:
-            self.job.late.end()
+        if self.job.background_validation is not None:
+            self.job.background_validation.end()
         return self.validated(callbacks)
 
     def _step(self, batch: tuple[Any, Any, Any], weight: Any) -> Logs:
@@ -212,17 +212,17 @@ class _KerasFit(KerasMeasure):
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
 
 
-def _late(rows: Sequence[Row]) -> Logs:
+def _delayed(rows: Sequence[Row]) -> Logs:
     """Return the latest values of epochs that were validated in the background, for callbacks."""
     latest = max(rows, key=lambda row: row["epoch"], default={})
     return {name: value for name, value in latest.items() if name.startswith("val_")}
 
 
 @contextmanager
-def _without_warnings_of_late(late: bool) -> Iterator[None]:
+def _without_warnings_of_missing_metrics(in_background: bool) -> Iterator[None]:
     """Hide warnings of Keras' callbacks for epochs without val_loss: in the background, most have none yet."""
     with warnings.catch_warnings():
-        if late:
+        if in_background:
             warnings.filterwarnings("ignore", message=".* conditioned on metric `val_.*` which is not available")
         yield
 

@@ -23,7 +23,7 @@ from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.transform.declared import declared_outputs
 from spark_hvd.estimators.transform.feeds import CollatedFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
-from spark_hvd.estimators.transform.models import Shipped, sent
+from spark_hvd.estimators.transform.models import PickledFunction, sent
 from spark_hvd.estimators.transform.predict import Prediction
 from spark_hvd.runner.spark.private import set_defaults, unowned_param
 from spark_hvd.runner.spark.series import quoted
@@ -82,7 +82,7 @@ class HorovodModel(_OwnParams, LightningModel):
         packed = pack(_RowByRow(self.value_of("model"), asked()))
         job = Prediction(
             model=sent(packed, session, is_connect(session)),
-            feed=CollatedFeed(tuple(names), Shipped("rows", _RowMappings(names)), (), None),
+            feed=CollatedFeed(tuple(names), PickledFunction("rows", _RowMappings(names)), (), None),
             plan=declared_outputs(dict.fromkeys(outputs, "vector")),
             outputs=None,
             head=Head("other"),

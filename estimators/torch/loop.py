@@ -67,7 +67,7 @@ class _Loop(Measure):
             global_step=job.resumed["global_step"] if job.resumed else 0,
             history=job.history,
             stop=job.stopped,
-            validation_in_background=job.late is not None,
+            validation_in_background=job.background_validation is not None,
         )
 
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
@@ -141,7 +141,7 @@ class _Loop(Measure):
             means |= Sums.means(sums.names, values[width : 2 * width], "val_")
         skipped = {"skipped_steps": self.skipped} if self.skipped else {}
         job.add(means, lr=rate, **speed(seconds, values[0]), **skipped)
-        self._schedule("epoch", job.history[-1], *job.came_late)
+        self._schedule("epoch", job.history[-1], *job.delayed_rows)
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
             callback.on_epoch_end(state)
@@ -241,7 +241,7 @@ class _Loop(Measure):
         """Step the scheduler; ``rows`` are this epoch's, and earlier ones that have new values since the last call."""
         if self.scheduler is not None and self.spec.lr_scheduler_interval == interval:
             if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                key = monitored(rows[0], self.spec.monitor, late=self.job.late is not None)
+                key = monitored(rows[0], self.spec.monitor, in_background=self.job.background_validation is not None)
                 of_training = key in rows[0] and not key.startswith("val_")
                 for row in rows[:1] if of_training else sorted(rows, key=lambda row: int(row["epoch"])):
                     if key in row:
@@ -250,8 +250,8 @@ class _Loop(Measure):
                 self.scheduler.step()
 
     def _validate(self) -> Sums:
-        if self.job.late is not None:
-            self.job.late.end()
+        if self.job.background_validation is not None:
+            self.job.background_validation.end()
         return self.validated()
 
     def _share_buffers(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
-    from spark_hvd.estimators.torch.model import Planned
+    from spark_hvd.estimators.torch.model import PredictionPlan
 
 _LOADER = "spark_hvd_scoring"
 """Name of the copy of :mod:`spark_hvd.estimators.transform.scoring` in a logged model."""
@@ -31,7 +31,7 @@ _NEEDED = ("torch", "numpy", "pandas", "cloudpickle")
 
 
 def log_model(
-    planned: Planned,
+    planned: PredictionPlan,
     batch_size: int,
     df: DataFrame,
     name: str,
@@ -117,7 +117,7 @@ def _for_pandas(column: Column) -> SparkColumn:
     return source.alias(column.name)
 
 
-def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
+def _plan(planned: PredictionPlan, batch_size: int) -> Mapping[str, Any]:
     """Return what :class:`spark_hvd.estimators.transform.scoring.ScoredModel` needs, as plain data."""
     return {
         "inputs": [

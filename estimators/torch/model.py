@@ -22,7 +22,7 @@ from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
 from spark_hvd.estimators.transform.feeds import TensorFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
-from spark_hvd.estimators.transform.models import Shipped, sent
+from spark_hvd.estimators.transform.models import PickledFunction, sent
 from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
 from spark_hvd.estimators.transform.predict import Prediction, run
 from spark_hvd.runner.spark.session import choose_python, is_connect, tells_case_apart
@@ -65,7 +65,7 @@ TABLE = (
 
 
 @dataclass(frozen=True)
-class Planned:
+class PredictionPlan:
     """A planned prediction for the rows of a DataFrame."""
 
     model: torch.nn.Module
@@ -193,7 +193,7 @@ class TorchModel(SavedParams, Model):
             model=sent(planned.packed, session, is_connect(session)),
             feed=TensorFeed(
                 planned.specs,
-                {name: Shipped(f"the decoder of {name!r}", each) for name, each in planned.decoders.items()},
+                {name: PickledFunction(f"the decoder of {name!r}", each) for name, each in planned.decoders.items()},
             ),
             plan=planned.plan,
             outputs=planned.outputs,
@@ -203,7 +203,7 @@ class TorchModel(SavedParams, Model):
         )
         return appended(dataset, job, [expression_of(spec.column) for spec in planned.specs])
 
-    def _planned(self, dataset: DataFrame, what: str) -> Planned:
+    def _planned(self, dataset: DataFrame, what: str) -> PredictionPlan:
         """Plan the prediction: the model's inputs from these rows, and its outputs; ``what`` names the caller."""
         session_of(dataset, what)
         model, names = self.value_of("model"), self.value_of("feature_columns")
@@ -223,7 +223,7 @@ class TorchModel(SavedParams, Model):
         found = known or probed_shapes(dataset, packed, specs, decoders, labels) or self._assumed_shapes()
         plan = self._plan(self._label_types(dataset.schema), found)
         used = {name: decoder for name, decoder in decoders.items() if name in names}
-        return Planned(model, packed, specs, used, plan, len(found), self._head())
+        return PredictionPlan(model, packed, specs, used, plan, len(found), self._head())
 
     def _takes_text(self) -> bool:
         """Return whether the model accepts columns of text unchanged."""

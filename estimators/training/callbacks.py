@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class. Uses the whole history, so a resumed run stops where an uninterrupted one would."""
-        monitor = monitored(state.history[-1], self.monitor, late=state.validation_in_background)
+        monitor = monitored(state.history[-1], self.monitor, in_background=state.validation_in_background)
         sign = 1.0 if self.mode == "min" else -1.0
         best, waited = float("inf"), 0
         known = [row for row in state.history if monitor in row]
@@ -248,7 +248,7 @@ class MLflow(Callback):
 
 
 class _NewEntries:
-    """Finds new entries of a history: those of the epoch that has ended, and late values of earlier ones."""
+    """Finds new entries of a history: those of the epoch that has ended, and delayed values of earlier ones."""
 
     def __init__(self) -> None:
         self._reported: set[tuple[int, str]] = set()

@@ -87,15 +87,18 @@ class History(list[Row]):
         return figure
 
 
-def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
+def monitored(row: Row, monitor: str | None, in_background: bool = False) -> str:
     """Return the key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
 
-    If ``late``, the row may get a validation value later for each training value.
+    With ``in_background``, the row may get a validation value later for each training value.
 
     Raises:
         ValueError: The row has no such key.
     """
-    keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in NOT_MEANS)}
+    keys = {
+        *row,
+        *(f"val_{key}" for key in row if in_background and not key.startswith("val_") and key not in NOT_MEANS),
+    }
     if monitor is not None and monitor not in keys:
         raise ValueError(f"monitor={monitor!r}: expected one of {sorted(keys)}")
     return monitor or ("val_loss" if "val_loss" in keys else "loss")

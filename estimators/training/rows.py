@@ -10,7 +10,6 @@ import pyarrow as pa
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
-from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.arrow import ArrowReader, CollatedForm
 from spark_hvd.data.readers.batches import Layout
 from spark_hvd.data.readers.blocks import TensorForm
@@ -21,8 +20,9 @@ from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.readers.values import Values, columns_yielded, may_have_nulls
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.shard import source_here
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.world.words import count
@@ -121,11 +121,11 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     if source.rows < hvd.size():
         raise DataError(too_few(source.rows, name, hvd.size()))
     spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
-    asked = Asked(
+    options = ReadOptions(
         columns=spec.columns, shuffle=spec.shuffle, seed=spec.seed, window_rows=spec.window_rows, workers=spec.workers
     )
-    sharding = source.sharding(batch_size, drop_last, asked)
-    return Rows(source.open(asked, form_of(spec)), sharding, source.layout, spec.dataset.columns)
+    sharding = source.sharding(batch_size, drop_last, options)
+    return Rows(source.open(options, form_of(spec)), sharding, source.layout, spec.dataset.columns)
 
 
 def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) -> ColumnFindings:

@@ -18,10 +18,10 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
+from spark_hvd.estimators.training.background_validation import ValidationClient, ValidationFolder
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of, of_epoch
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
-from spark_hvd.estimators.training.late import LateValidation, MeetingPlace
 from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
 from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
@@ -74,9 +74,9 @@ class Job:
         rows: Rows to train on; ``feed`` yields them.
         validation: Rows to validate on.
         state: State of an elastic fit; otherwise None.
-        late: Validation in the background; None if the ranks validate.
+        background_validation: Validation in the background; None if the ranks validate.
         progress: The loop over this epoch's batches, for displays.
-        came_late: Rows of earlier epochs whose validation arrived since the previous epoch.
+        delayed_rows: Rows of earlier epochs whose validation arrived since the previous epoch.
         awaits_validation: Whether no epoch has been validated yet, if not every epoch is (Lightning).
     """
 
@@ -90,9 +90,9 @@ class Job:
     feed: Feed[Batch]
     validation: Rows | None
     state: FitState | None = None
-    late: LateValidation | None = None
+    background_validation: ValidationClient | None = None
     progress: hvd.Progress[Batch] | None = None
-    came_late: list[Row] = field(default_factory=list)
+    delayed_rows: list[Row] = field(default_factory=list)
     awaits_validation: bool = False
     _saved: str | None = None  # digest of the weights in the last epoch's checkpoint
 
@@ -110,7 +110,9 @@ class Job:
     @property
     def validates(self) -> bool:
         """Whether the ranks validate the current epoch; they always validate the last one."""
-        return self.validation is not None and (self.late is None or len(self.history) + 1 >= self.spec.epochs)
+        return self.validation is not None and (
+            self.background_validation is None or len(self.history) + 1 >= self.spec.epochs
+        )
 
     @property
     def partial_epoch(self) -> dict[str, Any] | None:
@@ -136,8 +138,8 @@ class Job:
         if hvd.rank() != 0:
             return
         self.checkpoints.check_owner(self.spec.former_fit)
-        if self.late is not None and not self.checkpoints.is_owner:
-            self.late.begin()  # before the claim, from which on the driver looks for checkpoints
+        if self.background_validation is not None and not self.checkpoints.is_owner:
+            self.background_validation.begin()  # before the claim, from which on the driver looks for checkpoints
         self.checkpoints.claim()
         if len(self.history) < self.spec.epochs and not self.stopped:
             self.checkpoints.discard(TRAINED)  # left by the fit from which this one continues
@@ -185,7 +187,7 @@ class Job:
 
         ``means`` are losses and metrics over the rows of all ranks; ``rest`` has the other entries of the row.
         """
-        if self.late is not None:
+        if self.background_validation is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
         epoch = {"epoch": len(self.history) + 1}
@@ -199,12 +201,12 @@ class Job:
     def collect(self, *, wait: bool) -> None:
         """Add results of validation in the background to the history, on all ranks.
 
-        With ``wait``, wait for a running validation; by then, ranks have asked for no more.
+        With ``wait``, wait for a running validation; by then, ranks have requested the end.
         """
-        assert self.late is not None
-        self.came_late = []
-        for row in self.late.collect(self.history, wait=wait):
-            self.came_late.append(self.history[int(row["epoch"]) - 1])
+        assert self.background_validation is not None
+        self.delayed_rows = []
+        for row in self.background_validation.collect(self.history, wait=wait):
+            self.delayed_rows.append(self.history[int(row["epoch"]) - 1])
             if hvd.rank() == 0:
                 activity.add_epoch(row)
                 self._print(row, "(validated in the background)")
@@ -258,9 +260,9 @@ class Job:
                     states[of_epoch(len(self.history))] = common
             states[LAST] = content
             superseded: Callable[[], Iterable[str]] = tuple
-            if self.late is not None and partial_epoch is None and not done:
-                ticket = self.late.ticket(len(self.history))
-                states[ticket.name], superseded = common, partial(self.late.superseded, ticket)
+            if self.background_validation is not None and partial_epoch is None and not done:
+                request = self.background_validation.request(len(self.history))
+                states[request.name], superseded = common, partial(self.background_validation.superseded, request)
             self.checkpoints.save(states, superseded)
             if done:
                 self._saved = digest_of(weights)
@@ -280,7 +282,7 @@ class Job:
         known = {key: value for row in self.history for key, value in row.items()}
         if self.spec.monitor is not None and self.awaits_validation:
             return self.spec.monitor
-        return monitored(known, self.spec.monitor, late=self.late is not None)
+        return monitored(known, self.spec.monitor, in_background=self.background_validation is not None)
 
     def finish(self, weights: Mapping[str, Any]) -> None:
         """Make ``weights``, as callbacks and the framework left them, the weights of the trained model.
@@ -288,7 +290,7 @@ class Job:
         Call it after the training and its last callbacks.
         """
         left = sum("val_loss" not in row for row in self.history)
-        if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
+        if hvd.rank() == 0 and self.background_validation is not None and left and self.spec.verbose:
             why = "newer checkpoints replaced theirs, no slot was free, or their validation failed"
             print(f"{left} of {len(self.history)} epochs were not validated: {why}", flush=True)
         if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
@@ -358,10 +360,10 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             )
             validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
             cleanup.enter_context(closing(validation.reader))
-        late = None
+        client = None
         if validation is not None and spec.validation_in_background:
-            late = LateValidation(MeetingPlace(spec.store, spec.run_id, spec.fit_id), bool(spec.verbose))
-        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, late)
+            client = ValidationClient(ValidationFolder(spec.store, spec.run_id, spec.fit_id), bool(spec.verbose))
+        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, client)
         history = framework.fit(job)
         checkpoints.finish()
         return history

@@ -259,7 +259,7 @@ def _check_predecessor(place: Path) -> None:
         )
 
 
-class Shipped:
+class PickledFunction:
     """A function that is unpickled at its first call in a worker; otherwise Spark would fail before our code runs."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
@@ -273,7 +273,7 @@ class Shipped:
         return self._function(*args, **named)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shipped, (self.name, None, self._data or dumps(self._function))
+        return PickledFunction, (self.name, None, self._data or dumps(self._function))
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from spark_hvd.engine.curve import ZapAuthenticator, url
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
-from spark_hvd.runner.channel.newcomers import Newcomers, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
+from spark_hvd.runner.channel.unauthenticated import UnauthenticatedConnections, require_descriptors
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
@@ -72,7 +72,7 @@ class HubServer:
         require_descriptors()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)
+        self._unauthenticated = UnauthenticatedConnections(self._socket, _CONNECTIONS_EACH * state.most_ranks)
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         self._zap = ZapAuthenticator(self._context)
@@ -127,7 +127,7 @@ class HubServer:
         self._questions.append(question)
 
     def _release_sockets(self) -> None:
-        self._newcomers.close()
+        self._unauthenticated.close()
         self._socket.close()
         self._zap.socket.close()
         self._context.term()
@@ -141,7 +141,7 @@ class HubServer:
     def _turn_until_closed(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._newcomers.events, zmq.POLLIN)
+        poller.register(self._unauthenticated.events, zmq.POLLIN)
         poller.register(self._zap.socket, zmq.POLLIN)
         while not self._closing.is_set():
             self._guarded(lambda: self._turn(poller))
@@ -166,7 +166,7 @@ class HubServer:
     def _turn(self, poller: zmq.Poller) -> None:
         if poller.poll(_TICK_MS):
             self._zap.handle_requests()
-            self._newcomers.look()
+            self._unauthenticated.process_events()
             self._drain()
         decisions: list[Send] = []
         with self._lock:
@@ -183,7 +183,7 @@ class HubServer:
                 received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._newcomers.heard(int(received[0].get(zmq.SRCFD)))
+            self._unauthenticated.authenticated(int(received[0].get(zmq.SRCFD)))
             identity, *frames = [frame.bytes for frame in received]
             try:
                 message = decode(b"".join(frames[:1]), self._state.KINDS, self._state.senders)

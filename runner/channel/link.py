@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.engine.curve import url
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, LivenessTracker
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE, LivenessTracker
 
 if TYPE_CHECKING:
     from spark_hvd.runner.channel.state import Message
@@ -54,10 +54,10 @@ class Heartbeat:
             while True:
                 with contextlib.suppress(zmq.Again):  # not connected, or cut off: heartbeats must not pile up
                     self._socket.send(self._message, zmq.NOBLOCK)
-                if self._closing.wait(BEAT / 2):
+                if self._closing.wait(HEARTBEAT_SECONDS / 2):
                     return
                 self._listen()
-                if self._closing.wait(BEAT / 2):
+                if self._closing.wait(HEARTBEAT_SECONDS / 2):
                     return
 
     def _listen(self) -> None:
@@ -178,7 +178,7 @@ class Link:
             else:
                 return False
         while self.hub_silence() < HUB_PATIENCE:
-            message = self.wait(BEAT)
+            message = self.wait(HEARTBEAT_SECONDS)
             if message is not None and message["type"] in ("kept", "stop"):
                 return bool(message["type"] == "kept")
         return False

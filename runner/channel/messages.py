@@ -80,8 +80,8 @@ def _fits(name: str, value: object) -> bool:
             return _are_numbers(value)
         case "epochs_done":
             return isinstance(value, list) and all(_are_numbers(each) and "epoch" in each for each in value)
-        case "underway":
-            return isinstance(value, list) and all(_is_underway(each) for each in value)
+        case "pending":
+            return isinstance(value, list) and all(_is_pending_collective(each) for each in value)
         case _:
             return isinstance(value, _VITALS[name])
 
@@ -90,7 +90,7 @@ def _are_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(number, _NUMBERS) for number in value.values())
 
 
-def _is_underway(value: object) -> bool:
+def _is_pending_collective(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
     ranks = value.get("ranks", ())  # must be present, if only as None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Protocol
 
-from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER, LivenessTracker, describe
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, SILENT_AFTER, LivenessTracker, describe
 
 Message = dict[str, Any]
 Kinds = Mapping[str, Mapping[str, type | UnionType]]
@@ -209,7 +209,7 @@ class HubState(HubLogic):
     def _lose(self, now: float) -> list[Send]:
         # The ranks of a host send heartbeats at different moments, so also name those that will exceed the limit
         # within a heartbeat or two.
-        for rank, seconds in self.liveness.expired(SILENT_AFTER - 2 * BEAT, now).items():
+        for rank, seconds in self.liveness.expired(SILENT_AFTER - 2 * HEARTBEAT_SECONDS, now).items():
             self.lost[rank] = seconds
             self.liveness.forget(rank)
         return self.stop("lost")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from spark_hvd.context import leave, who
+from spark_hvd.context import basics, leave
 from spark_hvd.runner.rank.script import Script, run_script
 
 ROWS = "train"
@@ -29,7 +29,7 @@ def run_function(
         from spark_hvd.runner.compat.partition import open_partition  # imports pyarrow, which takes 0.1 s
 
         open_partition(rows)
-    first = who.rank() == 0
+    first = basics.rank() == 0
     with _as_torchrun(one_node):
         value = function(*args, **kwargs)
     return value if first else None
@@ -50,7 +50,7 @@ def _as_torchrun(one_node: bool) -> Iterator[None]:
     """
     import torch.distributed as dist
 
-    rank, size = who.rank(), who.size()
+    rank, size = basics.rank(), basics.size()
     leave.shutdown()
     local, group = (rank, 0) if one_node else (0, rank)
     os.environ |= {

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from spark_hvd.context import who
+from spark_hvd.context import basics
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import torch_batch
-from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.registry import source_of
 from spark_hvd.data.shard import source_here
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.world.words import count
 
 _opened: list[tuple[DataSource, int, int]] = []
@@ -24,7 +24,7 @@ _opened: list[tuple[DataSource, int, int]] = []
 
 def open_partition(name: str) -> None:
     """Find this rank's rows. All ranks must call this, in a world."""
-    _opened[:] = [(source_here(name, source_of(name)), who.rank(), who.size())]
+    _opened[:] = [(source_here(name, source_of(name)), basics.rank(), basics.size())]
 
 
 def get_spark_partition_data_loader(
@@ -65,14 +65,14 @@ class _PartitionRows(IterableDataset[list[Any]]):
     ) -> None:
         self._source, self._rank, self._size = source, rank, size
         self._samples, self._batch_size = num_samples, batch_size
-        self._asked = Asked(columns=tuple(source.schema.names), workers=workers)
-        self._sharding = source.sharding(batch_size, False, self._asked)
+        self._options = ReadOptions(columns=tuple(source.schema.names), workers=workers)
+        self._sharding = source.sharding(batch_size, False, self._options)
         if not self._sharding.batches(Position(), rank, size):
             has = f"{count(source.rows, 'row')} for {count(size, 'rank')}"
             raise DataError(f"the DataFrame has {has}: expected at least one for each")
 
     def __iter__(self) -> Iterator[list[Any]]:
-        reader = self._source.open(self._asked, ColumnForm(torch_batch, None, torch.cat))
+        reader = self._source.open(self._options, ColumnForm(torch_batch, None, torch.cat))
         try:
             feed = Feed(reader, self._sharding, self._rank, self._size, Position())
             columns = (list(batch.values()) for batch in feed)

@@ -31,7 +31,7 @@ from spark_hvd.runner.launch.arguments import launcher
 from spark_hvd.runner.launch.run import run
 from spark_hvd.runner.outcome.errors import ClusterError
 from spark_hvd.runner.spark import session as on_spark
-from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, TaskResources, task_resources
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -123,13 +123,13 @@ class _Examination:
     def _task_resources(self) -> TaskResources:
         """Plan what each task takes; if the application cannot provide that, fall back to its own amounts."""
         config = self._config
-        ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+        request = ResourceRequest(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
         try:
-            return task_resources(self._spark, ask)
+            return task_resources(self._spark, request)
         except ClusterError as problem:
             found, start_with, settings = str(problem).partition(" Start it with ")
             self._findings.append(error("task resources", found, f"{start_with}{settings}".strip()))
-            return task_resources(self._spark, Ask(procs_per_task=config.procs_per_task))
+            return task_resources(self._spark, ResourceRequest(procs_per_task=config.procs_per_task))
 
     def _step(self, check: str, act: Callable[[], Any]) -> Any:
         try:

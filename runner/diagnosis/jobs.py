@@ -66,7 +66,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         slots=slots,
         asked=asked,
         lacking=shortage,
-        procs_per_task=resources.plan.ask.procs_per_task,
+        procs_per_task=resources.plan.request.procs_per_task,
         task_cpus=resources.plan.cpus,
         busy=on_spark.busy_tasks(spark),
         result_bytes=on_spark.max_result_bytes(spark),

@@ -16,7 +16,7 @@ from spark_hvd.runner.channel.address import NoAddressError, choose_address, own
 from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.diagnosis.probe import host_key
 from spark_hvd.runner.diagnosis.report import Finding, error, ok, warning
-from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.runner.supervise.task import host_of, to_batches
 from spark_hvd.world.ports import PortRange, listen
 from spark_hvd.world.words import count
@@ -81,7 +81,7 @@ def run_network_task(plan: NetworkPlan, payload: bytes) -> Iterator[pyarrow.Reco
 
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
-    yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(_examine(plan, context)))], None)
+    yield from to_batches([PickledOutcome(context.partitionId(), True, pickle.dumps(_examine(plan, context)))], None)
 
 
 def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:

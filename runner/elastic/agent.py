@@ -18,10 +18,10 @@ import psutil
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.silence import HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HUB_PATIENCE
 from spark_hvd.runner.elastic.membership.events import Loss
 from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
 from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
 from spark_hvd.world.layout import RankInfo
@@ -47,7 +47,7 @@ class AgentReport:
         failures: Workers that have failed.
     """
 
-    values: tuple[tuple[int, Packed], ...] = ()
+    values: tuple[tuple[int, PickledOutcome], ...] = ()
     failures: tuple[tuple[int, Failed], ...] = ()
 
 
@@ -86,7 +86,7 @@ class Agent:
         self._link, self._server, self._job, self._value_limit = link, server, job, value_limit
         self._executor = executor
         self._worker: _Worker | None = None
-        self._values: list[tuple[int, Packed]] = []
+        self._values: list[tuple[int, PickledOutcome]] = []
         self._failures: list[tuple[int, Failed]] = []
         self._ended = False
         self._given_up: str | None = None
@@ -200,7 +200,7 @@ class Agent:
         if header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
         elif header["ok"]:
-            self._values.append((worker.number, Packed(worker.place.rank, True, payload)))
+            self._values.append((worker.number, PickledOutcome(worker.place.rank, True, payload)))
             self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)
             worker.rank.let_exit()
             self._discard()

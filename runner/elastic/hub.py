@@ -12,11 +12,11 @@ from dataclasses import asdict, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
+from spark_hvd.runner.channel.liveness import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership.state import Membership
-from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.world.ports import PortRange
 
 _SUSPECT_AFTER = 4.0
@@ -60,7 +60,7 @@ class ElasticState(HubLogic):
         self._given_up: set[int] = set()
         self._tasks: dict[int, int] = {}  # by agent
         self._parts: dict[int, list[bytes]] = {}
-        self.values: dict[int, Packed] = {}
+        self.values: dict[int, PickledOutcome] = {}
         """Values, by worker, that agents have handed over to the hub."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -145,7 +145,7 @@ class ElasticState(HubLogic):
         parts.append(message["payload"])
         if len(parts) < message["parts"]:
             return False
-        self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
+        self.values[worker] = PickledOutcome(message["place"], True, b"".join(self._parts.pop(worker)))
         return True
 
     def _apply(self, event: ev.Event, now: float) -> list[Send]:
@@ -219,7 +219,7 @@ class ElasticHub(HubServer):
             return self._state.handed_over
 
     @property
-    def values(self) -> dict[int, Packed]:
+    def values(self) -> dict[int, PickledOutcome]:
         """The values that agents have handed over, by worker."""
         with self._lock:
             return dict(self._state.values)

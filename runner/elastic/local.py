@@ -18,7 +18,7 @@ from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attend import ThreadJob
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.local import HOST, env_here
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
@@ -79,7 +79,7 @@ def run_elastic_local(
     config = adapted(config)
     config = replace(config, env=env_here(config, config.limits.max_num_proc))
     check_system()
-    sets = given(data).without_spark("run_elastic_local")
+    sets = run_data_of(data).without_spark("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
     with stored(sets) as sources, make_monitor(config, fn, num_proc) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor.hear, config.port_range)

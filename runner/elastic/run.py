@@ -23,9 +23,9 @@ from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
-from spark_hvd.runner.launch.data import given
-from spark_hvd.runner.launch.early import torch_loading
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
 from spark_hvd.runner.outcome.errors import RunTimeoutError
@@ -36,7 +36,7 @@ from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.errors import translate_elastic
 from spark_hvd.runner.spark.job import TaskJob
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
@@ -115,12 +115,12 @@ def run_elastic(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
-    sets = given(data)
+    sets = run_data_of(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     sets = sets.read_by(session)
     on_spark.check_elastic_possible(session)
-    resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
+    resources = task_resources(session, ResourceRequest(cpus_per_proc, gpus_per_proc, 1))
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
         slots = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or slots

@@ -20,7 +20,7 @@ from spark_hvd.runner.channel.address import choose_address, is_loopback, own_ad
 from spark_hvd.runner.channel.frames import NOTICES
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.elastic.agent import Agent, AgentReport, GivenUpError
-from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.runner.rank.gpus import devices_of
 from spark_hvd.runner.supervise.processes import fork_server
 from spark_hvd.runner.supervise.supervised import RankJob
@@ -79,7 +79,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
         anchor=anchor,
         gpus=None if gpus is None else list(gpus.addresses),
     )
-    yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
+    yield from to_batches([PickledOutcome(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
 
 
 def run_agent(

@@ -17,8 +17,8 @@ from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import FALLBACK_AFTER, FALLBACK_AFTER_HERE, HubState
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attend import Grace, attend
-from spark_hvd.runner.launch.data import Given
-from spark_hvd.runner.launch.feeding import Feeding, Room
+from spark_hvd.runner.launch.data import RunData
+from spark_hvd.runner.launch.feeding import Feeding, SlotAllocation
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import ClusterError, StartTimeoutError
@@ -57,8 +57,8 @@ class Attempt:
     run_id: str
     resources: TaskResources
     monitor: Monitor
-    data: Given
-    room: Room
+    data: RunData
+    room: SlotAllocation
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
@@ -103,7 +103,12 @@ class Attempt:
                 session,
                 tasks,
                 task_of(
-                    "supervise.task", "run_task", pickle.dumps(spec), self.payload, spool=spool, fed=rows is not None
+                    "supervise.task",
+                    "run_task",
+                    pickle.dumps(spec),
+                    self.payload,
+                    spool=spool,
+                    has_input=rows is not None,
                 ),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 tag,
@@ -217,7 +222,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
-    next_question, computing = 0.0, job.fed
+    next_question, computing = 0.0, job.has_input
 
     def unheard(now: float) -> float:
         """Return for how many seconds the tasks have been running."""
@@ -234,7 +239,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
         if (lost := hub.lost) is not None:
             raise silent(lost)
         started, now = hub.snapshot()[0], time.monotonic()
-        if job.fed and not started:
+        if job.has_input and not started:
             if now >= next_question:  # a question takes many messages to the JVM
                 next_question = now + _ASK_EVERY
                 computing = job.placement() is None

@@ -46,7 +46,7 @@ _MOST_CODE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Given:
+class RunData:
     """The data sets of a run by name, sorted by the way they reach the tasks.
 
     Attributes:
@@ -66,7 +66,7 @@ class Given:
     def __bool__(self) -> bool:
         return bool(self.frames or self.tables or self.sources or self.refused)
 
-    def without_spark(self, function: str) -> Given:
+    def without_spark(self, function: str) -> RunData:
         """Check that no data set needs Spark, and return them.
 
         Raises:
@@ -101,7 +101,7 @@ class Given:
                 spool_table(folder, _rows_of(self.tables[name]))
             yield folders
 
-    def read_by(self, session: SparkSession) -> Given:
+    def read_by(self, session: SparkSession) -> RunData:
         """Replace the refused tables by frames that Spark reads.
 
         Raises:
@@ -110,7 +110,7 @@ class Given:
         read = {name: each.frame(name, session) for name, each in self.refused.items()}
         return replace(self, frames={**self.frames, **read}, refused={})
 
-    def in_spark(self, session: SparkSession) -> Given:
+    def in_spark(self, session: SparkSession) -> RunData:
         """Replace all tables by Spark DataFrames, for tasks that may run on any host."""
         made = {name: _frame_of(session, name, table) for name, table in self.tables.items()}
         return replace(self, frames={**self.frames, **made}, tables={})
@@ -138,7 +138,7 @@ class _Refused:
         return frame
 
 
-def given(data: Mapping[str, Any] | None) -> Given:
+def run_data_of(data: Mapping[str, Any] | None) -> RunData:
     """Sort the values of ``data=`` by the way they reach the tasks.
 
     Raises:
@@ -146,7 +146,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
         DataError: Files cannot be read, or a table has no rows.
     """
     if data is None:
-        return Given()
+        return RunData()
     if not isinstance(data, Mapping):
         raise TypeError(f'data={type(data).__name__}: expected data sets by name, such as {{"train": df}}')
     frames: dict[str, DataFrame | Split | Windows] = {}
@@ -191,7 +191,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
             )
         else:
             raise TypeError(f"data[{name!r}] is of type {type(value).__qualname__}: expected {KINDS}")
-    return Given(frames, tables, sources, refused, maps)
+    return RunData(frames, tables, sources, refused, maps)
 
 
 def check_rows(data: str, rows: int) -> None:
@@ -211,7 +211,7 @@ def check_rows(data: str, rows: int) -> None:
 def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     if not columns:
         raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
-    from spark_hvd.data.units import OURS  # imports numpy, which a run without data does not need
+    from spark_hvd.data.bucketing import OURS  # imports numpy, which a run without data does not need
 
     if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name for internal use: rename it")

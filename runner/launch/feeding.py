@@ -17,7 +17,7 @@ from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError, R
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.job import TaskJob
-from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import task_slots
 from spark_hvd.runner.stopping import check_stop
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_hvd.data.feeders.mapping import RowMap
-    from spark_hvd.runner.launch.data import Given
+    from spark_hvd.runner.launch.data import RunData
 
 _log = logging.getLogger(__name__)
 _SETTLE = 10.0
@@ -39,7 +39,7 @@ _GRACE, _KILL = 2.0, 10.0
 
 
 @dataclass(frozen=True)
-class Room:
+class SlotAllocation:
     """The slots of ranks and feeders.
 
     Attributes:
@@ -55,7 +55,9 @@ class Room:
     resources: TaskResources | None = None
 
 
-def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: int, of_ranks: TaskResources) -> Room:
+def allocate_slots(
+    session: SparkSession, config: RunConfig, sets: RunData, tasks: int, of_ranks: TaskResources
+) -> SlotAllocation:
     """Check that feeders find slots besides those of ``tasks`` rank tasks, for which there is room.
 
     If the number of ranks is open, ranks leave as much room as the feeders need.
@@ -66,24 +68,24 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
     """
     feeders = config.feeders
     if not feeders:
-        return Room(tasks)
+        return SlotAllocation(tasks)
     if not sets.maps:
         raise ValueError(
             f"feeders={feeders}: no data set of data= goes through a function. Give "
             'data={"train": spark_hvd.data.Mapped(rows, function)}, or leave feeders= out'
         )
     try:
-        mine = task_resources(session, Ask(gpus_per_proc=0))
+        mine = task_resources(session, ResourceRequest(gpus_per_proc=0))
     except ClusterError:  # before PySpark 4, all stages of an application get the same number of GPUs
-        mine = task_resources(session, Ask())
+        mine = task_resources(session, ResourceRequest())
     deadline = time.monotonic() + min(config.start_timeout, _SETTLE)
     while True:
         slots, room = task_slots(session, of_ranks), task_slots(session, mine)
         if slots is None or room is None:  # Spark Connect does not say
-            return Room(tasks, feeders, resources=mine)
-        share, left = Fraction(feeders, max(room, 1)), left_beside(feeders, room, slots)
+            return SlotAllocation(tasks, feeders, resources=mine)
+        share, left = Fraction(feeders, max(room, 1)), slots_left(feeders, room, slots)
         if left >= (1 if config.num_proc is None else tasks):
-            return Room(min(tasks, left), feeders, share, mine)
+            return SlotAllocation(min(tasks, left), feeders, share, mine)
         if on_spark.is_local(session) or time.monotonic() > deadline:
             break
         check_stop()
@@ -98,7 +100,7 @@ def room_beside(session: SparkSession, config: RunConfig, sets: Given, tasks: in
     )
 
 
-def left_beside(feeders: int, room: int, slots: int) -> int:
+def slots_left(feeders: int, room: int, slots: int) -> int:
     """Return how many of ``slots`` for rank tasks the feeders leave; ``room`` is the number of slots for feeders."""
     return max(0, int((1 - Fraction(feeders, max(room, 1))) * slots))
 
@@ -116,7 +118,13 @@ class Feeding:
     """
 
     def __init__(
-        self, session: SparkSession, config: RunConfig, maps: Mapping[str, RowMap], room: Room, name: str, tag: str
+        self,
+        session: SparkSession,
+        config: RunConfig,
+        maps: Mapping[str, RowMap],
+        room: SlotAllocation,
+        name: str,
+        tag: str,
     ) -> None:
         from spark_hvd.data.feeders.directory import Directory
 

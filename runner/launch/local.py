@@ -15,14 +15,14 @@ from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import CommonConfig, Network, Reporting, RunConfig
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call
-from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.runner.supervise.processes import check_system, fork_server
 from spark_hvd.runner.supervise.task import TaskSpec, run_ranks
 from spark_hvd.runner.supervise.team import RefusedError, meet
@@ -80,7 +80,7 @@ def run_local(
     config = adapted(config)
     config = replace(config, env=env_here(config, num_proc))
     check_system()
-    sets = given(data).without_spark("run_local")
+    sets = run_data_of(data).without_spark("run_local")
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with sets.on_disk() as folders, make_monitor(config, fn, num_proc) as monitor:
@@ -119,7 +119,7 @@ def env_here(config: CommonConfig, ranks: int) -> Mapping[str, str | None]:
     return {**share, **config.env}
 
 
-def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[Packed]:
+def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[PickledOutcome]:
     layout = WorldLayout.from_hosts([HOST] * size)
     assert spec.hub is not None
     server = fork_server(spec.config.env, os.getpid())

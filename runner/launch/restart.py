@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.launch.feeding import Room, left_beside
+from spark_hvd.runner.launch.feeding import SlotAllocation, slots_left
 from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError, RankFailedError, RunError
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.spark import session as on_spark
@@ -85,7 +85,9 @@ def check_least(config: RunConfig, tasks: int) -> None:
         raise ValueError(f"min_num_proc={config.min_num_proc}: expected at most {size}, the ranks this run starts with")
 
 
-def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, room: Room, loss: RunError) -> int:
+def tasks_again(
+    session: SparkSession, config: RunConfig, resources: TaskResources, room: SlotAllocation, loss: RunError
+) -> int:
     """Return the number of rank tasks for which there is room after a loss, besides the feeders.
 
     It returns as soon as there is room for as many as before. Otherwise it waits up to ``start_timeout`` for executors
@@ -102,7 +104,7 @@ def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResourc
         if slots is None:  # Spark Connect does not say
             return wanted
         if room.resources is not None:
-            slots = left_beside(room.feeders, task_slots(session, room.resources) or 0, slots)
+            slots = slots_left(room.feeders, task_slots(session, room.resources) or 0, slots)
         if slots >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
             return wanted
         if on_spark.is_local(session) or time.monotonic() > deadline:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from spark_hvd.runner.config import Network, Reporting, RunConfig
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import Attempt
-from spark_hvd.runner.launch.data import given
-from spark_hvd.runner.launch.early import torch_loading
-from spark_hvd.runner.launch.feeding import room_beside
+from spark_hvd.runner.launch.data import run_data_of
+from spark_hvd.runner.launch.feeding import allocate_slots
 from spark_hvd.runner.launch.monitor import make_monitor
+from spark_hvd.runner.launch.prestart import torch_loading
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
-from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.runner.stopping import check_stop
 from spark_hvd.runner.tracebacks import briefly
@@ -153,13 +153,13 @@ def run(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = adapted(config)
-    sets = given(data)
+    sets = run_data_of(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     sets = sets.read_by(session)
     on_spark.check_barrier_possible(session)
     tasks, resources = tasks_of(session, config)
-    room = room_beside(session, config, sets, tasks, resources)
+    room = allocate_slots(session, config, sets, tasks, resources)
     tasks = room.tasks
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -184,6 +184,6 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     Raises:
         ClusterError: The application cannot provide them; NotEnoughSlotsError if there are too few slots.
     """
-    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
-    resources = task_resources(session, ask)
+    request = ResourceRequest(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, request)
     return wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources

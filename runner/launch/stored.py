@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from spark_hvd.runner.launch.data import Given, check_rows
+from spark_hvd.runner.launch.data import RunData, check_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.scratch import Scratch
@@ -37,7 +37,7 @@ _GROUPS = 32
 
 @contextmanager
 def stored(
-    given: Given, store: str | os.PathLike[str] | Store | None = None, session: SparkSession | None = None
+    sets: RunData, store: str | os.PathLike[str] | Store | None = None, session: SparkSession | None = None
 ) -> Iterator[Mapping[str, bytes]]:
     """Yield the sources of all data sets for the ranks, and delete the files written for them afterwards.
 
@@ -48,28 +48,28 @@ def stored(
         DataError: A data set has no rows.
         StoreError: Rows cannot be written.
     """
-    rows = [*given.frames, *given.tables]
+    rows = [*sets.frames, *sets.tables]
     if not rows:
-        yield given.sources
+        yield sets.sources
         return
     from spark_hvd.data.parquet import dataset_of  # imports pyarrow, which a run without data does not need
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.source import ParquetSource
 
     for name in rows:
-        if isinstance(given.frames.get(name, given.tables.get(name)), Windows):
+        if isinstance(sets.frames.get(name, sets.tables.get(name)), Windows):
             raise ValueError(
                 f"data[{name!r}] is Windows over series, whose rows are on the ranks' disks, but ranks of an elastic "
                 "run join and leave. Use run, with max_restarts= against losses"
             )
     with _place(rows[0], store, session) as (place, folder):
-        sources = dict(given.sources)
+        sources = dict(sets.sources)
         for number, name in enumerate(rows):
             path = posixpath.join(folder, str(number))
-            if name in given.frames:
-                _write_frame(place, path, name, given.frames[name])  # type: ignore[arg-type]  # halves are a fit's
+            if name in sets.frames:
+                _write_frame(place, path, name, sets.frames[name])  # type: ignore[arg-type]  # halves are a fit's
             else:
-                _write_table(place, path, name, given.tables[name])
+                _write_table(place, path, name, sets.tables[name])
             sources[name] = pickle.dumps(ParquetSource(dataset_of(place, path), place))
         yield sources
 

@@ -9,12 +9,12 @@ from spark_hvd.runner.outcome.endings import rank_failures
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError, RunTimeoutError
 from spark_hvd.runner.outcome.payload import load_exception
 from spark_hvd.runner.outcome.report import Where, failure_report, timeout_report
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 
 def results(
-    packed: Sequence[Packed],
+    packed: Sequence[PickledOutcome],
     size: int,
     order: Sequence[int],
     timeout: float | None,
@@ -46,7 +46,7 @@ def results(
     return [value_of(item) for item in packed]
 
 
-def value_of(item: Packed) -> Any:
+def value_of(item: PickledOutcome) -> Any:
     """Return the value of a rank that has one.
 
     Raises:

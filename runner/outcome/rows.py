@@ -72,7 +72,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PickledOutcome:
     """An outcome in transit, still pickled. If the hub already has the value, `data` is empty."""
 
     rank: int
@@ -81,12 +81,12 @@ class Packed:
     at_hub: bool = False
 
     @classmethod
-    def failed(cls, failure: Failed) -> Packed:
+    def failed(cls, failure: Failed) -> PickledOutcome:
         """Pack a failure."""
         return cls(failure.rank, False, pickle.dumps(failure))
 
     @classmethod
-    def handed_over(cls, rank: int) -> Packed:
+    def handed_over(cls, rank: int) -> PickledOutcome:
         """Make a placeholder for the value of a rank that the driver already has."""
         return cls(rank, True, b"", at_hub=True)
 
@@ -106,7 +106,7 @@ Row = tuple[int, bool, int, bytes]
 SCHEMA = "rank int, ok boolean, part int, chunk binary"
 
 
-def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Row]:
+def to_rows(packed: PickledOutcome, spool: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Row]:
     """Cut a packed outcome into rows of at most ``chunk_bytes`` bytes; an empty outcome is one row, too.
 
     An outcome above 16 MiB is written to the directory ``spool``, if given, because Spark needs five times its size of
@@ -125,7 +125,7 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
         yield packed.rank, packed.ok, part, bytes(packed.data[start : start + chunk_bytes])
 
 
-def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[Packed]:
+def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[PickledOutcome]:
     """Join rows, in any order, back into outcomes in rank order.
 
     ``values`` are those that the hub has received, by rank.
@@ -136,7 +136,9 @@ def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyTyp
         parts.setdefault(rank, []).append((part, chunk))
         oks[rank] = ok
     return [
-        Packed(rank, oks[rank], values[rank] if parts[rank][0][0] == _HANDED_OVER else _join(sorted(parts[rank])))
+        PickledOutcome(
+            rank, oks[rank], values[rank] if parts[rank][0][0] == _HANDED_OVER else _join(sorted(parts[rank]))
+        )
         for rank in sorted(parts)
     ]
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
-from spark_hvd.context.standing import refuse_fork, standing
+from spark_hvd.context.global_state import global_state, refuse_fork
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
-from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import VitalsSender
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
@@ -50,13 +50,13 @@ def outlive_nccl(env: MutableMapping[str, str]) -> None:
 class ElasticRank(ElasticLauncher):
     """An elastic rank, which is the launcher that ``hvd.elastic`` calls."""
 
-    def __init__(self, control: socket.socket, order: RankOrder) -> None:
+    def __init__(self, control: socket.socket, spec: RankSpec) -> None:
         self._control = control
-        self._order = order
+        self._spec = spec
         self._sending = threading.Lock()  # the threads that train and that report must not mix their frames
         # Guards the attributes below, which the listener sets and the training thread waits for.
         self._changed = threading.Condition()
-        self._me = order.me
+        self._me = spec.me
         self._generation = -1
         self._assigned: dict[str, Any] | None = None
         self._store: tuple[str, int] | None = None  # the address of rank 0's store, where all ranks meet
@@ -76,9 +76,9 @@ class ElasticRank(ElasticLauncher):
     def run(self, payload: bytes | memoryview) -> Any:
         """Call fn, and return what it returns."""
         outlive_nccl(os.environ)
-        fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
+        fn, args, kwargs = unpickle_call(payload, RandomState(self._spec.seed, self._spec.stream))
         try:
-            take(self._local(self._me), self._order.gpus)
+            take(self._local(self._me), self._spec.gpus)
         except GpuError as error:
             raise SetupFailure(str(error), error) from error
         context.expect(self._me)
@@ -113,12 +113,12 @@ class ElasticRank(ElasticLauncher):
                 end_process(0)
             assigned, self._assigned = self._assigned, None
         me, generation = self._me, assigned["generation"]
-        ports = self._order.ports
-        seconds = self._order.join_timeout / 2
+        ports = self._spec.ports
+        seconds = self._spec.join_timeout / 2
         self._kv, store = None, None
         if me.rank == 0:
-            listener = listen(self._order.ip, ports)
-            store = self._order.ip, listener.getsockname()[1]
+            listener = listen(self._spec.ip, ports)
+            store = self._spec.ip, listener.getsockname()[1]
             self._kv = TCPStore(
                 *store, None, True, timedelta(seconds=seconds), False, master_listen_fd=listener.detach()
             )
@@ -130,7 +130,7 @@ class ElasticRank(ElasticLauncher):
             host, port = self._store
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         try:
-            self._meet(me, World(me, Endpoint(host, port), generation, self._order.secret, ports), seconds)
+            self._meet(me, World(me, Endpoint(host, port), generation, self._spec.secret, ports), seconds)
         except CollectiveError as error:
             if self.world_failure is None:  # nobody else knows yet that the generation has failed
                 self.broken(str(error))
@@ -145,9 +145,9 @@ class ElasticRank(ElasticLauncher):
         if self._kv is None:
             self._kv = reach_store(world.endpoint, world.generation, seconds)
         registry = ConnectionRegistry(world.generation, world.endpoint, me.size)
-        with standing.register_connections(registry).establishing():
-            backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
-        context.join(world, self._kv, timeout=self._order.collective_timeout, backend=backend)
+        with global_state.register_connections(registry).establishing():
+            backend = settle(me, self._spec.gpus, self._kv, self._spec.backend, self._local(me))
+        context.join(world, self._kv, timeout=self._spec.collective_timeout, backend=backend)
 
     def broken(self, error: str) -> None:
         self._send("broken", generation=self._generation, error=error)
@@ -225,6 +225,6 @@ class ElasticRank(ElasticLauncher):
 
     def _local(self, me: RankInfo) -> RankInfo:
         """Return the place with the agent's slot as local rank, so that the GPU stays the same in every generation."""
-        slot = self._order.slot
+        slot = self._spec.slot
         assert slot is not None
         return replace(me, local_rank=slot, local_size=max(me.local_size, slot + 1))

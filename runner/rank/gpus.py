@@ -18,7 +18,7 @@ class GpuError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The order for a rank's GPUs.
+    """Which GPUs a rank gets.
 
     Attributes:
         assigned: CUDA_VISIBLE_DEVICES of this rank; None if the rank chooses by its local rank.

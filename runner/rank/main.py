@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
 from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
-from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.process import (
     SetupFailure,
     check_torch,
@@ -19,6 +18,7 @@ from spark_hvd.runner.rank.process import (
     format_error,
     one_line,
 )
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.world.env import carried_dialect
 from spark_hvd.world.words import bounded
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     """Run one rank and exit. Only the fork server's child calls this.
 
-    It receives the order, with the pickled call as payload, and ``go``. It sends ``ready``, ``joined``, ``outcome``.
+    It receives the RankSpec, with the pickled call as payload, and ``go``. It sends ``ready``, ``joined``, ``outcome``.
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
@@ -39,7 +39,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     # Crashes and STACKS_SIGNAL leave the Python stacks where the supervisor reads them.
     faulthandler.enable(stacks_fd, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, stacks_fd, all_threads=True)
-    world = _open(control, RankOrder.from_message(message))
+    world = _open(control, RankSpec.from_message(message))
     try:
         value = world.run(payload)
     except SystemExit as left:
@@ -63,7 +63,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     end_process(0)
 
 
-def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
+def _open(control: socket.socket, spec: RankSpec) -> StaticRank | ElasticRank:
     try:
         check_torch()
     except SetupFailure as error:
@@ -73,17 +73,17 @@ def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
         end_process(1)
     if carried_dialect():
         import spark_hvd.horovod  # noqa: F401  fn's pickle may name modules of horovod
-    if order.data:
-        from spark_hvd.data.handed import hand
+    if spec.data:
+        from spark_hvd.data.registry import register
 
-        hand(order.data)
-    if order.slot is not None:
+        register(spec.data)
+    if spec.slot is not None:
         from spark_hvd.runner.rank.elastic import ElasticRank
 
-        return ElasticRank(control, order)
+        return ElasticRank(control, spec)
     from spark_hvd.runner.rank.static import StaticRank
 
-    return StaticRank(control, order)
+    return StaticRank(control, spec)
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from spark_hvd.context.observe import observe
 from spark_hvd.context.profile import StepProfiler
-from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Vitals
 
@@ -98,4 +98,4 @@ def _pause(vitals: Vitals | None, age: float) -> float:
     """Return the seconds until the next record."""
     if vitals is None:
         return _SOON
-    return BEAT if age >= _YOUNG else min(BEAT, max(_OFTEN, vitals.size / _MOST_A_SECOND))
+    return HEARTBEAT_SECONDS if age >= _YOUNG else min(HEARTBEAT_SECONDS, max(_OFTEN, vitals.size / _MOST_A_SECOND))

@@ -18,10 +18,10 @@ from spark_hvd.context import leave
 from spark_hvd.context.profile import StepProfiler
 from spark_hvd.runner.channel.frames import recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
-from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, unpickle_call
 from spark_hvd.runner.rank.reporting import VitalsSender
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.transport.rendezvous import all_gather_facts
 from spark_hvd.transport.torch_private import PrefixStore, Store, TCPStore
 from spark_hvd.world.layout import Endpoint, RankInfo, World
@@ -133,23 +133,23 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
 class StaticRank:
     """See the module's description."""
 
-    def __init__(self, control: socket.socket, order: RankOrder) -> None:
+    def __init__(self, control: socket.socket, spec: RankSpec) -> None:
         self._control = control
-        self._order = order
-        self.rank: int = order.me.rank
+        self._spec = spec
+        self.rank: int = spec.me.rank
         self._kv: Any = None
         self._ended_well = False
 
     def run(self, payload: bytes | memoryview) -> Any:
         """Connect to the other ranks, and call fn."""
-        fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
+        fn, args, kwargs = unpickle_call(payload, RandomState(self._spec.seed, self._spec.stream))
         if not self._join():
             sys.exit(1)  # the supervisor closed the connection: another rank failed before all had met
         reporting = VitalsSender(
             lambda kind, **fields: send_frame(self._control, {"type": kind, **fields}),
             lambda: self._hear(reporting.profiler),
         )
-        if self._order.watched:
+        if self._spec.watched:
             reporting.start()
         try:
             value = call(fn, args, kwargs)
@@ -181,9 +181,9 @@ class StaticRank:
 
     def _join(self) -> bool:
         """Connect to the other ranks through rank 0's store, and return False if the run was stopped first."""
-        me, ip = self._order.me, self._order.ip
-        ports = self._order.ports
-        timeout = timedelta(seconds=self._order.join_timeout)
+        me, ip = self._spec.me, self._spec.ip
+        ports = self._spec.ports
+        timeout = timedelta(seconds=self._spec.join_timeout)
         store = None
         if me.rank == 0:
             # The store takes over a socket that is already bound. So no other process can take the published port, and
@@ -205,7 +205,7 @@ class StaticRank:
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
                 os.environ["PMI_FD"] = str(fds[0])
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        seconds = min(SECONDS, self._order.join_timeout / 2)  # less than the supervisor's, whose error says less
+        seconds = min(SECONDS, self._spec.join_timeout / 2)  # less than the supervisor's, whose error says less
         try:
             if self._kv is None:
                 connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", seconds)
@@ -216,9 +216,9 @@ class StaticRank:
         except (UnreachableError, MpiMismatchError) as error:
             raise SetupFailure(str(error), error) from error
         context.join(
-            World(me, Endpoint(host, port), self._order.generation, secret=self._order.secret, ports=ports),
+            World(me, Endpoint(host, port), self._spec.generation, secret=self._spec.secret, ports=ports),
             self._kv,
-            timeout=self._order.collective_timeout,
+            timeout=self._spec.collective_timeout,
             backend=self._settle_gpu(me),
         )
         send_frame(self._control, {"type": "joined"})
@@ -227,6 +227,6 @@ class StaticRank:
     def _settle_gpu(self, me: RankInfo) -> str | None:
         """Take this rank's GPU, and return a backend that suits the GPUs of all ranks."""
         try:
-            return settle(me, self._order.gpus, self._kv, self._order.backend)
+            return settle(me, self._spec.gpus, self._kv, self._spec.backend)
         except GpuError as error:
             raise SetupFailure(str(error), error) from error

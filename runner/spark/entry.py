@@ -10,13 +10,13 @@ from spark_hvd.runner.outcome.rows import SPOOL_ABOVE
 
 
 def task_of(
-    module: str, function: str, spec: bytes, payload: bytes, *, spool: str | None = None, fed: bool = False
+    module: str, function: str, spec: bytes, payload: bytes, *, spool: str | None = None, has_input: bool = False
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return a task for ``mapInArrow`` that calls a function of a module of the runner.
 
     The task is a nested function, which is pickled by value. So it starts even on an executor without spark_hvd, and
-    can say that spark_hvd is missing. The function yields record batches; with ``fed`` it also gets the task's input.
-    A payload above 16 MiB is written to the directory ``spool``, if given: Spark would hold it in the Java heap.
+    can say that spark_hvd is missing. The function yields record batches; with ``has_input`` it also gets the task's
+    input. A payload above 16 MiB is written to the directory ``spool``, if given: Spark would hold it in the Java heap.
     """
     file = None
     if spool is not None and len(payload) > SPOOL_ABOVE:
@@ -31,7 +31,7 @@ def task_of(
         import socket
         import sys
 
-        if not fed:
+        if not has_input:
             for _ in batches:
                 pass
         try:
@@ -42,6 +42,6 @@ def task_of(
                 f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
             ) from None
         given = payload if file is None else file.read_bytes()
-        yield from work(pickle.loads(spec), given, *([batches] if fed else []))
+        yield from work(pickle.loads(spec), given, *([batches] if has_input else []))
 
     return spark_hvd_task

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spark_hvd.data.bucketing import BUCKET, BUCKETS, ID, ROW, SOURCE, STRIDE, struct_of
 from spark_hvd.data.series.windows import Windows
-from spark_hvd.data.units import ID, ROW, SOURCE, STRIDE, UNIT, UNITS, struct_of
 from spark_hvd.runner.spark.series import arrow_schema, quoted, series_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class InputRows:
     Attributes:
         frame: All rows, in one partition per task.
         schemas: For each data set, by name and in order: the number of the struct column that holds its rows (see
-            :func:`~spark_hvd.data.units.struct_of`), and its schema in Arrow's format. A single data set is not put
+            :func:`~spark_hvd.data.bucketing.struct_of`), and its schema in Arrow's format. A single data set is not put
             into a struct.
     """
 
@@ -112,8 +112,8 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
         if len(frames) == 1:
             rows = given[0]  # columns in a struct take Spark a quarter longer
         numbered = frame.select(F.monotonically_increasing_id().alias(ID), source.alias(SOURCE), *rows)
-        unit = f"cast(pmod(({ID} & {ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
-        selected.append(numbered.withColumn(UNIT, F.expr(unit)))
+        bucket = f"cast(pmod(({ID} & {ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {BUCKETS}) as int)"
+        selected.append(numbered.withColumn(BUCKET, F.expr(bucket)))
     together = selected[0]
     for other in selected[1:]:
         together = together.union(other)
@@ -121,7 +121,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
     # number of partitions alone if the plan names it.
     keys = ", ".join(map(str, keys_of_partitions(tasks)))
     return together.repartition(
-        tasks, F.expr(f"element_at(array({keys}), cast({UNIT} * {tasks}L div {UNITS} as int) + 1)")
+        tasks, F.expr(f"element_at(array({keys}), cast({BUCKET} * {tasks}L div {BUCKETS} as int) + 1)")
     )
 
 

@@ -74,7 +74,7 @@ class TaskJob:
     ``input_frame`` is the tasks' input, with a partition for each task; None means that they need no input.
 
     Attributes:
-        fed: Whether other stages compute the tasks' input first.
+        has_input: Whether other stages compute the tasks' input first.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TaskJob:
         self._place = call_site(description)
         choose_python(spark)
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
-        self.fed = input_frame is not None
+        self.has_input = input_frame is not None
         frame = spark.range(0, num_tasks, 1, num_tasks) if input_frame is None else input_frame
         try:
             self._frame = frame.mapInArrow(task, SCHEMA, barrier=barrier, **given)  # PySpark sends large functions here
@@ -141,7 +141,7 @@ class TaskJob:
         if is_connect(self._spark):
             return None
         try:
-            tasks = spark_private.tasks_of(self._spark, self._tag, fed=self.fed)
+            tasks = spark_private.tasks_of(self._spark, self._tag, has_input=self.has_input)
         except Exception as error:
             lost = "A host that stops answering is noticed only when Spark's timeouts end, and errors name no executor."
             spark_private.does_not_tell(self._spark, "where tasks are", lost, error)
@@ -168,7 +168,7 @@ class TaskJob:
             return ""
         try:
             address = self._spark.sparkContext.uiWebUrl
-            stage = spark_private.stage_of(self._spark, self._tag, fed=self.fed)
+            stage = spark_private.stage_of(self._spark, self._tag, has_input=self.has_input)
             if address is None or stage is None:
                 return ""
             return f"{address}/stages/stage/?id={stage.stageId()}&attempt={stage.attemptId()}"

@@ -137,10 +137,10 @@ def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
     return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
 
 
-def stage_of(spark: SparkSession, tag: str, *, fed: bool = False) -> Any:
+def stage_of(spark: SparkSession, tag: str, *, has_input: bool = False) -> Any:
     """Return Spark's record of the result stage of the newest job with a tag; None if it has not started.
 
-    With ``fed``, earlier jobs with the same tag compute the stage's input. The stage is then recognised by its barrier.
+    With ``has_input``, earlier jobs with the same tag compute the stage's input. The stage is the one with a barrier.
     """
     context = java_context(spark)
     jobs = list(context.statusTracker().getJobIdsForTag(tag))
@@ -148,7 +148,7 @@ def stage_of(spark: SparkSession, tag: str, *, fed: bool = False) -> Any:
     if not jobs:
         return None
     last = max(items(store.job(max(jobs)).stageIds()))
-    if fed and not items(store.operationGraphForStage(last).rootCluster().getBarrierClusters()):
+    if has_input and not items(store.operationGraphForStage(last).rootCluster().getBarrierClusters()):
         return None
     return store.lastStageAttempt(last)
 
@@ -163,9 +163,9 @@ class Task(NamedTuple):
     host: str
 
 
-def tasks_of(spark: SparkSession, tag: str, *, fed: bool = False) -> list[Task]:
+def tasks_of(spark: SparkSession, tag: str, *, has_input: bool = False) -> list[Task]:
     """Return the attempts of tasks of the stage that :func:`stage_of` finds."""
-    stage = stage_of(spark, tag, fed=fed)
+    stage = stage_of(spark, tag, has_input=has_input)
     if stage is None:
         return []
     found = items(java_context(spark).statusStore().taskList(stage.stageId(), stage.attemptId(), 1 << 20))

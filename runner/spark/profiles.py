@@ -24,7 +24,7 @@ _MANAGERS = ("spark://", "local-cluster", "yarn", "k8s://")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ResourceRequest:
     """The resources that the user asked for.
 
     Attributes:
@@ -87,14 +87,14 @@ class Plan:
     """The resources that each task of a run takes.
 
     Attributes:
-        ask: The request that the plan fulfils.
+        request: The request that the plan fulfils.
         cpus: Cores per task.
         gpus: GPUs per task; a fraction if several tasks share one. None: Spark hands out no GPUs.
         needs_profile: Whether the amounts differ from the application's, so that a profile is needed.
         gpus_there: GPUs of an executor (in local mode: of this machine), if Spark knows.
     """
 
-    ask: Ask
+    request: ResourceRequest
     cpus: int
     gpus: float | None
     needs_profile: bool
@@ -103,52 +103,52 @@ class Plan:
     @property
     def may_share(self) -> bool:
         """Whether several ranks are meant to share a GPU."""
-        return self.gpus is not None and 0 < self.gpus < self.ask.procs_per_task
+        return self.gpus is not None and 0 < self.gpus < self.request.procs_per_task
 
 
-def plan(app: Application, ask: Ask) -> Plan:
+def plan(app: Application, request: ResourceRequest) -> Plan:
     """Decide what tasks take, and whether that needs a profile.
 
     Raises:
         ClusterError: This application cannot provide the resources. The message names the settings that would.
     """
-    cpus = app.task_cpus if ask.cpus is None else ask.cpus
-    gpus = app.task_gpus if ask.gpus is None else float(ask.gpus)
+    cpus = app.task_cpus if request.cpus is None else request.cpus
+    gpus = app.task_gpus if request.gpus is None else float(request.gpus)
     if app.is_local:
         # In local mode, Spark schedules only cores, spark.task.cpus for each task; task_slots() allows for more.
-        return Plan(ask, max(cpus, app.task_cpus), gpus, False, app.driver_gpus)
-    if ask.gpus and not app.executor_gpus:
+        return Plan(request, max(cpus, app.task_cpus), gpus, False, app.driver_gpus)
+    if request.gpus and not app.executor_gpus:
         raise ClusterError(
-            f"{ask}: the executors of this application have no GPUs that Spark knows of "
-            f"(spark.executor.resource.gpu.amount is not set). {_start_with(app, ask)}"
+            f"{request}: the executors of this application have no GPUs that Spark knows of "
+            f"(spark.executor.resource.gpu.amount is not set). {_start_with(app, request)}"
         )
-    if ask.gpus and app.executor_gpus and ask.gpus > app.executor_gpus:
+    if request.gpus and app.executor_gpus and request.gpus > app.executor_gpus:
         raise ClusterError(
-            f"{ask}: a task needs {ask.gpus} GPUs, and an executor has {app.executor_gpus} "
+            f"{request}: a task needs {request.gpus} GPUs, and an executor has {app.executor_gpus} "
             f"(spark.executor.resource.gpu.amount). Ask for fewer GPUs a task, or start the application with larger "
             "executors."
         )
-    if ask.cpus and app.executor_cores and ask.cpus > app.executor_cores:
+    if request.cpus and app.executor_cores and request.cpus > app.executor_cores:
         raise ClusterError(
-            f"{ask}: a task needs {ask.cpus} cores, and an executor has {app.executor_cores} (spark.executor.cores). "
-            "Ask for fewer cores a task, or start the application with larger executors."
+            f"{request}: a task needs {request.cpus} cores, and an executor has {app.executor_cores} "
+            "(spark.executor.cores). Ask for fewer cores a task, or start the application with larger executors."
         )
     needs_profile = cpus != app.task_cpus or (gpus or 0) != (app.task_gpus or 0)
     if needs_profile:
-        _require_profiles(app, ask)
-    return Plan(ask, cpus, gpus, needs_profile, app.executor_gpus)
+        _require_profiles(app, request)
+    return Plan(request, cpus, gpus, needs_profile, app.executor_gpus)
 
 
-def _require_profiles(app: Application, ask: Ask) -> None:
+def _require_profiles(app: Application, request: ResourceRequest) -> None:
     if not app.takes_profiles:
         raise ClusterError(
-            f"{ask}: this application's tasks get {_amounts(app)}, and before PySpark 4.0 that cannot be changed for "
-            f"one barrier stage. {_start_with(app, ask)}"
+            f"{request}: this application's tasks get {_amounts(app)}, and before PySpark 4.0 that cannot be changed "
+            f"for one barrier stage. {_start_with(app, request)}"
         )
     if app.master and not app.master.startswith(_MANAGERS):
         raise ClusterError(
-            f"{ask}: this application's tasks get {_amounts(app)}, and Spark changes that for one stage on YARN, "
-            f"Kubernetes and standalone clusters only, not with master {app.master}. {_start_with(app, ask)}"
+            f"{request}: this application's tasks get {_amounts(app)}, and Spark changes that for one stage on YARN, "
+            f"Kubernetes and standalone clusters only, not with master {app.master}. {_start_with(app, request)}"
         )
 
 
@@ -157,15 +157,15 @@ def _amounts(app: Application) -> str:
     return f"{app.task_cpus} cores and {gpus} (spark.task.cpus, spark.task.resource.gpu.amount)"
 
 
-def _start_with(app: Application, ask: Ask) -> str:
+def _start_with(app: Application, request: ResourceRequest) -> str:
     settings = []
-    if ask.cpus is not None and ask.cpus != app.task_cpus:
-        settings.append(f"spark.task.cpus={ask.cpus}")
-    if ask.gpus is not None and ask.gpus != (app.task_gpus or 0):
+    if request.cpus is not None and request.cpus != app.task_cpus:
+        settings.append(f"spark.task.cpus={request.cpus}")
+    if request.gpus is not None and request.gpus != (app.task_gpus or 0):
         if not app.executor_gpus:
-            settings.append(f"spark.executor.resource.gpu.amount={ask.gpus}")
+            settings.append(f"spark.executor.resource.gpu.amount={request.gpus}")
             settings.append("spark.executor.resource.gpu.discoveryScript=<a script that lists the GPUs of a host>")
-        settings.append(f"spark.task.resource.gpu.amount={ask.gpus}")
+        settings.append(f"spark.task.resource.gpu.amount={request.gpus}")
     return f"Start it with {', '.join(settings)} (see docs/gpus.md)."
 
 
@@ -177,13 +177,13 @@ class TaskResources:
     profile: ResourceProfile | None = None
 
 
-def task_resources(spark: SparkSession, ask: Ask) -> TaskResources:
+def task_resources(spark: SparkSession, request: ResourceRequest) -> TaskResources:
     """Plan for a session, and make the profile if the plan needs one.
 
     Raises:
         ClusterError: see :func:`plan`.
     """
-    made = plan(_application(spark), ask)
+    made = plan(_application(spark), request)
     return TaskResources(made, _profile(spark, made) if made.needs_profile else None)
 
 

@@ -99,7 +99,7 @@ def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
         slots = min(slots, int(plan.gpus_there / plan.gpus))
     if not executors * slots:
         raise NotEnoughSlotsError(
-            f"num_proc=None{f', {plan.ask}' if str(plan.ask) else ''}: the server has {cores} core(s), and "
+            f"num_proc=None{f', {plan.request}' if str(plan.request) else ''}: the server has {cores} core(s), and "
             f"a rank takes {plan.cpus}. Give the application more executors or cores, or ask for fewer"
         )
     return executors * slots
@@ -130,9 +130,9 @@ def _too_few(spark: SparkSession, num_tasks: int, slots: int, resources: TaskRes
     else:
         executors = math.ceil(num_tasks / max(1, _in_executor(spark, resources)))
         more = f"set spark.executor.instances={executors} (fewer with more spark.executor.cores)"
-    procs = resources.plan.ask.procs_per_task
+    procs = resources.plan.request.procs_per_task
     fewer = f"Ask for fewer ranks, num_proc={slots * procs}, or" if slots else "Ask the cluster for more:"
-    asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""
+    asked = f", {resources.plan.request}" if str(resources.plan.request) else ""
     found = f"{num_tasks} slots needed, {slots} available{_amounts_there(spark, num_tasks, resources)}"
     return (
         f"num_proc={num_tasks * procs}{asked}: {found} (master {master}{', ' + now if now else ''}). "

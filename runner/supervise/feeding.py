@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FeederSpec:
-    """The driver's order for every feeder of a run."""
+    """The driver's specification for every feeder of a run."""
 
     config: CommonConfig = field(repr=False)
     feed: FeedAddress

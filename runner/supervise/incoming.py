@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spark_hvd.data.bucketing import BUCKET, ID, SOURCE, struct_of
 from spark_hvd.data.spool import SpoolWriter
-from spark_hvd.data.units import ID, SOURCE, UNIT, struct_of
 from spark_hvd.scratch import Scratch, local_directory
 
 
@@ -20,7 +20,7 @@ class Incoming:
     """The input rows of a task. Close it, because its thread reads memory of Spark's.
 
     Args:
-        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; then the column :func:`struct_of` of each data set,
+        batches: Columns :data:`BUCKET`, :data:`ID`, :data:`SOURCE`; then the column :func:`struct_of` of each data set,
             or the columns of a single one. The user's columns have numbers for names; "c0" is the first.
         schemas: For each data set, by name, the number of its struct column and its schema, which is needed if it has
             no rows here.
@@ -70,5 +70,5 @@ class Incoming:
                 given = [rows.schema.get_field_index(f"c{at}") for at in range(len(self._names[number]))]
                 values, fields = [rows.column(at) for at in given], [rows.schema.field(at) for at in given]
             named = [field.with_name(name) for field, name in zip(fields, self._names[number], strict=True)]
-            schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *named])
-            writer.write(pa.RecordBatch.from_arrays([rows.column(UNIT), rows.column(ID), *values], schema=schema))
+            schema = pa.schema([pa.field(BUCKET, pa.int32()), pa.field(ID, pa.int64()), *named])
+            writer.write(pa.RecordBatch.from_arrays([rows.column(BUCKET), rows.column(ID), *values], schema=schema))

@@ -17,13 +17,13 @@ from spark_hvd.runner.channel.frames import FrameReader, send_frame
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.outcome.endings import trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
-from spark_hvd.runner.rank.order import RankOrder
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.supervise.output import RankOutput
 from spark_hvd.runner.supervise.processes import ForkServer, RankProcess
 from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.supervise.mpi.side import MpiPlan
+    from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
 _SECONDS = 1.0
 """Seconds for which an examination measures CPU usage."""
@@ -95,7 +95,7 @@ class RankJob:
     ``start_timeout`` also limits the time to join the others' world. ``timeout`` is the run's, and only for messages.
     """
 
-    order: RankOrder
+    spec: RankSpec
     env: Mapping[str, str] = field(repr=False)
     payload: bytes = field(repr=False)
     start_timeout: float
@@ -105,7 +105,7 @@ class RankJob:
     @property
     def me(self) -> RankInfo:
         """The rank of this process."""
-        return self.order.me
+        return self.spec.me
 
 
 class SupervisedRank:
@@ -136,7 +136,7 @@ class SupervisedRank:
         self._probe: Probe | None = None
         for fd in (*self.output.fds, process.control.fileno(), process.status_fd):
             poller.register(fd, zmq.POLLIN)
-        self.send(job.order.to_message(), job.payload)
+        self.send(job.spec.to_message(), job.payload)
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Send the rank a frame. For a dead rank this does nothing; its exit status is reported elsewhere."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE
 from spark_hvd.runner.outcome.endings import exit_failure, is_echoing_abort, start_took_too_long, stopped, trim_stacks
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
 from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
@@ -21,7 +21,7 @@ from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
     from spark_hvd.runner.channel.state import Message
-    from spark_hvd.runner.supervise.mpi.side import MpiSide
+    from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
@@ -31,7 +31,7 @@ _MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's host ma
 
 def supervise(
     job: RankJob, link: Link, server: ForkServer, on_lines: Callable[[str, list[str]], None] | None = None
-) -> Packed:
+) -> PickledOutcome:
     """Run one rank to its end.
 
     The caller has sent the hello message on ``link``. Output goes to ``on_lines`` (stream, lines), or to the hub if
@@ -51,11 +51,11 @@ def supervise(
         link.send("gone")
 
 
-def not_started(me: RankInfo, link: Link, error: str) -> Packed:
+def not_started(me: RankInfo, link: Link, error: str) -> PickledOutcome:
     """Report to the hub that a rank cannot be started, and return its outcome."""
     link.send("ended", ok=False, echo=False)
     link.send("gone")
-    return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
+    return PickledOutcome.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
 class _Supervision:
@@ -66,11 +66,11 @@ class _Supervision:
     ) -> None:
         self._job = job
         self._link = link
-        self._outcome: Packed | None = None
+        self._outcome: PickledOutcome | None = None
         self._failure: Failed | None = None  # without the rank's last output, which comes later
         self._leaving = False  # whether the hub has released or stopped this rank
         self._hands_over = False  # whether its value goes to the hub instead of Spark
-        self._mpi: MpiSide | None = None
+        self._mpi: MpiLauncher | None = None
         self._mpi_fds: set[int] = set()
         self._suspect = Suspect()  # the part of MPI's process manager that may have failed first
         self._ready: Message | None = None  # the rank's message, until MPI is ready, too
@@ -83,16 +83,16 @@ class _Supervision:
             self._mpi_deadline = min(self._start_deadline, time.monotonic() + _MPI_SECONDS)
         self._deadline: float | None = self._mpi_deadline  # for being ready, and then for joining the world
 
-    def run(self) -> Packed:
+    def run(self) -> PickledOutcome:
         """Watch until this rank and all others have their outcomes."""
         job = self._job
         if job.mpi is not None:
             # Few runs need MPI, so only those import it.
+            from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher
             from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
-            from spark_hvd.runner.supervise.mpi.side import MpiSide
 
             try:
-                self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
+                self._mpi = MpiLauncher(job.mpi, job.me, self._link, self._mpi_failed)
             except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._rank.exitcode is None:
@@ -107,7 +107,7 @@ class _Supervision:
     def _seconds_to_next_action(self) -> float:
         """Return the seconds until the next action that needs no event."""
         times = [due for due in (self._deadline, self._suspect.due) if due is not None]
-        return min([BEAT, *(max(due - time.monotonic(), 0.0) for due in times)])
+        return min([HEARTBEAT_SECONDS, *(max(due - time.monotonic(), 0.0) for due in times)])
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -172,7 +172,7 @@ class _Supervision:
         elif frame["type"] == "joined":
             self._deadline = None
         elif frame["ok"]:
-            self._outcome = Packed(self._job.me.rank, True, payload)
+            self._outcome = PickledOutcome(self._job.me.rank, True, payload)
             self._link.send("ended", ok=True, bytes=len(payload))
         else:
             self._fail(
@@ -237,7 +237,7 @@ class _Supervision:
             echo=echo,
             exception=exception,
             exitcode=self._rank.exitcode,
-            gpus=", ".join(self._job.order.gpus.assigned or ()),
+            gpus=", ".join(self._job.spec.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
@@ -245,20 +245,20 @@ class _Supervision:
         self._fail(kind, error, trace, echo)
         self._link.send("ended", ok=False, echo=echo)
 
-    def _finish(self) -> Packed:
+    def _finish(self) -> PickledOutcome:
         """Let the process exit, take its last output, and pack the outcome."""
         if self._outcome is not None:
             self._rank.let_exit(self._step)
         self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
         if self._outcome is not None and self._hands_over:
             if self._link.hand_over(self._outcome.data):
-                return Packed.handed_over(self._job.me.rank)
+                return PickledOutcome.handed_over(self._job.me.rank)
             size = len(self._outcome.data) >> 20
             self._fail(FailureKind.LOST, f"the driver stopped answering while the value of fn was sent ({size} MiB)")
         elif self._outcome is not None:
             return self._outcome
         assert self._failure is not None
-        return Packed.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))
+        return PickledOutcome.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))
 
     def end(self) -> None:
         """End the rank and then MPI's process manager on this host, which would otherwise stay behind."""

@@ -19,11 +19,11 @@ import psutil
 
 from spark_hvd.runner.channel.address import Address, NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.channel.link import HubAddress, Link
-from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, SILENT_AFTER
 from spark_hvd.runner.config import CommonConfig, RunConfig
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of, gpu_env
-from spark_hvd.runner.rank.order import RankOrder
+from spark_hvd.runner.rank.spec import RankSpec
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.supervise.supervised import RankJob
 from spark_hvd.runner.supervise.supervisor import not_started
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spark_hvd.data.feeders.mapping import RowMap
     from spark_hvd.data.feeders.sockets import FeedAddress
     from spark_hvd.runner.channel.hub import Hub
-    from spark_hvd.runner.supervise.mpi.side import MpiPlan
+    from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
 _spare_modules = functools.cache(gc.freeze)
 """Excludes the modules that this worker has imported from garbage collection. Spark's daemon collects once per task,
@@ -46,7 +46,7 @@ which takes 40 ms in each worker, and all workers of a run do so at once."""
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """The driver's order for every task of a run.
+    """The driver's specification for every task of a run.
 
     Attributes:
         config: The options of the run.
@@ -108,14 +108,14 @@ class TaskSpec:
 
         ``address`` is this host's address for other ranks. ``gpus`` are the GPUs that Spark assigned; None if it
         assigns none. ``mpi`` says how MPI starts; None for other backends. ``join_timeout`` is the number of seconds to
-        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankOrder`. ``stream``, the
+        join the others' world; by default ``start_timeout``. For ``slot``, see :class:`RankSpec`. ``stream``, the
         number of the stream of random numbers, is by default the rank. ``part`` says which part of how many the rank
         gets of the task's rows. ``watched`` says whether the rank sends records to the driver.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES that the user has set is the same for all ranks, which divide it by local rank.
         assigned = None if "CUDA_VISIBLE_DEVICES" in config.env else gpus
-        order = RankOrder(
+        rank_spec = RankSpec(
             me=me,
             ip=address.ip,
             ports=config.port_range,
@@ -131,7 +131,7 @@ class TaskSpec:
             stream=me.rank if stream is None else stream,
             data=self._data(*part),
         )
-        return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
+        return RankJob(rank_spec, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
 
     def _data(self, part: int, parts: int) -> dict[str, bytes]:
         found = dict(self.sources)
@@ -140,9 +140,9 @@ class TaskSpec:
 
             found |= {name: pickle.dumps(SpoolSource(folder, part, parts)) for name, folder in self.folders.items()}
         if self.maps:
-            from spark_hvd.data.feeders.mapping import Fed
+            from spark_hvd.data.feeders.mapping import MappedSpec
 
-            found |= {name: pickle.dumps(Fed(found[name], each, self.feed)) for name, each in self.maps.items()}
+            found |= {name: pickle.dumps(MappedSpec(found[name], each, self.feed)) for name, each in self.maps.items()}
         return found
 
 
@@ -171,7 +171,7 @@ def run_task(
     yield from to_batches(packed, spec.spool)
 
 
-def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
+def to_batches(packed: Iterable[PickledOutcome], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
     """Convert outcomes to record batches of the result schema, for Spark."""
     import pyarrow
 
@@ -181,7 +181,7 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
         yield pyarrow.RecordBatch.from_arrays(columns, names=["rank", "ok", "part", "chunk"])
 
 
-def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
+def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[PickledOutcome]:
     # Every task sees the same list of hosts, so all compute the same ranks without exchanging messages.
     each = spec.procs_per_task
     hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
@@ -210,7 +210,7 @@ def run_ranks(
     server: ForkServer,
     gpus: Sequence[str] | None,
     on_lines: Callable[[str, list[str]], None] | None = None,
-) -> list[Packed]:
+) -> list[PickledOutcome]:
     """Run this task's ranks after all ranks of the run have met.
 
     The caller has sent the hello message on ``links``, which are in the order of ``mine``. ``gpus`` are the GPUs that
@@ -228,7 +228,7 @@ def run_ranks(
     mpi = None
     if spec.mpi is not None:
         # Few tasks need MPI, or the hub below, so only those import them.
-        from spark_hvd.runner.supervise.mpi.side import MpiPlan
+        from spark_hvd.runner.supervise.mpi.launcher import MpiPlan
 
         mpi = MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
     jobs = [
@@ -299,7 +299,7 @@ def _close_hub(hub: Hub) -> None:
     """Close the hub once every rank has left or is lost; the driver cannot see that a task has gone silent."""
     from spark_hvd.runner.outcome.errors import check_hub
 
-    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    hub.wait_gone(SILENT_AFTER + 2 * HEARTBEAT_SECONDS)
     lost = hub.lost
     hub.close()
     check_hub(hub.failure)
@@ -345,7 +345,7 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         if spec.config.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # without "=", it would be a prefix
     if spec.mpi is not None:
-        from spark_hvd.runner.supervise.mpi.side import MANAGERS
+        from spark_hvd.runner.supervise.mpi.launcher import MANAGERS
 
         only = address.interface if spec.config.interfaces or me.local_size == me.size else None
         ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)

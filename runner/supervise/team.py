@@ -12,8 +12,8 @@ from typing import TypeVar
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE
+from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.runner.supervise.processes import ForkServer
 from spark_hvd.runner.supervise.supervised import RankJob
 from spark_hvd.runner.supervise.supervisor import supervise
@@ -63,7 +63,7 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
 def _answer(link: Link, attempt: int, start_timeout: float) -> str:
     message, deadline = None, time.monotonic() + start_timeout
     while message is None and time.monotonic() < deadline and link.hub_silence() < HUB_PATIENCE:
-        message = link.wait(BEAT)
+        message = link.wait(HEARTBEAT_SECONDS)
     if message is None:
         return "nothing"
     if message["type"] == "refuse":
@@ -81,7 +81,7 @@ def supervise_all(
     links: Sequence[Link],
     server: ForkServer,
     on_lines: Callable[[str, list[str]], None] | None = None,
-) -> list[Packed]:
+) -> list[PickledOutcome]:
     """Run several ranks to their end; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
     ``links`` are in the order of ``jobs``. Output goes to ``on_lines`` (stream, lines), or to the hub if that is None.
@@ -92,7 +92,7 @@ def supervise_all(
     if len(jobs) == 1:
         return [supervise(jobs[0], links[0], server, on_lines)]
 
-    def one(number: int) -> Packed:
+    def one(number: int) -> PickledOutcome:
         try:
             return supervise(jobs[number], links[number], server, on_lines)
         except BaseException:  # a bug of ours, which is raised once the other ranks have been stopped

@@ -113,8 +113,8 @@ class RankRecord:
 def _waits(record: Vitals) -> str:
     if record.fetching is not None and record.fetching > LONG:
         return f"waits for a batch for {record.fetching:.0f} s"
-    if record.underway and record.underway[0].seconds > LONG:
-        return f"in {record.underway[0].name} for {record.underway[0].seconds:.0f} s"
+    if record.pending and record.pending[0].seconds > LONG:
+        return f"in {record.pending[0].name} for {record.pending[0].seconds:.0f} s"
     return ""
 
 

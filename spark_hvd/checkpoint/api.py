@@ -12,8 +12,8 @@ from spark_hvd.checkpoint import sharded as checkpoint_sharded
 from spark_hvd.checkpoint.background import SaveHandle, settle, start_saving
 from spark_hvd.checkpoint.folder import ONE_FILE, SHARDED, Folder, check_step, store_of
 from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
+from spark_hvd.context.basics import rank
 from spark_hvd.context.local import require_no_tables
-from spark_hvd.context.who import rank
 from spark_hvd.world.activity import activity
 
 if TYPE_CHECKING:

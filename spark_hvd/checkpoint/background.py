@@ -21,7 +21,7 @@ import torch
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import leave
-from spark_hvd.context.standing import generation, in_world, is_initialized
+from spark_hvd.context.global_state import generation, in_world, is_initialized
 from spark_hvd.store.errors import StoreError, store_error
 from spark_hvd.transport.host.pages import pinned
 from spark_hvd.transport.torch_private import local_part, storage_key, with_local_part

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from spark_hvd.collectives.objects import broadcast_object
-from spark_hvd.context.standing import is_initialized
-from spark_hvd.context.who import rank
+from spark_hvd.context.basics import rank
+from spark_hvd.context.global_state import is_initialized
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.world.activity import activity
 

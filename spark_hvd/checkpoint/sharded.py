@@ -30,8 +30,8 @@ from spark_hvd.checkpoint.format import (
     write,
 )
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.context.basics import size
 from spark_hvd.context.local import require_no_tables
-from spark_hvd.context.who import size
 from spark_hvd.store.errors import CheckpointError, StoreError
 from spark_hvd.store.paths import one_name
 from spark_hvd.transport.torch_private import sharded_objects_by, sharded_reader, sharded_writer

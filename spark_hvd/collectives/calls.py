@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Work
-from spark_hvd.collectives.handle import Moment, NamedHandle, Owner
+from spark_hvd.collectives.handle import NamedHandle, Owner, StreamEvent
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Request
 from spark_hvd.collectives.names import How, KnownCalls, Unnamed
+from spark_hvd.collectives.pending.failure import QueueFailure
+from spark_hvd.collectives.pending.outgoing import DeferredCalls, OutgoingCalls, QueueLink
+from spark_hvd.collectives.pending.rounds import MemoryRounds, RoundsOwner
+from spark_hvd.collectives.pending.use import SlotUse
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.collectives.underway.failure import QueueFailure
-from spark_hvd.collectives.underway.outgoing import DeferredCalls, OutgoingCalls, QueueLink
-from spark_hvd.collectives.underway.rounds import MemoryRounds, RoundsOwner
-from spark_hvd.collectives.underway.use import SlotUse
 from spark_hvd.world import errors
 from spark_hvd.world.activity import activity
 
@@ -67,10 +67,10 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         with self._lock:
             self._failure.require_none()
             called = self._unnamed.take(request.kind, self._handles) if name is None else name
-            ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
+            ready = StreamEvent.now(work.tensors[0].device) if request.on_gpu else None
             handle = NamedHandle(self, called, request, work, result, ready)
             first = False
-            if name is None and (called in self._deferred or self._is_under_way(called)):
+            if name is None and (called in self._deferred or self._is_in_flight(called)):
                 self._deferred.put(called, handle)
             else:
                 first = self._put(handle)
@@ -106,11 +106,11 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
             if self._failure.text is not None:  # inlined for speed, as this path is hot
                 self._failure.require_none()
             if name is None:
-                if called in self._deferred or (called in self._handles and self._is_under_way(called)):
+                if called in self._deferred or (called in self._handles and self._is_in_flight(called)):
                     return None
                 self._unnamed.take(kind, self._handles)
             tensors = () if tensor is None else (tensor,)
-            ready = Moment.now(known.device) if known.device is not None and known.request.on_gpu else None
+            ready = StreamEvent.now(known.device) if known.device is not None and known.request.on_gpu else None
             handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result, ready)
             slot = known.slot
             if slot is None or slot.closed or self.tracing.recorder is not None:
@@ -126,7 +126,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
                 return handle
         return self._announce(handle, first, urgent)
 
-    def _is_under_way(self, name: str) -> bool:
+    def _is_in_flight(self, name: str) -> bool:
         other = self._handles.get(name)
         if other is None or other.done:
             return False
@@ -134,7 +134,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         return not other.done
 
     def _require_free(self, name: str, kind: str) -> None:
-        if self._is_under_way(name):
+        if self._is_in_flight(name):
             raise self._duplicate(
                 f"{kind} {name!r} was called while {self._handles[name].label} is still under way on this rank; wait "
                 "for its handle first, or use another name."
@@ -152,7 +152,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
 
     def _put_deferred(self) -> None:
         """Move deferred calls whose names are free now into the outbox; under the lock."""
-        for handle in self._deferred.take(lambda name: not self._is_under_way(name)):
+        for handle in self._deferred.take(lambda name: not self._is_in_flight(name)):
             self._put(handle)
 
     def _announce(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
@@ -168,8 +168,8 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         if self._outgoing or self._deferred:
             self._link.post(self)
 
-    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
-        self.memory.meet(handle, timeout)
+    def wait_for(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+        self.memory.wait_for(handle, timeout)
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
         """Empty the outbox; return the numbers of known names as bits, and the other names with their requests."""
@@ -184,7 +184,7 @@ class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
         self._link.notify(self)
 
     def watch(self) -> None:
-        self._link.look_later(self)
+        self._link.check_later(self)
 
     def learn(self, id: int, use: SlotUse | None, name: str) -> None:
         """Record that a name has a number; it may also get a slot."""

@@ -12,7 +12,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.messages import Request
-from spark_hvd.collectives.underway.slots import Slot
+from spark_hvd.collectives.pending.slots import Slot
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 
@@ -28,7 +28,7 @@ class Owner(Protocol):
     def flush(self) -> None:
         """Send the outbox to the coordinator, unless it is empty."""
 
-    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+    def wait_for(self, handle: NamedHandle[Any], timeout: float | None) -> None:
         """Wait for a call in shared memory, which may then move to the coordinator. A timeout of 0 only checks."""
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
@@ -67,7 +67,7 @@ class NamedHandle(Generic[T]):
         request: Request,
         work: Work,
         result: Callable[[Work], T],
-        ready: Moment | None = None,
+        ready: StreamEvent | None = None,
     ) -> None:
         """Create the handle of a call; queues do this.
 
@@ -91,7 +91,7 @@ class NamedHandle(Generic[T]):
         self._result = result
         self._done = False
         self._error: Exception | None = None
-        self._execution: Execution | Moment | None = None
+        self._execution: Execution | StreamEvent | None = None
         self._baton: threading.Lock | None = None
         """The lock that waiting threads sleep on, if there are any. It is held until the collective has ended."""
 
@@ -110,10 +110,10 @@ class NamedHandle(Generic[T]):
     def poll(self) -> bool:
         """Return whether :meth:`wait` would not block; on a GPU, this includes that the device has finished."""
         if not self._done:
-            self._owner.meet(self, 0)
+            self._owner.wait_for(self, 0)
             self._owner.flush()
             return self._done
-        return not isinstance(self._execution, Moment) or self._execution.passed()
+        return not isinstance(self._execution, StreamEvent) or self._execution.passed()
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the collective has ended, and return its result. You may call it again.
@@ -133,7 +133,7 @@ class NamedHandle(Generic[T]):
             begun = time.monotonic()
             activity.wait_begins(begun)
             if self.slot is not None:
-                self._owner.meet(self, timeout)
+                self._owner.wait_for(self, timeout)
             ended = self.done
             if not ended:
                 self._owner.flush()
@@ -149,8 +149,8 @@ class NamedHandle(Generic[T]):
             raise type(self._error)(*self._error.args) from self._error
         return self._result(self.work)
 
-    def _finish(self, execution: Execution | Moment) -> None:
-        if isinstance(execution, Moment):
+    def _finish(self, execution: Execution | StreamEvent) -> None:
+        if isinstance(execution, StreamEvent):
             execution.wait(self.work.results)
             return
         try:
@@ -164,7 +164,7 @@ class NamedHandle(Generic[T]):
         """Do the same as :meth:`wait`, as Horovod's sparse_allreduce_async needs."""
         return self.wait()
 
-    def complete(self, outcome: Execution | Moment | None = None, error: Exception | None = None) -> None:
+    def complete(self, outcome: Execution | StreamEvent | None = None, error: Exception | None = None) -> None:
         """Record that the collective has ended; its queue calls this once."""
         if self._done:
             return
@@ -203,7 +203,7 @@ class NamedHandle(Generic[T]):
         return self._done
 
 
-class Moment:
+class StreamEvent:
     """A point in the current stream of a CUDA device that other streams of that device can wait for.
 
     The device need not be the current one: a new thread starts with device 0.
@@ -217,7 +217,7 @@ class Moment:
         self._device = device
 
     @classmethod
-    def now(cls, device: torch.device) -> Moment:
+    def now(cls, device: torch.device) -> StreamEvent:
         """Return the current point of a device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))

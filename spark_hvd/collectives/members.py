@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.fusion import Batch
 from spark_hvd.collectives.messages import bytes_of
-from spark_hvd.collectives.underway.slots import KINDS, Slots, may_serve
-from spark_hvd.collectives.underway.use import LARGEST
+from spark_hvd.collectives.pending.slots import KINDS, Slots, may_serve
+from spark_hvd.collectives.pending.use import LARGEST
 from spark_hvd.transport.communicator import Communicator, ReduceOp
 from spark_hvd.transport.connections import Abortable, Several
 from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator

@@ -16,8 +16,8 @@ import torch
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import AUTO, Entry, Request, dtype_of, op_of
-from spark_hvd.collectives.underway.slots import Slot
-from spark_hvd.collectives.underway.use import LARGEST, LARGEST_UNNAMED, SlotUse
+from spark_hvd.collectives.pending.slots import Slot
+from spark_hvd.collectives.pending.use import LARGEST, LARGEST_UNNAMED, SlotUse
 
 How = tuple[object, ...]
 """Everything that a call specifies besides its name and its one tensor, as returned by :func:`how_of`."""
@@ -128,10 +128,10 @@ class Unnamed:
         """Return the name that :meth:`take` will take next."""
         return f"{kind}{AUTO}{self._counters.get(kind, 0) % RING + 1}"
 
-    def take(self, kind: str, under_way: Mapping[str, NamedHandle[Any]]) -> str:
+    def take(self, kind: str, in_flight: Mapping[str, NamedHandle[Any]]) -> str:
         """Take the next name of a kind.
 
-        ``under_way`` are this rank's handles; some may have just ended.
+        ``in_flight`` are this rank's handles; some may have just ended.
         """
         name = self.next(kind)
         self._counters[kind] = self._counters.get(kind, 0) + 1
@@ -139,7 +139,7 @@ class Unnamed:
         before, last = self._last.get(kind, (thread, ""))
         self._last[kind] = thread, name
         # Threads that take turns, like autograd's, keep an order.
-        if before != thread and not _warned and (other := under_way.get(last)) is not None and not other.done:
+        if before != thread and not _warned and (other := in_flight.get(last)) is not None and not other.done:
             _warn_once(kind)
         return name
 

@@ -10,7 +10,7 @@ from spark_hvd.world.errors import NotInitializedError
 from spark_hvd.world.layout import World
 
 
-class Here(Protocol):
+class CurrentWorld(Protocol):
     """What process sets need to know of the world that this process is in; the context provides it."""
 
     @property
@@ -30,14 +30,14 @@ class Here(Protocol):
         """Registered process sets by number, without the global one."""
 
 
-def _nowhere() -> Here:
+def _nowhere() -> CurrentWorld:
     raise NotInitializedError()
 
 
-_current: Callable[[], Here] = _nowhere
+_current: Callable[[], CurrentWorld] = _nowhere
 
 
-def look_up_with(current: Callable[[], Here]) -> None:
+def look_up_with(current: Callable[[], CurrentWorld]) -> None:
     """Set the function that returns this process's world, or raises NotInitializedError; the context calls this."""
     global _current
     _current = current

@@ -21,14 +21,14 @@ from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Recall, Request, Run, RunKnown, Tune
 from spark_hvd.collectives.names import slot_use
+from spark_hvd.collectives.pending.failure import error_of
+from spark_hvd.collectives.pending.outgoing import QueueLink
+from spark_hvd.collectives.pending.rounds import MemoryRounds
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.collectives.underway.failure import error_of
-from spark_hvd.collectives.underway.outgoing import QueueLink
-from spark_hvd.collectives.underway.rounds import MemoryRounds
 from spark_hvd.world.activity import Source, activity
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.vitals import Underway
+from spark_hvd.world.vitals import PendingCollective
 
 
 class NegotiatedQueue(Calls, Source):
@@ -77,7 +77,7 @@ class NegotiatedQueue(Calls, Source):
             with self._lock:
                 self.memory.recall(self.memory.ids)
                 self._put_deferred()
-                left = [*self.memory.under_way, *(self._handles[name] for name in self._deferred.names)]
+                left = [*self.memory.in_flight, *(self._handles[name] for name in self._deferred.names)]
             self.flush()
             for other in left:
                 with contextlib.suppress(Exception):  # the error belongs to the caller, who waits for the handle too
@@ -87,12 +87,12 @@ class NegotiatedQueue(Calls, Source):
         self._link.join(self, counts)
         return handle
 
-    def underway(self, now: float) -> list[Underway]:
+    def pending(self, now: float) -> list[PendingCollective]:
         if self._failure.text is not None:
             return []
         ranks, joining = tuple(self.ranks), [] if self._joining is None else [self._joining]
         return [
-            Underway(handle.label, now - handle.since, ranks)
+            PendingCollective(handle.label, now - handle.since, ranks)
             for handle in [*self._handles.copy().values(), *self._deferred.handles, *joining]
             if not handle.done and handle.since
         ]
@@ -152,7 +152,7 @@ class NegotiatedQueue(Calls, Source):
                 return
             self._failure.text = text
             joining, self._joining = self._joining, None
-            self.memory.gone()
+            self.memory.abandon()
             deferred = self._deferred.clear()
         self._failure.announce()
         for handle in [*self._handles.values(), *deferred, *([joining] if joining else [])]:

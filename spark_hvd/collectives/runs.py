@@ -17,7 +17,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work, rounds, run
 from spark_hvd.collectives.fusion import Batch
-from spark_hvd.collectives.handle import Moment, NamedHandle
+from spark_hvd.collectives.handle import NamedHandle, StreamEvent
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.transport.handles import is_out_of_memory
@@ -61,7 +61,7 @@ class Runs:
         """Number of batches that this rank has begun, including those that have ended."""
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
-        self._under_way: set[NamedHandle[Any]] = set()
+        self._in_flight: set[NamedHandle[Any]] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.device: torch.device | None = None
         """The GPU on which a rank that has joined contributes; None if it has used none."""
@@ -72,14 +72,14 @@ class Runs:
         for batch in batches:
             given = [handles.get(entry.name) for entry in batch]
             # A call of a rank that has joined may still be in flight when the others call its name again.
-            mine = [None if handle in self._under_way else handle for handle in given]
-            self._under_way.update(handle for handle in mine if handle is not None)
+            mine = [None if handle in self._in_flight else handle for handle in given]
+            self._in_flight.update(handle for handle in mine if handle is not None)
             self._queue.append((batch, mine, now))
         self._pump()
 
     def has(self, handle: NamedHandle[Any]) -> bool:
         """Return whether the call is queued or started, and has not ended."""
-        return handle in self._under_way
+        return handle in self._in_flight
 
     @property
     def done(self) -> int:
@@ -179,8 +179,8 @@ class Runs:
             execution = Execution(run(batch, works, self._members, device))
             packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
             execution.finish()  # orders the stream; the host does not wait
-            moment = Moment.now(device)
-        self._ended(packed, moment)
+            event = StreamEvent.now(device)
+        self._ended(packed, event)
 
     def _device_of(self, batch: Batch, handles: Sequence[NamedHandle[Any]]) -> torch.device:
         """Return the device on which a batch runs on this rank."""
@@ -194,7 +194,7 @@ class Runs:
         # This thread's current device is CUDA's first, which may belong to another rank.
         return torch.device(devices[0]) if devices else self.device or torch.device("cuda", torch.cuda.current_device())
 
-    def _ended(self, started: _Started, moment: Moment | None = None) -> None:
+    def _ended(self, started: _Started, event: StreamEvent | None = None) -> None:
         """Complete the handles of a batch whose collectives have ended or failed; from any thread."""
         if self._tracing.recorder is not None:
             staging = self._members.staging
@@ -202,16 +202,16 @@ class Runs:
             self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns, staged)
         self._started.pop(started.number, None)
         self._release(started.handles)  # first: a handle that is neither in flight nor released would be started again
-        self._under_way.difference_update(started.handles)
+        self._in_flight.difference_update(started.handles)
         for handle in started.handles:
-            handle.complete(moment or started.execution)
+            handle.complete(event or started.execution)
 
     def _fail(self, handles: list[NamedHandle[Any]], error: Exception) -> None:
         """Fail these handles and leave the world: the other ranks must not wait for this one."""
         text = f"{type(error).__name__}: {error}"
         self._cannot_run(text)
         self._release(handles)
-        self._under_way.difference_update(handles)
+        self._in_flight.difference_update(handles)
         me = self._members.ranks[self._members.place]
         for handle in handles:
             fault: Exception = error

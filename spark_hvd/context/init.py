@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.members import open_members
 from spark_hvd.context import forks  # noqa: F401  registers what keeps forked processes out of the world
+from spark_hvd.context.global_state import Context, JoinedWorld, PendingMember, current, global_state, refuse_fork
 from spark_hvd.context.leave import end, shutdown
-from spark_hvd.context.standing import Context, JoinedWorld, PendingMember, current, refuse_fork, standing
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets
@@ -80,16 +80,16 @@ def init(
         MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
     """
-    with standing.lock:
-        if standing.pending is not None:
+    with global_state.lock:
+        if global_state.pending is not None:
             _prepare(comm, process_sets, settings)
             return
         config = replace(read_config(), **settings)
-        starts_timeline = standing.context is not None and "timeline" in settings
-        if standing.context is None:
+        starts_timeline = global_state.context is not None and "timeline" in settings
+        if global_state.context is None:
             _join_as_launched(comm, config)
         elif settings:
-            _tune(standing.context, settings)
+            _tune(global_state.context, settings)
         if comm is not None:
             _join_part(comm, config)
         if _started_by_mpi:
@@ -115,7 +115,7 @@ def _tune(here: Context, settings: dict[str, Any]) -> None:
 
 def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
     """Keep the settings of init() outside a world of an elastic rank, for its next worlds."""
-    outside = standing.pending
+    outside = global_state.pending
     assert outside is not None
     if comm is not None:
         raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
@@ -125,7 +125,7 @@ def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> No
             "after another; register them with hvd.add_process_set() in the function decorated with hvd.elastic.run."
         )
     if settings:
-        standing.pending = replace(outside, config=replace(outside.config or read_config(), **settings))
+        global_state.pending = replace(outside, config=replace(outside.config or read_config(), **settings))
 
 
 def expect(me: RankInfo) -> None:
@@ -135,10 +135,10 @@ def expect(me: RankInfo) -> None:
     NotInitializedError. :func:`join` replaces the provisional rank by a world, and
     :func:`~spark_hvd.context.leave.abandon` returns to one.
     """
-    with standing.lock:
-        assert standing.context is None, "a rank in a world cannot have a provisional rank"
-        before = standing.pending
-        standing.pending = PendingMember(me, None, 0) if before is None else replace(before, me=me)
+    with global_state.lock:
+        assert global_state.context is None, "a rank in a world cannot have a provisional rank"
+        before = global_state.pending
+        global_state.pending = PendingMember(me, None, 0) if before is None else replace(before, me=me)
 
 
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
@@ -147,7 +147,7 @@ def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config
         _adopt_default_group(config)
     elif is_mpi_communicator(comm):
         _join_mpi(comm, config)
-    elif (before := standing.joined) is not None:
+    elif (before := global_state.joined) is not None:
         join(before.world, before.kv, timeout=before.timeout, backend=before.backend, config=config)
     elif (env := read_launch_env()) is not None:
         join(*launched_world(env), config=config)
@@ -173,16 +173,16 @@ def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
         return
     if me not in ranks:
         raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank must pass its own world.")
-    if standing.joined is None or not here.owns_default_group:
+    if global_state.joined is None or not here.owns_default_group:
         raise ValueError(
             f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
             "register a process set instead."
         )
     layout = WorldLayout.of_ranks([here.layout.ranks[rank].host for rank in ranks])
-    mpi = part_of(here.world.mpi, ranks) if standing.joined.backend == "mpi" else None
+    mpi = part_of(here.world.mpi, ranks) if global_state.joined.backend == "mpi" else None
     world = replace(here.world, me=layout.ranks[ranks.index(me)], mpi=mpi)
-    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", standing.joined.kv)
-    timeout, backend = standing.joined.timeout, standing.joined.backend
+    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", global_state.joined.kv)
+    timeout, backend = global_state.joined.timeout, global_state.joined.backend
     shutdown()
     join(world, kv, timeout=timeout, backend=backend, config=config)
 
@@ -210,23 +210,23 @@ def join(
         ImportError: `backend` is "mpi", but there is no mpi4py.
         CollectiveError: The other ranks could not be reached, or abort() was called for this generation.
     """
-    with standing.lock:
-        if standing.context is not None:
+    with global_state.lock:
+        if global_state.context is not None:
             raise RuntimeError(
-                f"this process is rank {standing.context.world.me.rank} of a world already; "
+                f"this process is rank {global_state.context.world.me.rank} of a world already; "
                 "call hvd.shutdown() before joining another."
             )
-        times, before = 0, standing.joined
+        times, before = 0, global_state.joined
         if before is not None and before.kv is kv and before.world.generation == world.generation:
             times = before.times + 1
-        standing.joined = JoinedWorld(world, kv, timeout, backend, times)
+        global_state.joined = JoinedWorld(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
-        config = config or (standing.pending and standing.pending.config) or read_config()
+        config = config or (global_state.pending and global_state.pending.config) or read_config()
         if elastic_launcher.installed() is None:
             _meet(world, prefixed, timeout, backend, config)
         else:
             _meet_elastically(world, prefixed, timeout, backend, config)
-        standing.pending = None
+        global_state.pending = None
 
 
 def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
@@ -248,14 +248,14 @@ def _require_one_dialect(dialects: Sequence[str]) -> None:
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     """Join a world that abort() can end at any time, even before all ranks have joined."""
-    registry = standing.register_connections(ConnectionRegistry(world.generation, world.endpoint, world.me.size))
+    registry = global_state.register_connections(ConnectionRegistry(world.generation, world.endpoint, world.me.size))
     try:
         with registry.establishing():
             _meet(world, kv, timeout, backend, config)
     except BaseException:
         # The world may have been joined just before it was aborted.
         end("this rank gave up the generation.")
-        standing.joined = standing.registry = None
+        global_state.joined = global_state.registry = None
         raise
 
 
@@ -287,13 +287,13 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
         forget_names()
         raise
     try:
-        if standing.registry is not None:
+        if global_state.registry is not None:
             assert dist.group.WORLD is not None
-            standing.registry.add(Connections.since(before, dist.group.WORLD))
+            global_state.registry.add(Connections.since(before, dist.group.WORLD))
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
     except BaseException as error:
-        if standing.registry is not None:
-            standing.registry.abort(str(error))  # else destroying the group would wait for collectives in flight
+        if global_state.registry is not None:
+            global_state.registry.abort(str(error))  # else destroying the group would wait for collectives in flight
         dist.destroy_process_group()
         raise
 
@@ -304,7 +304,7 @@ def _settle(
     """Open the queue of all ranks of the default process group. Then the world is joined."""
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
-    registry = standing.registry
+    registry = global_state.registry
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
     groups = Groups(kv, timeout, owns_default_group=owns_default_group, registry=registry)
@@ -321,7 +321,7 @@ def _settle(
         engine.close("init() failed")
         raise
     activity.enter_world()
-    standing.context = Context(
+    global_state.context = Context(
         world, layout, communicator, kv, owns_default_group, engine, queue, groups, registry=registry
     )
     activity.news.set()
@@ -329,7 +329,7 @@ def _settle(
         try:
             start_timeline(_numbered(config.timeline, world.generation), config.timeline_mark_cycles)
         except OSError:
-            standing.context = None
+            global_state.context = None
             engine.close("init() failed")
             raise
 

@@ -1,7 +1,7 @@
 """join(): a rank without more data takes part in all collectives of the world until every rank has joined.
 
 The coordinator of named collectives counts the rank as ready for all of them. Gradient reducers do not negotiate, so
-the rank takes part in one step after another with zeros, and learns in each whether any rank has made a real step. Once
+the rank shadows one step after another with zeros, and learns in each whether any rank has made a real step. Once
 all ranks have joined, all take part in a step that no rank has made, which tells them to stop.
 """
 
@@ -16,7 +16,7 @@ import torch
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, queue_of
-from spark_hvd.context.standing import StandIn, current
+from spark_hvd.context.global_state import Joinable, current
 from spark_hvd.world.errors import CollectiveError, MismatchError
 from spark_hvd.world.words import ranks_text
 
@@ -30,24 +30,24 @@ def join(*, counts: bool) -> int:
     """See :func:`spark_hvd.torch.join`; ``counts`` says whether Average still divides by this rank."""
     here = current()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    if "stand-in" not in here.ordinals:  # no optimizer was made, on any rank
+    if "joinable" not in here.ordinals:  # no optimizer was made, on any rank
         return here.queue.join(counts, device).wait()
-    gc.collect()  # remove dropped optimizers, so that no rank takes part for one that the others no longer have
-    stand_ins = dict(here.stand_ins)
-    if any(each.in_flight for each in stand_ins.values()):
+    gc.collect()  # remove dropped optimizers, so that no rank shadows one that the others no longer have
+    joinables = dict(here.joinables)
+    if any(each.in_flight for each in joinables.values()):
         raise AssertionError("join() was called while gradients are being reduced: call optimizer.step() first.")
     handle = here.queue.join(counts, device)
     # Use a thread for each optimizer, as other ranks may step them in any order. Only the caller can be interrupted.
     ends: Ends = queue.SimpleQueue()
-    for number, each in stand_ins.items():
+    for number, each in joinables.items():
         args = (number, each, counts, device, ends)
-        threading.Thread(target=_stand_in, args=args, name="spark_hvd-join", daemon=True).start()
+        threading.Thread(target=_shadow, args=args, name="spark_hvd-join", daemon=True).start()
     ended: set[int] = set()
-    while not handle.done and len(ended) < len(stand_ins):
+    while not handle.done and len(ended) < len(joinables):
         _collect_end(ends, ended, handle)
     last = handle.wait()  # raises if a rank was lost
     # If a rank no longer has an optimizer, nobody can step it, so do not wait for its last step.
-    wanted = set.intersection(*map(set, allgather_object(list(stand_ins), name="spark_hvd.context.join")))
+    wanted = set.intersection(*map(set, allgather_object(list(joinables), name="spark_hvd.context.join")))
     while not ended >= wanted:
         _collect_end(ends, ended, handle)
     return last
@@ -79,11 +79,11 @@ def _collect_end(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
     ended.add(number)
 
 
-def _stand_in(number: int, each: StandIn, counts: bool, device: torch.device | None, ends: Ends) -> None:
+def _shadow(number: int, each: Joinable, counts: bool, device: torch.device | None, ends: Ends) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)
-        while each.stand_in(counts=counts):
+        while each.shadow(counts=counts):
             pass
     except BaseException as error:
         ends.put((number, error))

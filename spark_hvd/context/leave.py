@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from spark_hvd.collectives.queue import NegotiatedQueue
-from spark_hvd.context.standing import Context, PendingMember, standing
+from spark_hvd.context.global_state import Context, PendingMember, global_state
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.ends import at_exit
 
@@ -59,7 +59,7 @@ def _shutdown(*, for_good: bool = False) -> None:
     try:
         finish()
     finally:
-        with standing.lock:
+        with global_state.lock:
             end("hvd.shutdown() was called on this rank.", for_good=for_good)
 
 
@@ -74,13 +74,13 @@ def abort(text: str, generation: int | None = None) -> None:
             joined, so that a call just before :func:`~spark_hvd.context.init.join` is not lost. None for the world that
             is joined or is being joined, if any.
     """
-    if generation is not None and (standing.aborted is None or generation >= standing.aborted[0]):
-        standing.aborted = generation, text
-    registry = standing.registry
+    if generation is not None and (global_state.aborted is None or generation >= global_state.aborted[0]):
+        global_state.aborted = generation, text
+    registry = global_state.registry
     if registry is None or (generation is not None and registry.generation > generation):
         return
     registry.abort(text)
-    context = standing.context
+    context = global_state.context
     if context is not None:
         for queue in [context.queue, *context.queues.values()]:
             if queue.members.nccl is not None:
@@ -89,7 +89,7 @@ def abort(text: str, generation: int | None = None) -> None:
 
 def is_aborted() -> bool:
     """Return whether :func:`abort` was called for the world that this process is in."""
-    return standing.registry is not None and standing.registry.broken is not None
+    return global_state.registry is not None and global_state.registry.broken is not None
 
 
 def abandon() -> None:
@@ -97,19 +97,19 @@ def abandon() -> None:
 
     Outside a world, this does nothing. Call it in the training thread. Process sets are unregistered.
     """
-    with standing.lock:
-        context = standing.context
+    with global_state.lock:
+        context = global_state.context
         if context is None:
             return
         me, config, number = context.world.me, context.engine.config, context.world.generation
         end("this rank has left the generation: it is over.")
-        standing.pending = PendingMember(me, config, number)
-        standing.joined = standing.registry = None
+        global_state.pending = PendingMember(me, config, number)
+        global_state.joined = global_state.registry = None
 
 
 def end(text: str, *, for_good: bool = False) -> None:
     """Leave the world, if there is one."""
-    context, standing.context = standing.context, None
+    context, global_state.context = global_state.context, None
     if context is None:
         return
     for process_set in context.process_sets.values():
@@ -123,7 +123,7 @@ def end(text: str, *, for_good: bool = False) -> None:
         if not context.owns_default_group:
             context.groups.destroy_all()
         elif for_good and dist.get_backend() == "gloo":
-            threading.Thread(target=_destroy, args=[context], name="spark_hvd-farewell", daemon=True).start()
+            threading.Thread(target=_destroy, args=[context], name="spark_hvd-teardown", daemon=True).start()
         else:
             _destroy(context)
 
@@ -151,7 +151,7 @@ def drain(queues: Sequence[NegotiatedQueue]) -> None:
     for queue in queues:
         if queue.unfinished:
             # A daemon thread keeps the group alive, so that the process can exit without waiting for either.
-            threading.Thread(target=_hold, args=[queue], name="spark_hvd-farewell", daemon=True).start()
+            threading.Thread(target=_hold, args=[queue], name="spark_hvd-teardown", daemon=True).start()
 
 
 def _wait(queues: Sequence[NegotiatedQueue], seconds: float) -> None:
@@ -166,7 +166,7 @@ def _hold(queue: NegotiatedQueue) -> None:
 
 
 def _leave() -> None:
-    if standing.forked is not None:
+    if global_state.forked is not None:
         return
     try:
         shutdown()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.context.standing import standing
+from spark_hvd.context.global_state import global_state
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Vitals
 
@@ -21,7 +21,7 @@ _PAGE = resource.getpagesize()
 
 def observe() -> Vitals | None:
     """Return the current record of this rank; None outside a world. Any thread may call this."""
-    here = standing.context
+    here = global_state.context
     if here is None:
         return None
     now, me, progress, steps = time.monotonic(), here.world.me, activity.progress, activity.optimizer_steps
@@ -35,9 +35,9 @@ def observe() -> Vitals | None:
         entered=activity.entered,
         last=" ".join(activity.last),
         last_seconds=now - activity.last_at if activity.last else 0.0,
-        underway=tuple(
+        pending=tuple(
             replace(one, ranks=None) if one.ranks is not None and len(one.ranks) == me.size else one
-            for one in activity.underway(now)
+            for one in activity.pending(now)
         ),
         epochs_done=activity.epochs_done(now),
         steps_before=activity.steps_before,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.context.standing import standing
+from spark_hvd.context.global_state import global_state
 from spark_hvd.scratch import Scratch, local_directory
 from spark_hvd.transport.torch_private import is_profiling
 from spark_hvd.world.activity import activity
@@ -105,7 +105,7 @@ class StepProfiler:
         activity.at_step = self._profiler = None  # last, because this allows the next request
 
     def _pack(self, profiler: Any, number: int) -> None:
-        here = standing.context
+        here = global_state.context
         rank, size, host = (0, 1, "") if here is None else (here.world.me.rank, here.world.me.size, here.world.me.host)
         with Scratch("profile", local_directory(os.environ)) as folder:
             path = os.path.join(folder, "trace.json")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from spark_hvd.collectives.members import open_members
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.global_state import current
 from spark_hvd.context.leave import drain
-from spark_hvd.context.standing import current
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.transport.torch_private import PrefixStore
 from spark_hvd.world.errors import MismatchError

@@ -1,6 +1,6 @@
 """The rows that a rank trains on, for any framework.
 
-May import the context and what is below it, store, its own readers, series and feeders; no pyspark. Doors: handed,
+May import the context and what is below it, store, its own readers, series and feeders; no pyspark. Doors: registry,
 shard, spool. Names are loaded on first use, because a Spark task that only keeps rows on its disk needs no torch.
 """
 
@@ -11,9 +11,9 @@ from spark_hvd.world.lazy import names_of
 if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
     from spark_hvd.data.feeders.mapping import Mapped
-    from spark_hvd.data.handed import get_dataset_shard
     from spark_hvd.data.images import ImageAugmentation, ImageDecoder
     from spark_hvd.data.loader import ShardLoader, TorchLoader
+    from spark_hvd.data.registry import get_dataset_shard
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.shard import DatasetShard
 
@@ -35,9 +35,9 @@ __getattr__, __dir__ = names_of(
     {
         "data.columns": "padded ragged",
         "data.feeders.mapping": "Mapped",
-        "data.handed": "get_dataset_shard",
         "data.images": "ImageAugmentation ImageDecoder",
         "data.loader": "ShardLoader TorchLoader",
+        "data.registry": "get_dataset_shard",
         "data.series.windows": "Windows",
         "data.shard": "DatasetShard",
     },

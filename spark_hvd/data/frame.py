@@ -16,7 +16,8 @@ import torch
 
 from spark_hvd.collectives.process_set import global_process_set, queue_of
 from spark_hvd.collectives.start import start_alltoall
-from spark_hvd.context import who
+from spark_hvd.context import basics
+from spark_hvd.data.bucketing import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 from spark_hvd.data.column_form import ColumnForm, table_of
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
@@ -34,9 +35,8 @@ from spark_hvd.data.readers.sharding import (
     stretches,
 )
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.data.spool import Spool, SpoolWriter
-from spark_hvd.data.units import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class FrameSource(DataSource):
 
     Attributes:
         spool: The rows on this host.
-        counts: Number of rows of each unit, over all ranks.
+        counts: Number of rows of each bucket, over all ranks.
         parts: The number of the part that each rank owns. It differs from the rank, as ranks are numbered by host.
         part: The part that this rank owns.
         window_rows: Rows to shuffle together if the user passes no ``window_rows``.
@@ -71,34 +71,34 @@ class FrameSource(DataSource):
     def layout(self) -> int:
         return zlib.crc32(self.counts.tobytes())
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        seed = asked.seed if asked.shuffle else None
-        return UnitSharding(
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
+        seed = options.seed if options.shuffle else None
+        return BucketSharding(
             self.rows,
             batch_size,
             drop_last,
             counts=self.counts,
             seed=seed,
             parts=self.parts,
-            window_rows=asked.window_rows or self.window_rows,
+            window_rows=options.window_rows or self.window_rows,
         )
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return SpoolReader(self.spool, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        return SpoolReader(self.spool, self.counts, self.owned, options, form, options.window_rows or self.window_rows)
 
     @property
     def owned(self) -> Owned:
-        """The rows of each unit that this rank takes."""
+        """The rows of each bucket that this rank takes."""
         return owned_by(self.part, len(self.parts), self.counts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class UnitSharding(Sharding):
-    """Gives each rank the same part of the units in every epoch. Ranks differ by one row at most, and not in steps.
+class BucketSharding(Sharding):
+    """Gives each rank the same part of the buckets in every epoch. Ranks differ by one row at most, and not in steps.
 
     Attributes:
-        counts: Number of rows of each unit.
-        seed: Seed of the order of the units; None for ascending order.
+        counts: Number of rows of each bucket.
+        seed: Seed of the order of the buckets; None for ascending order.
         parts: See :class:`FrameSource`.
         window_rows: Rows that a rank shuffles together.
     """
@@ -180,20 +180,20 @@ class UnitSharding(Sharding):
         return self._known[position, size]
 
 
-class UnitReader(Reader[BatchT]):
-    """Reads a rank's rows of units, ``together`` rows at a time. A subclass reads the rows of given pieces."""
+class BucketReader(Reader[BatchT]):
+    """Reads a rank's rows of buckets, ``together`` rows at a time. A subclass reads the rows of given pieces."""
 
     def __init__(
-        self, rows: Any, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
+        self, rows: Any, counts: Ints, owned: Owned, options: ReadOptions, form: Form[Any, BatchT], together: int
     ) -> None:
         self._rows, self._counts, self._owned = rows, counts, owned
-        self._asked, self._form, self._together = asked, form, together
+        self._options, self._form, self._together = options, form, together
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         assert not isinstance(share, Turns)
         if not sizes:
             return
-        seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)
+        seed = seed_of(self._options.seed if self._options.shuffle else None, epoch)
         pieces = _pieces_of(self._counts, self._owned, seed).cut(share).pieces()
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
             yield from self._form.cut(one_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
@@ -211,13 +211,13 @@ class UnitReader(Reader[BatchT]):
         return self._form.of(table_of(batch), where)
 
 
-class SpoolReader(UnitReader[BatchT]):
-    """Reads units from mapped files, one window ahead of the consumer. Holds at most two windows in memory."""
+class SpoolReader(BucketReader[BatchT]):
+    """Reads buckets from mapped files, one window ahead of the consumer. Holds at most two windows in memory."""
 
     _rows: Spool
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
-        windows = self._rows.windows(pieces, seed, self._together, self._asked.columns)
+        windows = self._rows.windows(pieces, seed, self._together, self._options.columns)
         return (self._formed(window, "the DataFrame") for window in windows)
 
 
@@ -229,7 +229,7 @@ def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) 
     Raises:
         DataError: The rows cannot be written to the disk.
     """
-    me, size, writer = who.rank(), who.size(), None
+    me, size, writer = basics.rank(), basics.size(), None
     device = queue_of(global_process_set).communicator.fact_device
     folder = f"{spool.folder}-{part}"
     for number, moving in enumerate(moves):
@@ -269,13 +269,13 @@ class _Pieces:
     """A rank's pieces in the order of an epoch: the start of each among all rows, and the fields of a Piece."""
 
     begins: Ints
-    units: Ints
+    buckets: Ints
     firsts: Ints
     done: Ints
     lengths: Ints
 
     def pieces(self) -> Iterator[Piece]:
-        return zip(self.units.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
+        return zip(self.buckets.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
 
     def cut(self, share: Sequence[Interval]) -> _Pieces:
         """Return the same pieces, in which only the rows of ``share`` remain to be done: the last rows of each piece.
@@ -293,17 +293,17 @@ class _Pieces:
         before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
         left = np.interp(ends, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
         firsts = self.firsts[piece] + begins - self.begins[piece]
-        return _Pieces(begins, self.units[piece], firsts, ends - begins - left.astype(np.int64), ends - begins)
+        return _Pieces(begins, self.buckets[piece], firsts, ends - begins - left.astype(np.int64), ends - begins)
 
 
 def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
     """Return a rank's pieces in the order of an epoch, with no row done."""
     order, places = order_of(seed), np.empty_like(counts)
     places[order] = np.cumsum(counts[order]) - counts[order]
-    begins = places[owned.units] + owned.firsts
+    begins = places[owned.buckets] + owned.firsts
     sort = np.argsort(begins)
-    units, firsts, lengths = (values[sort] for values in owned)
-    return _Pieces(begins[sort], units, firsts, np.zeros_like(lengths), lengths)
+    buckets, firsts, lengths = (values[sort] for values in owned)
+    return _Pieces(begins[sort], buckets, firsts, np.zeros_like(lengths), lengths)
 
 
 def _runs(places: Ints) -> list[Interval]:

@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from spark_hvd.context import who
-from spark_hvd.context.standing import is_initialized
+from spark_hvd.context import basics
+from spark_hvd.context.global_state import is_initialized
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.world.words import count
 
 T_co = TypeVar("T_co", covariant=True)
@@ -43,7 +43,7 @@ class ShardLoader(Generic[T_co]):
         name: Name of the data set, for messages.
         source: Source of the rows.
         sharding: How ranks share the rows.
-        asked: The request to the source.
+        options: What to read of the source, and how.
         form: Makes the form in which rows are read.
         collate: Makes the result from a batch; None for the batch itself.
         row_weights: Adds row weights to a batch, given the batch, its number of rows, and the weight of each; see
@@ -57,12 +57,12 @@ class ShardLoader(Generic[T_co]):
         name: str,
         source: DataSource,
         sharding: Sharding,
-        asked: Asked,
+        options: ReadOptions,
         form: Callable[[], Form[Any, Any]],
         collate: Callable[[Any], T_co] | None = None,
         row_weights: Callable[[Any, int, float], None] | None = None,
     ) -> None:
-        self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
+        self._name, self._source, self._sharding, self._options = name, source, sharding, options
         self._form, self._collate, self._row_weights = form, collate, row_weights
         self._next = Position()
         self._now: Feed[Any] | None = None
@@ -156,21 +156,21 @@ class ShardLoader(Generic[T_co]):
         """Note that the next epoch is known, and that no iterator has begun it. A subclass may override this."""
 
     def _rank_and_size(self) -> tuple[int, int]:
-        return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
+        return (basics.rank(), basics.size()) if self._place is None or is_initialized() else self._place
 
     @property
     def _position(self) -> Position:
         return self._next if self._now is None else self._now.position
 
     def _order(self) -> dict[str, Any]:
-        asked = self._asked
-        order = {"shuffle": asked.shuffle, "seed": asked.seed, "window_rows": asked.window_rows}
+        options = self._options
+        order = {"shuffle": options.shuffle, "seed": options.seed, "window_rows": options.window_rows}
         return {"layout": self._source.layout, **order}
 
     def _opened(self) -> Reader[Any]:
         """Return the reader of this process; a forked process opens its own, as threads and files do not survive."""
         if self._reader is None or self._process != os.getpid():
-            self._reader, self._process = self._source.open(self._asked, self._form()), os.getpid()
+            self._reader, self._process = self._source.open(self._options, self._form()), os.getpid()
         return self._reader
 
 
@@ -242,7 +242,7 @@ class TorchLoader(ShardLoader[T_co], IterableDataset[T_co]):
             return super().__iter__()
         if self._begun is not None:
             slot = worker.id % len(self._begun)
-            if self._begun[slot] and not self._passes and self._asked.shuffle and worker.id == 0:
+            if self._begun[slot] and not self._passes and self._options.shuffle and worker.id == 0:
                 warnings.warn(
                     f"a DataLoader with num_workers={worker.num_workers} repeats epoch {self._next.epoch} of data set "
                     f"{self._name!r} in the same order: its workers are new, and begin where the loader in the "

@@ -13,22 +13,22 @@ import pyarrow as pa
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context import who
+from spark_hvd.context import basics
+from spark_hvd.data.bucketing import moves_of
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
-from spark_hvd.data.fed import fed_source
-from spark_hvd.data.feeders.mapping import Fed
+from spark_hvd.data.feeders.mapping import MappedSpec
 from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader, TorchLoader
+from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.series.windows import METADATA
 from spark_hvd.data.sliding import window_source
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 from spark_hvd.data.spool import SpoolSource
-from spark_hvd.data.units import moves_of
 
 T = TypeVar("T")
 
@@ -69,8 +69,8 @@ class DatasetShard:
         Raises:
             DataError: ``batch_size`` is less than 1.
         """
-        sharding = self._sharding(batch_size, drop_last, Asked(columns=()))
-        return len(sharding.batches(Position(), who.rank(), who.size()))
+        sharding = self._sharding(batch_size, drop_last, ReadOptions(columns=()))
+        return len(sharding.batches(Position(), basics.rank(), basics.size()))
 
     def torch_batches(
         self,
@@ -112,14 +112,14 @@ class DatasetShard:
         Raises:
             DataError: A column does not exist, a number is out of range, or ``row_weights`` does not fit.
         """
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        self._check_row_weights(row_weights, asked, features, collate_fn)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        self._check_row_weights(row_weights, options, features, collate_fn)
         if collate_fn is not None:
-            return TorchLoader(self.name, self._source, sharding, asked, TableForm, collate_fn)
+            return TorchLoader(self.name, self._source, sharding, options, TableForm, collate_fn)
         form = partial(ColumnForm, torch_batch, features, torch.cat)
         weigh = row_weights and partial(_weigh, row_weights, torch.full)
-        return TorchLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
+        return TorchLoader(self.name, self._source, sharding, options, form, row_weights=weigh or None)
 
     def numpy_batches(
         self,
@@ -135,12 +135,12 @@ class DatasetShard:
         workers: int = 2,
     ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
         """Return batches for other frameworks: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        self._check_row_weights(row_weights, asked, features)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        self._check_row_weights(row_weights, options, features)
         form = partial(ColumnForm, numpy_batch, features, np.concatenate)
         weigh = row_weights and partial(_weigh, row_weights, np.full)
-        return ShardLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
+        return ShardLoader(self.name, self._source, sharding, options, form, row_weights=weigh or None)
 
     def arrow_batches(
         self,
@@ -154,12 +154,16 @@ class DatasetShard:
         workers: int = 2,
     ) -> ShardLoader[pa.RecordBatch]:
         """Return batches of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
-        asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        sharding = self._sharding(batch_size, drop_last, asked)
-        return ShardLoader(self.name, self._source, sharding, asked, TableForm)
+        options = self._read_options(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, options)
+        return ShardLoader(self.name, self._source, sharding, options, TableForm)
 
     def _check_row_weights(
-        self, name: str | None, asked: Asked, features: Features | None, collate_fn: Callable[..., Any] | None = None
+        self,
+        name: str | None,
+        options: ReadOptions,
+        features: Features | None,
+        collate_fn: Callable[..., Any] | None = None,
     ) -> None:
         if name is None:
             return
@@ -168,18 +172,18 @@ class DatasetShard:
                 f"row_weights={name!r} and collate_fn are both given, but collate_fn makes the whole batch. Next: omit "
                 "one of them"
             )
-        taken = [*asked.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
+        taken = [*options.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
         if not name or name in taken:
             raise DataError(f"row_weights={name!r}: expected a name that nothing else in the batch has")
 
-    def _sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
+    def _sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size}: expected at least 1")
-        return self._source.sharding(batch_size, drop_last, asked)
+        return self._source.sharding(batch_size, drop_last, options)
 
-    def _asked(
+    def _read_options(
         self, columns: Sequence[str] | None, shuffle: bool, seed: int, window_rows: int | None, workers: int
-    ) -> Asked:
+    ) -> ReadOptions:
         names = self.schema.names
         if isinstance(columns, str):
             raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
@@ -192,7 +196,7 @@ class DatasetShard:
         for argument, value in (("window_rows", window_rows), ("workers", workers)):
             if value is not None and value < 1:
                 raise DataError(f"{argument}={value}: expected at least 1")
-        return Asked(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
+        return ReadOptions(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
 
 
 def _weigh(
@@ -202,26 +206,27 @@ def _weigh(
     batch[name] = weights.astype(np.float32) if isinstance(weights, np.ndarray) else weights.float()
 
 
-def source_here(name: str, source: DataSource | SpoolSource | Fed) -> DataSource:
+def source_here(name: str, source: DataSource | SpoolSource | MappedSpec) -> DataSource:
     """Return the part of a data set that this rank reads. Collective.
 
     Raises:
         DataError: The rows of a DataFrame do not arrive, its series do not fit the windows, or its function fails.
     """
-    if isinstance(source, Fed):
-        return fed_source(name, source_here(name, pickle.loads(source.inner)), source)
+    if isinstance(source, MappedSpec):
+        return mapped_source(name, source_here(name, pickle.loads(source.inner)), source)
     if not isinstance(source, SpoolSource):
         return source
     spool = source.open()
     if windows := (spool.schema.metadata or {}).get(METADATA):
-        return window_source(name, spool, source.units, source.part, json.loads(windows))
+        return window_source(name, spool, source.buckets, source.part, json.loads(windows))
     counts = np.zeros_like(spool.counts)
-    mine = slice(source.units.start, source.units.stop)
+    mine = slice(source.buckets.start, source.buckets.stop)
     all_ranks = allgather_object(
-        (mine, spool.counts[mine], source.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+        (mine, spool.counts[mine], source.part, spool.local_buckets, spool.window_rows),
+        name=f"spark_hvd.rows_of.{name}",
     )
-    for units, rows_of_units, *_ in all_ranks:
-        counts[units] = rows_of_units
+    for buckets, rows_of_buckets, *_ in all_ranks:
+        counts[buckets] = rows_of_buckets
     _, _, parts, held, rows = zip(*all_ranks, strict=True)
     window_rows = min(rows)
     spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), source.part)

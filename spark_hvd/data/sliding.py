@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context import who
-from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
+from spark_hvd.context import basics
+from spark_hvd.data.bucketing import BUCKETS, ROW, Piece, Seed, mixing, moves_of, order_in_buckets, owned_by, windows_of
+from spark_hvd.data.frame import BucketReader, FrameSource, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, UNFIT, windows_in
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import ROW, UNITS, Piece, Seed, mixing, moves_of, order_in_units, owned_by, windows_of
 
 TOGETHER = 1 << 20
 """Number of windows that are shuffled together; only their numbers are in memory."""
@@ -61,35 +61,37 @@ class WindowSource(FrameSource):
         series: The series of this rank.
     """
 
-    series: SeriesHere
+    series: LocalSeries
 
     @property
     def schema(self) -> pa.Schema:
         return self.series.schema
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return WindowReader(self.series, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        return WindowReader(
+            self.series, self.counts, self.owned, options, form, options.window_rows or self.window_rows
+        )
 
 
-class SeriesHere:
-    """The pieces of series of some units. Their values are in unnamed files, which are mapped into memory.
+class LocalSeries:
+    """The pieces of series of some buckets. Their values are in unnamed files, which are mapped into memory.
 
     Args:
         spool: The spool that holds the pieces.
-        units: The units to read.
-        asked: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
+        buckets: The buckets to read.
+        spec: The fields of a :class:`~spark_hvd.data.series.windows.WindowSpec`, as decoded from JSON.
         closing: Closes the files. Afterwards, :meth:`read` cannot add pieces, but mapped files stay readable.
 
     Attributes:
         schema: The schema of the windows.
-        counts: Number of windows of each unit; 0 for units that were not read.
-        first_windows: The number of the first window of each unit.
+        counts: Number of windows of each bucket; 0 for buckets that were not read.
+        first_windows: The number of the first window of each bucket.
         problems: The problems that were found, by the values of :data:`PROBLEM`.
     """
 
-    def __init__(self, spool: Spool, units: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
-        self._keys, self._columns = asked["keys"], asked["columns"]
-        self.length, self._stride = asked["length"], asked["stride"]
+    def __init__(self, spool: Spool, buckets: Sequence[int], spec: Mapping[str, Any], closing: ExitStack) -> None:
+        self._keys, self._columns = spec["keys"], spec["columns"]
+        self.length, self._stride = spec["length"], spec["stride"]
         self.problems: dict[str, Problem] = {}
         with spool.disk():
             opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]  # noqa: SIM115
@@ -98,22 +100,22 @@ class SeriesHere:
         fields = [spool.schema.field(name) for name in self._keys]
         self._key_columns = pa.schema(fields).empty_table()
         self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
-        self.read(spool, units)
+        self.read(spool, buckets)
 
-    def read(self, spool: Spool, units: Sequence[int]) -> None:
-        """Add the pieces of more units.
+    def read(self, spool: Spool, buckets: Sequence[int]) -> None:
+        """Add the pieces of more buckets.
 
         Raises:
             DataError: The pieces cannot be written to the disk.
         """
-        numbers = np.array(units, np.int64)
-        keys, rows, piece_units = [self._key_columns], [self._rows], [self._owners]
+        numbers = np.array(buckets, np.int64)
+        keys, rows, piece_buckets = [self._key_columns], [self._rows], [self._owners]
         owners, at = np.repeat(numbers, spool.counts[numbers]), 0
         with spool.disk():
-            for table in spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in units], None):
+            for table in spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in buckets], None):
                 problems = table.column(PROBLEM)
                 is_piece = problems.is_null()
-                piece_units.append(owners[at : at + table.num_rows][is_piece.to_numpy()])
+                piece_buckets.append(owners[at : at + table.num_rows][is_piece.to_numpy()])
                 at += table.num_rows
                 self._note(table.filter(problems.is_valid()))
                 pieces = table.filter(is_piece)
@@ -126,14 +128,14 @@ class SeriesHere:
         # The unnamed files live as long as they are mapped. Empty files cannot be mapped, and have no windows.
         has_rows = any(map(len, rows))
         self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if has_rows}
-        self._rows, self._owners = np.concatenate(rows), np.concatenate(piece_units)
+        self._rows, self._owners = np.concatenate(rows), np.concatenate(piece_buckets)
         windows = windows_in(self._rows, self.length, self._stride)
-        self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
+        self.counts: Ints = np.bincount(self._owners, windows, minlength=BUCKETS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
         self._firsts = self._ends - windows
-        self.first_windows: Ints = np.zeros(UNITS, np.int64)
-        units_read, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
-        self.first_windows[units_read] = self._firsts[pieces_at]
+        self.first_windows: Ints = np.zeros(BUCKETS, np.int64)
+        buckets_read, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a bucket follow each other
+        self.first_windows[buckets_read] = self._firsts[pieces_at]
         self._key_columns = pa.concat_tables(keys).combine_chunks()
 
     def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
@@ -158,30 +160,30 @@ class SeriesHere:
             _add(self.problems, row[PROBLEM], Problem(row[COUNT], 1, key, row[COUNT]))
 
 
-class WindowReader(UnitReader[BatchT]):
+class WindowReader(BucketReader[BatchT]):
     """Cuts windows out of series, a few batches ahead of the consumer."""
 
-    _rows: SeriesHere
+    _rows: LocalSeries
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
         together = enumerate(windows_of(pieces, self._together))
         orders = (self._order(some, seed, number) for number, some in together)
-        most = PART_BYTES // (4 * self._rows.length * max(1, len(self._asked.columns)))
+        most = PART_BYTES // (4 * self._rows.length * max(1, len(self._options.columns)))
         for parts in pieces_of((order for order in orders if len(order)), list(_together(sizes, most))):
             numbers = np.concatenate([order[start:stop] for order, start, stop in parts])
-            yield self._formed(self._rows.batch(numbers, self._asked.columns), "the series")
+            yield self._formed(self._rows.batch(numbers, self._options.columns), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         """Return the remaining windows of pieces, in an order that does not depend on the number of ranks."""
-        units, firsts, _, lengths = np.array(pieces, np.int64).T
-        whole = self._counts[units]
+        buckets, firsts, _, lengths = np.array(pieces, np.int64).T
+        whole = self._counts[buckets]
         within = stretches(np.zeros_like(whole), whole)
-        places = np.repeat(np.arange(len(units)), whole)
-        ids = units[places] * (ROW + 1) + within
-        order = order_in_units(places.astype(np.int16), ids, seed)
+        places = np.repeat(np.arange(len(buckets)), whole)
+        ids = buckets[places] * (ROW + 1) + within
+        order = order_in_buckets(places.astype(np.int16), ids, seed)
         if (lengths < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
-        windows: Ints = (self._rows.first_windows[units][places] + within)[order[mixing(pieces, seed, number)]]
+        windows: Ints = (self._rows.first_windows[buckets][places] + within)[order[mixing(pieces, seed, number)]]
         return windows
 
 
@@ -197,18 +199,18 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
         yield rows
 
 
-def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
+def window_source(name: str, spool: Spool, buckets: range, part: int, spec: Mapping[str, Any]) -> WindowSource:
     """Return this rank's windows over series. Collective.
 
     Raises:
         DataError: The series do not fit the specification, or there are too few windows. All ranks raise the same.
     """
     with ExitStack() as closing:
-        series = SeriesHere(spool, units, asked, closing)
+        series = LocalSeries(spool, buckets, spec, closing)
         mine = np.zeros_like(spool.counts)
-        mine[units.start : units.stop] = spool.counts[units.start : units.stop]
+        mine[buckets.start : buckets.stop] = spool.counts[buckets.start : buckets.stop]
         ranks = allgather_object(
-            (series.counts, mine, part, spool.held, spool.window_rows, series.problems),
+            (series.counts, mine, part, spool.local_buckets, spool.window_rows, series.problems),
             name=f"spark_hvd.rows_of.{name}",
         )
         rank_counts, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)
@@ -217,11 +219,11 @@ def window_source(name: str, spool: Spool, units: range, part: int, asked: Mappi
         for rank_problems in noted:
             for kind, problem in rank_problems.items():
                 _add(problems, kind, problem)
-        _check(name, asked, problems, int(counts.sum()), len(ranks))
+        _check(name, spec, problems, int(counts.sum()), len(ranks))
         moves = moves_of(counts, np.sum(rows, axis=0), parts, held, min(window_rows))
         spool = with_moved(name, spool, moves, part)
-        wanted = owned_by(part, len(parts), counts).units.tolist()
-        if more := [unit for unit in wanted if unit not in units]:
+        wanted = owned_by(part, len(parts), counts).buckets.tolist()
+        if more := [bucket for bucket in wanted if bucket not in buckets]:
             series.read(spool, more)
     return WindowSource(spool, counts, parts, part, TOGETHER, series)
 
@@ -230,9 +232,9 @@ def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
     problems[kind] = problems[kind] + problem if kind in problems else problem
 
 
-def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
+def _check(name: str, spec: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
     """Raise the first problem of the series, or an error for too few windows."""
-    where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
+    where, order, left_out = f"data set {name!r}: ", spec["order_by"], ""
     for kind, found in problems.items():
         here = f"{found.times_in_key} of them in {found.key}"
         if kind.startswith(NULL):
@@ -255,19 +257,19 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
         if kind == GAP:
             raise DataError(
                 f"{where}{found.series} series have {found.times} steps of {order!r} other than "
-                f"every={asked['every']}, {here}. Next: insert the missing rows, or omit every= to take rows as "
+                f"every={spec['every']}, {here}. Next: insert the missing rows, or omit every= to take rows as "
                 "they follow each other"
             )
         assert kind == SHORT
-        shorter = f"{found.series} series have fewer rows than a window of {asked['length']}"
+        shorter = f"{found.series} series have fewer rows than a window of {spec['length']}"
         left_out = f"{shorter}, {found.key} has {found.times_in_key}"
-        if asked["short"] == "error":
+        if spec["short"] == "error":
             raise DataError(f'{where}{left_out}. Next: use shorter windows, or short="skip" to skip such series')
-        if who.rank() == 0:
+        if basics.rank() == 0:
             _log.warning("%s%s: they are skipped", where, left_out)
     if windows < ranks:
         raise DataError(
-            f"data set {name!r} has {windows} windows of {asked['length']} rows for {ranks} ranks"
+            f"data set {name!r} has {windows} windows of {spec['length']} rows for {ranks} ranks"
             f"{f' ({left_out})' if left_out else ''}: expected at least one for each. Next: use more or longer "
             "series, shorter windows, or fewer ranks"
         )

@@ -21,8 +21,8 @@ from spark_hvd.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A loader's request to a source.
+class ReadOptions:
+    """What a loader reads of a source, and how.
 
     Attributes:
         columns: Names of the columns, in the order of the batch.
@@ -54,10 +54,10 @@ class DataSource(Protocol):
     def layout(self) -> int:
         """A number that differs if the order of the rows does, for the same seed and epoch."""
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
         """Return how the rows of an epoch are shared."""
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """Return a reader of the rows of this rank, in a form."""
 
 
@@ -98,11 +98,11 @@ class ParquetSource(DataSource):
     def layout(self) -> int:
         return self.dataset.layout
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        return self.dataset.sharding(batch_size, drop_last, shuffle=asked.shuffle)
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
+        return self.dataset.sharding(batch_size, drop_last, shuffle=options.shuffle)
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        return ArrowReader(ReaderSpec(dataset=self.dataset, store=self.store, **asdict(asked)), form)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        return ArrowReader(ReaderSpec(dataset=self.dataset, store=self.store, **asdict(options)), form)
 
 
 def parquet_source(given: Any) -> ParquetSource:

@@ -1,6 +1,6 @@
 """Rows of a DataFrame on the local disk: the Spark task writes them once, as Arrow files, and its ranks read them.
 
-A file holds the rows of one chunk, sorted by unit and id, so that the rows of a unit are adjacent.
+A file holds the rows of one chunk, sorted by bucket and id, so that the rows of a bucket are adjacent.
 """
 
 from __future__ import annotations
@@ -15,17 +15,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_hvd.data.bucketing import (
+    BUCKET,
+    BUCKETS,
+    ID,
+    STRIDE,
+    Piece,
+    Seed,
+    buckets_of,
+    mixing,
+    order_in_buckets,
+    windows_of,
+)
 from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import single
 from spark_hvd.data.readers.sharding import Ints, stretches
-from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Piece, Seed, mixing, order_in_units, units_of, windows_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """Maximum rows and bytes of a chunk, which is sorted at once. They bound the memory of a writer."""
 
 PLAIN_BYTES = 4 << 30
-"""Files written after this many bytes are compressed and have a record batch per unit, so units can be read alone."""
+"""Files written after this many bytes are compressed. Each bucket is a record batch of its own, to be read alone."""
 
 WINDOW_BYTES = 8 << 20
 """Bytes of the rows that are gathered at once. A reader takes four times that, as it copies rows twice and reads one
@@ -52,7 +63,7 @@ class SpoolWriter:
         os.makedirs(folder)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Add rows with the user's columns and the columns :data:`UNIT` and :data:`ID`.
+        """Add rows with the user's columns and the columns :data:`BUCKET` and :data:`ID`.
 
         Raises:
             DataError: The rows cannot be written to the disk.
@@ -71,7 +82,7 @@ class SpoolWriter:
         """
         if self._rows:
             self._flush()
-        counts = np.array(self._counts, np.int32).reshape(-1, UNITS)
+        counts = np.array(self._counts, np.int32).reshape(-1, BUCKETS)
         with self._disk():
             with pa.OSFile(str(self._folder / _SCHEMA), "wb") as file:
                 file.write(self._schema.serialize())
@@ -89,14 +100,14 @@ class SpoolWriter:
     def _flush(self) -> None:
         table = pa.Table.from_batches(self._batches).combine_chunks()
         self._batches, self._rows, self._bytes = [], 0, 0
-        units = table.column(UNIT).to_numpy().astype(np.int16)
-        table = table.drop_columns([UNIT])
+        buckets = table.column(BUCKET).to_numpy().astype(np.int16)
+        table = table.drop_columns([BUCKET])
         order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # fast, as ids arrive in ascending runs
-        order = order[np.argsort(units[order], kind="stable")]  # fast, as 16 bits are sorted by radix
+        order = order[np.argsort(buckets[order], kind="stable")]  # fast, as 16 bits are sorted by radix
         compressed = self._written >= self._plain_bytes
         batch = single(table)
         batch = batch.take(order) if compressed else ordered(pack(batch, ID), order)
-        counts = np.bincount(units, minlength=UNITS).astype(np.int32)
+        counts = np.bincount(buckets, minlength=BUCKETS).astype(np.int32)
         path = self._folder / _chunk(len(self._counts))
         options = pa.ipc.IpcWriteOptions(compression="lz4" if compressed else None, use_threads=False)
         with self._disk():
@@ -124,9 +135,9 @@ def spool_table(folder: str, table: pa.Table) -> None:
     for batch in table.to_batches(max_chunksize=1 << 16):
         ids = np.arange(first, first + batch.num_rows)
         first += batch.num_rows
-        units = (ids * STRIDE % UNITS).astype(np.int32)
-        schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *batch.schema])
-        writer.write(pa.RecordBatch.from_arrays([pa.array(units), pa.array(ids), *batch.columns], schema=schema))
+        buckets = (ids * STRIDE % BUCKETS).astype(np.int32)
+        schema = pa.schema([pa.field(BUCKET, pa.int32()), pa.field(ID, pa.int64()), *batch.schema])
+        writer.write(pa.RecordBatch.from_arrays([pa.array(buckets), pa.array(ids), *batch.columns], schema=schema))
     writer.close()
 
 
@@ -150,19 +161,19 @@ class _Disk:
 
 
 class Spool:
-    """Reads what a :class:`SpoolWriter` has written. ``brought`` is the folder of rows that came from other ranks.
+    """Reads what a :class:`SpoolWriter` has written. ``received`` is the folder of rows from other ranks.
 
     Attributes:
         folder: The folder that the writer has filled.
         schema: The schema of the user's columns.
-        counts: Number of rows of each unit.
+        counts: Number of rows of each bucket.
         window_rows: Number of rows that fit in :data:`WINDOW_BYTES`.
     """
 
-    def __init__(self, folder: str, brought: str | None = None) -> None:
-        self._brought = brought
+    def __init__(self, folder: str, received: str | None = None) -> None:
+        self._received = received
         self.folder = Path(folder)
-        folders = [self.folder] if brought is None else [self.folder, Path(brought)]
+        folders = [self.folder] if received is None else [self.folder, Path(received)]
         counts = [np.load(each / _COUNTS) for each in folders]
         self._own = len(counts[0])
         self._counts = np.concatenate(counts)
@@ -177,13 +188,13 @@ class Spool:
         self._mapped = [_mapped(str(file)) for file in self._files]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spool, (str(self.folder), self._brought)  # another process maps the files itself
+        return Spool, (str(self.folder), self._received)  # another process maps the files itself
 
     @property
-    def held(self) -> range:
-        """The units from the first to the last that has rows here. All rows of these units are here."""
-        units = np.flatnonzero(self.counts)
-        return range(int(units[0]), int(units[-1]) + 1) if len(units) else range(0)
+    def local_buckets(self) -> range:
+        """The buckets from the first to the last that has rows here. All rows of these buckets are here."""
+        buckets = np.flatnonzero(self.counts)
+        return range(int(buckets[0]), int(buckets[-1]) + 1) if len(buckets) else range(0)
 
     def windows(
         self,
@@ -192,9 +203,9 @@ class Spool:
         window_rows: int | None = None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[PackedRows]:
-        """Yield the rows of `pieces`, one window at a time, with the rows of all units mixed.
+        """Yield the rows of `pieces`, one window at a time, with the rows of all buckets mixed.
 
-        Without a seed, units come one after the other, each in the order of the DataFrame. ``pieces`` and ``columns``
+        Without a seed, buckets come one after the other, each in the order of the DataFrame. ``pieces`` and ``columns``
         are in the requested order; None stands for all columns. ``window_rows`` defaults to :attr:`window_rows`.
         """
         names = self.schema.names if columns is None else columns
@@ -207,13 +218,13 @@ class Spool:
         """Yield :meth:`windows` as Arrow tables."""
         return (pa.Table.from_batches([window.batch()]) for window in self.windows(*args))
 
-    def rows(self, unit: int, first: int, rows: int) -> pa.RecordBatch:
-        """Return some rows of a unit in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
+    def rows(self, bucket: int, first: int, rows: int) -> pa.RecordBatch:
+        """Return some rows of a bucket in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
         named = pa.schema([pa.field(ID, pa.int64()), *self.schema])
-        gathered = self._gather([(unit, first, 0, rows)], None, 0, named).batch()
-        schema = pa.schema([pa.field(UNIT, pa.int32()), *named])
-        units = pa.array(np.full(rows, unit, np.int32))
-        return pa.RecordBatch.from_arrays([units, *gathered.columns], schema=schema)
+        gathered = self._gather([(bucket, first, 0, rows)], None, 0, named).batch()
+        schema = pa.schema([pa.field(BUCKET, pa.int32()), *named])
+        buckets = pa.array(np.full(rows, bucket, np.int32))
+        return pa.RecordBatch.from_arrays([buckets, *gathered.columns], schema=schema)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the task's own rows, without those from other ranks, some at a time and in any order."""
@@ -232,31 +243,31 @@ class Spool:
         return _Disk(self.folder, 0)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
-        units, firsts, _, rows = np.array(pieces, np.int64).T
-        whole = self.counts[units]
+        buckets, firsts, _, rows = np.array(pieces, np.int64).T
+        whole = self.counts[buckets]
         parts, places = [], []
         for chunk, counts in enumerate(self._counts):
-            lengths = counts[units].astype(np.int64)
+            lengths = counts[buckets].astype(np.int64)
             if lengths.any():
-                parts.append(self._part(chunk, units, lengths))
-                places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
+                parts.append(self._part(chunk, buckets, lengths))
+                places.append(np.repeat(np.arange(len(buckets), dtype=np.int16), lengths))
         columns = [batch.column(ID).to_numpy() for batch, _ in parts]
         ids = [column if at is None else column[at] for column, (_, at) in zip(columns, parts, strict=True)]
-        order = order_in_units(np.concatenate(places), np.concatenate(ids), seed)
+        order = order_in_buckets(np.concatenate(places), np.concatenate(ids), seed)
         if (rows < whole).any():  # another rank takes the others
             order = order[stretches(np.cumsum(whole) - whole + firsts, rows)]
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
-    def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
-        """Return a batch of a file, and the numbers of the rows of ``units`` in it; None for all rows, in order."""
+    def _part(self, number: int, buckets: Ints, lengths: Ints) -> Rows:
+        """Return a batch of a file, and the numbers of the rows of ``buckets`` in it; None for all rows, in order."""
         mapped = self._mapped[number]
         if mapped is not None:
-            return mapped, stretches(self._ends[number, units] - lengths, lengths)
+            return mapped, stretches(self._ends[number, buckets] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         options = pa.ipc.IpcReadOptions(use_threads=False)  # threads for small batches would take four times as long
         path = str(self._files[number])
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=options) as reader:
-            batches = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
+            batches = [reader.get_batch(places[bucket]) for bucket in buckets[lengths > 0]]
         return single(pa.Table.from_batches(batches)), None
 
 
@@ -272,9 +283,9 @@ class SpoolSource:
     parts: int
 
     @property
-    def units(self) -> range:
-        """The units whose rows Spark has brought here for this rank."""
-        return units_of(self.part, self.parts)
+    def buckets(self) -> range:
+        """The buckets whose rows Spark has brought here for this rank."""
+        return buckets_of(self.part, self.parts)
 
     def open(self) -> Spool:
         """Return the rows once the task has all of them.
@@ -297,6 +308,6 @@ def _chunk(number: int) -> str:
 
 
 def _mapped(path: str) -> pa.RecordBatch | None:
-    """Return the only batch of a file, mapped into memory; None if the file has a batch for each unit."""
+    """Return the only batch of a file, mapped into memory; None if the file has a batch for each bucket."""
     with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         return reader.get_batch(0) if reader.num_record_batches == 1 else None

@@ -6,7 +6,7 @@ import socket
 import time
 from datetime import timedelta
 
-from spark_hvd.context.standing import standing
+from spark_hvd.context.global_state import global_state
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world.errors import CollectiveError
@@ -27,7 +27,7 @@ def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore
     Raises:
         CollectiveError: The store cannot be reached, or the generation was aborted.
     """
-    registry = standing.register_connections(ConnectionRegistry(generation, endpoint, 1))
+    registry = global_state.register_connections(ConnectionRegistry(generation, endpoint, 1))
     deadline = time.monotonic() + min(timeout, _CONNECT_SECONDS)
     with registry.establishing():
         while True:

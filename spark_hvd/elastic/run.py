@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from spark_hvd.context import global_state, leave
 from spark_hvd.context import init as context
-from spark_hvd.context import leave, standing
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
@@ -86,7 +86,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         _running = name
         try:
             if launcher is None:
-                if not standing.is_initialized():
+                if not global_state.is_initialized():
                     context.init()
                 state.sync()
                 return func(state, *args, **kwargs)
@@ -108,8 +108,8 @@ def _require_state(name: str, state: object) -> None:
 
 def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Callable[[], R]) -> R:
     _leave()  # the world of a previous elastic function
-    standing.standing.functions += 1
-    before, is_first = standing.place(), True
+    global_state.global_state.functions += 1
+    before, is_first = global_state.rank_info(), True
     while True:
         _enter(launcher)
         broken = None
@@ -117,7 +117,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
         try:
             for hook in _hooks:
                 hook.bind()
-            me = standing.place()
+            me = global_state.rank_info()
             if not is_first or (me.rank, me.size) != (before.rank, before.size):
                 state.on_reset()
             before, is_first = me, False

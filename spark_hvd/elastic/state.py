@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.elastic.snapshot import Snapshots
 from spark_hvd.elastic.sync import synchronize
 from spark_hvd.transport.communicator import ReduceOp

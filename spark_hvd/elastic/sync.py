@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
-from spark_hvd.context import standing
+from spark_hvd.context import global_state
 from spark_hvd.elastic.skeleton import Receivers, TensorTable, broadcast_all, unflatten
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.world.errors import MismatchError
@@ -40,7 +40,7 @@ def synchronize(
         ValueError: The root has something that cannot be sent. Raised on every rank; nothing has changed.
         CollectiveError: A peer or the network failed. This rank's content may be overwritten in part, if not the root.
     """
-    facts = allgather_object((commits, standing.standing.functions, dict(kinds)))
+    facts = allgather_object((commits, global_state.global_state.functions, dict(kinds)))
     counts, functions, all_kinds = map(list, zip(*facts, strict=True))
     _require_same_function(functions)
     _require_same_kinds(all_kinds)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from spark_hvd.collectives.messages import Decision
+from spark_hvd.collectives.pending.outgoing import QueueLink
+from spark_hvd.collectives.pending.rounds import MEMORY_SECONDS
 from spark_hvd.collectives.queue import NegotiatedQueue
-from spark_hvd.collectives.underway.outgoing import QueueLink
-from spark_hvd.collectives.underway.rounds import MEMORY_SECONDS
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
@@ -56,7 +56,7 @@ class LoneLink(QueueLink[NegotiatedQueue]):
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """Do nothing: no other rank waits for this one."""
 
-    def look_later(self, queue: NegotiatedQueue) -> None:
+    def check_later(self, queue: NegotiatedQueue) -> None:
         """Do nothing: nothing is ever in flight."""
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
@@ -71,8 +71,8 @@ class _EngineLink(QueueLink[NegotiatedQueue]):
     def notify(self, queue: NegotiatedQueue) -> None:
         self._engine.gather()
 
-    def look_later(self, queue: NegotiatedQueue) -> None:
-        self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
+    def check_later(self, queue: NegotiatedQueue) -> None:
+        self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.check))
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
         self._engine.later(queue, GRACE_SECONDS, queue.give_up)

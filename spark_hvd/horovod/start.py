@@ -26,7 +26,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     This sets Horovod's variables, such as HOROVOD_RANK, for programs that read them.
     """
     from spark_hvd.context import init as context
-    from spark_hvd.context.standing import in_world, speaks_horovod
+    from spark_hvd.context.global_state import in_world, speaks_horovod
 
     change = {"dialect": "horovod"} if in_world() and not speaks_horovod() else {}
     context.init(comm, process_sets, **change)
@@ -34,9 +34,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _export_rank() -> None:
-    from spark_hvd.context import who
-    from spark_hvd.context.standing import is_initialized
+    from spark_hvd.context import basics
+    from spark_hvd.context.global_state import is_initialized
 
     if is_initialized():
         for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
-            os.environ[f"HOROVOD_{name.upper()}"] = str(getattr(who, name)())
+            os.environ[f"HOROVOD_{name.upper()}"] = str(getattr(basics, name)())

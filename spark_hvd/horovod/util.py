@@ -121,9 +121,9 @@ def host_hash(salt: object = None) -> str:
 
 def _built(name: str) -> Callable[..., Any]:
     def built(verbose: bool = False) -> Any:
-        from spark_hvd.context import who
+        from spark_hvd.context import basics
 
-        return getattr(who, name)()
+        return getattr(basics, name)()
 
     built.__name__ = built.__qualname__ = name
     return built

@@ -16,12 +16,12 @@ except ModuleNotFoundError as error:
 
 from spark_hvd import checkpoint
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
-from spark_hvd.context import who
+from spark_hvd.context import basics
+from spark_hvd.context.basics import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.global_state import is_initialized
 from spark_hvd.context.leave import shutdown
 from spark_hvd.context.progress import progress
-from spark_hvd.context.standing import is_initialized
-from spark_hvd.context.who import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.data.handed import get_dataset_shard
+from spark_hvd.data.registry import get_dataset_shard
 from spark_hvd.jax.batches import global_batches
 from spark_hvd.jax.cluster import init
 from spark_hvd.jax.trees import broadcast, load_state_dict, state_dict
@@ -40,4 +40,4 @@ __all__ = [
     "shutdown",
     "state_dict",
 ]
-__all__ += who.__all__
+__all__ += basics.__all__

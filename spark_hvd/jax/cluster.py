@@ -13,8 +13,8 @@ from spark_hvd.collectives.execution import all_results
 from spark_hvd.collectives.process_set import global_process_set
 from spark_hvd.collectives.start import start_allgather
 from spark_hvd.context import init as context
-from spark_hvd.context.standing import current, is_initialized, ordinal
-from spark_hvd.context.who import rank, size
+from spark_hvd.context.basics import rank, size
+from spark_hvd.context.global_state import current, is_initialized, ordinal
 from spark_hvd.jax import private
 from spark_hvd.transport.rendezvous import own_address
 from spark_hvd.world import launcher

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import global_process_set
-from spark_hvd.context.who import rank
+from spark_hvd.context.basics import rank
 from spark_hvd.world.errors import MismatchError
 
 

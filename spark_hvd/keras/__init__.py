@@ -6,9 +6,9 @@ May import every other room of spark_hvd. Doors: itself, callbacks, elastic.
 from __future__ import annotations
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.context import face, who
-from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.context.who import *  # noqa: F403
+from spark_hvd.context import api, basics
+from spark_hvd.context.api import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.basics import *  # noqa: F403
 from spark_hvd.keras.backend import broadcast_variables, require_backend
 
 require_backend()  # before any of our modules asks Keras for more
@@ -36,5 +36,5 @@ __all__ = [
     "load_model",
     "reducescatter",
 ]
-__all__ += face.__all__
-__all__ += who.__all__
+__all__ += api.__all__
+__all__ += basics.__all__

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 
 from spark_hvd.torch.optimizer.hooks import HookOrder, overrun, remove_all
-from spark_hvd.torch.optimizer.recipe import HandedGradients
+from spark_hvd.torch.optimizer.recipe import ExternalGradients
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.transport.torch_private import at_end_of_backward, backward_under_way
+from spark_hvd.transport.torch_private import at_end_of_backward, current_backward
 
 
 class FollowedBackward:
     """Passes gradients to a reducer as a backward pass produces them; `apply` passes the ones it misses.
 
-    ``params`` are placeholders for ``variables``, whose gradients ``handed`` reduces. A nested pass, as in reentrant
+    ``params`` are placeholders for ``variables``, whose gradients ``external`` reduces. A nested pass, as in reentrant
     checkpoints, may produce a gradient in parts. So the first pass is only observed; if it contains nested passes, no
     pass is followed.
     """
 
-    def __init__(self, handed: HandedGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> None:
-        self._handed, self._params = handed, params
+    def __init__(
+        self, external: ExternalGradients, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]
+    ) -> None:
+        self._external, self._params = external, params
         self._names = [variable.path for variable in variables]
         self._number = 0
         """Number of the pass whose gradients are taken; 0 if there is none."""
@@ -50,7 +52,7 @@ class FollowedBackward:
         Raises:
             RuntimeError: The previous step was interrupted when some of its gradients had been sent.
         """
-        reducer = self._handed.opened()
+        reducer = self._external.opened()
         if reducer is None or self._nested or not loss.requires_grad or self._order.is_followed():
             return
         if self._reducer is None or self._reducer() is not reducer:
@@ -65,7 +67,7 @@ class FollowedBackward:
         Raises:
             RuntimeError: Some of the dropped ones had been sent.
         """
-        reducer = self._handed.opened()
+        reducer = self._external.opened()
         if reducer is not None and reducer.in_backward:
             self._drop(reducer)
         self._taken.clear()
@@ -79,11 +81,11 @@ class FollowedBackward:
                 f"variables had been sent, first {sent[0]!r}: other ranks use them in a step that this rank has not "
                 "made. Let the exception that interrupted it end the program, and start again from a checkpoint"
             )
-        self._handed.drop()
+        self._external.drop()
         self._taken.clear()
 
     def _begun(self, _: torch.Tensor) -> None:
-        self._number = backward_under_way()
+        self._number = current_backward()
         ended = partial(_look, weakref.ref(self))
         at_end_of_backward(ended)  # this also runs if the pass is interrupted
         self._pass = weakref.ref(ended)
@@ -98,7 +100,7 @@ class FollowedBackward:
         if self._pass() is None or reducer is None:
             return
         param = self._params[place]
-        if backward_under_way() != self._number:
+        if current_backward() != self._number:
             self._nested = True
             if param.grad is not None:
                 overrun(self._names[place], 1)

@@ -11,8 +11,8 @@ import keras
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.basics import rank, size
 from spark_hvd.context.progress import Progress, progress
-from spark_hvd.context.who import rank, size
 from spark_hvd.keras.backend import broadcast_variables
 from spark_hvd.keras.optimizer import OUTSIDE, DistributedKerasOptimizer
 

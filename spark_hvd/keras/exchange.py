@@ -14,7 +14,7 @@ from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.keras.backend import name_of
 from spark_hvd.keras.backward import FollowedBackward
 from spark_hvd.torch.optimizer.arguments import chosen_groups, group_indices
-from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
+from spark_hvd.torch.optimizer.recipe import ExternalGradients, Recipe, placeholder
 from spark_hvd.transport.communicator import ReduceOp
 
 
@@ -89,7 +89,7 @@ class KerasReducer:
             placeholder(each.shape, getattr(torch, each.dtype), each.value.device if self._on_torch else cpu)
             for each in variables
         ]
-        self._gradients = _handed(exchange, variables, params)
+        self._gradients = _external_gradients(exchange, variables, params)
         self.followed = FollowedBackward(self._gradients, variables, params) if self._on_torch else None
         """Passes on the gradients of a backward pass that certainly belongs to this optimizer."""
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
@@ -101,7 +101,7 @@ class KerasReducer:
         places = [self._place_of[id(variable)] for variable in variables]
         if self._on_torch:
             return self._gradients.reduce(places, gradients)
-        from spark_hvd.tensorflow.planned import reduced
+        from spark_hvd.tensorflow.bucketed import reduced
 
         _check_not_compiled()
         return reduced(self._gradients, places, gradients, for_the_step=True)
@@ -132,9 +132,9 @@ def _check_not_compiled() -> None:
         frame = frame.f_back
 
 
-def _handed(
+def _external_gradients(
     exchange: GradientExchange, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]
-) -> HandedGradients:
+) -> ExternalGradients:
     groups = exchange.groups
     if groups is not None and not isinstance(groups, int):
         param_of = {id(variable): param for variable, param in zip(variables, params, strict=True)}
@@ -151,4 +151,4 @@ def _handed(
         bucket_cap_mb=None,
         shared_memory=True,
     )
-    return HandedGradients(recipe, params)
+    return ExternalGradients(recipe, params)

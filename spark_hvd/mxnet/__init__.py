@@ -4,9 +4,9 @@ May import every other room of spark_hvd but those for jax, keras and tensorflow
 """
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.context import face, who
-from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.context.who import *  # noqa: F403
+from spark_hvd.context import api, basics
+from spark_hvd.context.api import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.basics import *  # noqa: F403
 from spark_hvd.mxnet import collectives
 from spark_hvd.mxnet.collectives import *  # noqa: F403
 from spark_hvd.mxnet.optimizer import DistributedOptimizer
@@ -14,6 +14,6 @@ from spark_hvd.mxnet.sync import broadcast_parameters
 from spark_hvd.mxnet.trainer import DistributedTrainer
 
 __all__ = ["Compression", "DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"]
-__all__ += face.__all__
-__all__ += who.__all__
+__all__ += api.__all__
+__all__ += basics.__all__
 __all__ += collectives.__all__

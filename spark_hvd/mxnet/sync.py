@@ -8,7 +8,7 @@ from typing import Any
 from mxnet.gluon.parameter import DeferredInitializationError, Parameter, ParameterDict
 
 from spark_hvd.collectives.process_set import global_process_set
-from spark_hvd.context.who import rank
+from spark_hvd.context.basics import rank
 from spark_hvd.mxnet.arrays import overwrite, require_arrays, to_torch
 from spark_hvd.mxnet.collectives import broadcasts
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from spark_hvd.context import face, who
-from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
-from spark_hvd.context.who import *  # noqa: F403
+from spark_hvd.context import api, basics
+from spark_hvd.context.api import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.basics import *  # noqa: F403
 from spark_hvd.tensorflow import collectives, elastic
 from spark_hvd.tensorflow.collectives import *  # noqa: F403
 from spark_hvd.tensorflow.compression import TensorFlowCompression as Compression
 from spark_hvd.tensorflow.optimizer import DistributedOptimizer
-from spark_hvd.tensorflow.standing import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from spark_hvd.tensorflow.rank_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from spark_hvd.tensorflow.sync import (
     BroadcastGlobalVariablesHook,
     broadcast_,
@@ -62,6 +62,6 @@ __all__ = [
     "rank_op",
     "size_op",
 ]
-__all__ += face.__all__
-__all__ += who.__all__
+__all__ += api.__all__
+__all__ += basics.__all__
 __all__ += collectives.__all__

@@ -11,7 +11,7 @@ import torch
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing, Tensors
-from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.tensorflow.rank_ops import size_op
 from spark_hvd.tensorflow.tensors import apply, unconverted
 from spark_hvd.torch.gradients import (
     Allgather,

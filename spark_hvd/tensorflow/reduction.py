@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from spark_hvd.collectives.process_set import ProcessSet
+from spark_hvd.tensorflow.bucketed import external_gradients_of, fits, reduced, variable_of
 from spark_hvd.tensorflow.collectives import grouped_allreduce
-from spark_hvd.tensorflow.planned import fits, handed_of, reduced, variable_of
-from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.tensorflow.rank_ops import size_op
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -93,5 +93,5 @@ class GradientReduction:
             bucket_cap_mb=None,
             shared_memory=True,
         )
-        handed = handed_of([variable_of(source) for source in sources], recipe)
-        return reduced(handed, range(len(sources)), gradients, for_the_step=False)
+        external = external_gradients_of([variable_of(source) for source in sources], recipe)
+        return reduced(external, range(len(sources)), gradients, for_the_step=False)

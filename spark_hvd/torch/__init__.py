@@ -8,11 +8,11 @@ from __future__ import annotations
 from spark_hvd import checkpoint
 from spark_hvd.collectives.compression import Compression, Compressor
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.context import face, who
-from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context import api, basics
+from spark_hvd.context.api import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.basics import *  # noqa: F403
 from spark_hvd.context.progress import Progress
-from spark_hvd.context.who import *  # noqa: F403
-from spark_hvd.data.handed import get_dataset_shard
+from spark_hvd.data.registry import get_dataset_shard
 from spark_hvd.torch import elastic, move, reduce
 from spark_hvd.torch.embedding.look_up import LookUp, look_up, look_up_async
 from spark_hvd.torch.embedding.rowwise import RowWiseAdagrad
@@ -79,7 +79,7 @@ __all__ = [
     "synchronize",
     "whole_state_dict",
 ]
-__all__ += face.__all__
-__all__ += who.__all__
+__all__ += api.__all__
+__all__ += basics.__all__
 __all__ += reduce.__all__
 __all__ += move.__all__

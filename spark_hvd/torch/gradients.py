@@ -27,7 +27,7 @@ from spark_hvd.collectives.start import (
     start_alltoall,
     start_broadcast,
 )
-from spark_hvd.context.standing import speaks_horovod
+from spark_hvd.context.global_state import speaks_horovod
 from spark_hvd.transport.communicator import ReduceOp
 
 SUM = Reducing(ReduceOp.SUM)

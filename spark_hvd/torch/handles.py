@@ -6,7 +6,7 @@ import itertools
 from typing import Any, TypeVar, cast
 
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.context.standing import current, speaks_horovod, standing
+from spark_hvd.context.global_state import current, global_state, speaks_horovod
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ def _wait(handle: Any, timeout: float | None) -> Any:
     try:
         return registered.wait(timeout)
     finally:
-        if registered is not handle and registered.done and standing.context is not None:
-            standing.context.handles.pop(handle, None)
+        if registered is not handle and registered.done and global_state.context is not None:
+            global_state.context.handles.pop(handle, None)
 
 
 def _found(handle: Any) -> NamedHandle[Any] | None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from spark_hvd.context.who import rank, size
+from spark_hvd.context.basics import rank, size
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
 from spark_hvd.torch.sampler import ElasticSampler

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.context import who as basics
+from spark_hvd.context import basics
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

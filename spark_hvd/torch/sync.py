@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context.global_state import current, speaks_horovod
 from spark_hvd.context.local import is_local, shares_local
-from spark_hvd.context.standing import current, speaks_horovod
 from spark_hvd.elastic.skeleton import broadcast_all
 from spark_hvd.elastic.sync import broadcast_content
 from spark_hvd.transport.communicator import Communicator

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
-from spark_hvd.context import who as basics
-from spark_hvd.context.standing import ordinal
+from spark_hvd.context import basics
+from spark_hvd.context.global_state import ordinal
 from spark_hvd.torch.reduce import allreduce
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.torch_private import BatchNormBase, children

@@ -69,7 +69,7 @@ class _EndOfBackward:
             self._callback()
 
 
-def backward_under_way() -> int:
+def current_backward() -> int:
     """Return the number of the backward pass that this thread runs; of the innermost one if they are nested."""
     return torch._C._current_graph_task_id()
 

@@ -21,18 +21,18 @@ _LOOK = timedelta(seconds=0.25)
 _GRACE = 0.5
 """Seconds after the end of its world during which a work may still end by itself, with a more precise error."""
 
-_broken: Callable[[], str | None] | None = None
+_abort_check: Callable[[], str | None] | None = None
 
 
-def stand_by(broken: Callable[[], str | None] | None) -> None:
+def set_abort_check(check: Callable[[], str | None] | None) -> None:
     """Set the function that returns why the world is over, or None while it exists; None if worlds do not end."""
-    global _broken
-    _broken = broken
+    global _abort_check
+    _abort_check = check
 
 
-def why_broken() -> str | None:
+def abort_reason() -> str | None:
     """Return why the world is over; None while it exists."""
-    return None if _broken is None else _broken()
+    return None if _abort_check is None else _abort_check()
 
 
 def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
@@ -44,7 +44,7 @@ def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
         CollectiveError: The world is over, and the work does not end.
         RuntimeError: A peer is gone; the backend raises this.
     """
-    if _broken is None:
+    if _abort_check is None:
         work.wait()
         return
     give_up_at = None
@@ -54,13 +54,13 @@ def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
-            text = _broken()
+            text = _abort_check()
             if text is None:
                 continue
             give_up_at = give_up_at or time.monotonic() + _GRACE
             if time.monotonic() >= give_up_at:
                 # Destroying a group waits for its works. A daemon, so that the process does not wait at its end.
-                threading.Thread(target=_hold, args=[work, groups], name="spark_hvd-farewell", daemon=True).start()
+                threading.Thread(target=_hold, args=[work, groups], name="spark_hvd-teardown", daemon=True).start()
                 raise CollectiveError(text) from None
         else:
             return

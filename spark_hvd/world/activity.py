@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from spark_hvd.world.vitals import Underway
+from spark_hvd.world.vitals import PendingCollective
 
 _SHOWN = 8
 _EPOCHS, _EPOCH_SECONDS = 64, 10.0
@@ -23,7 +23,7 @@ _EPOCHS, _EPOCH_SECONDS = 64, 10.0
 class Source(Protocol):
     """Something that knows of collectives in flight. A thread other than the one that works calls it."""
 
-    def underway(self, now: float) -> Iterable[Underway]:
+    def pending(self, now: float) -> Iterable[PendingCollective]:
         """Return the collectives that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
 
 
@@ -175,11 +175,11 @@ class Activity:
         since = self._waits_since
         return self._waited + (now - since if since else 0.0)
 
-    def underway(self, now: float) -> list[Underway]:
+    def pending(self, now: float) -> list[PendingCollective]:
         """Return the collectives that this rank has entered and that have not ended, oldest first; eight at most."""
-        found = [Underway(name, now - since, ranks) for name, since, ranks in list(self._waiting)]
+        found = [PendingCollective(name, now - since, ranks) for name, since, ranks in list(self._waiting)]
         for source in list(self._sources):
-            found += source.underway(now)
+            found += source.pending(now)
         return sorted(found, key=lambda one: -one.seconds)[:_SHOWN]
 
 

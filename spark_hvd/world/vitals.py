@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
+class PendingCollective:
     """A collective that this rank has entered and that has not ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Vitals:
         entered: Collectives entered so far.
         last: Name of the last one; "" before the first.
         last_seconds: Seconds since then.
-        underway: The oldest collectives that have not ended, oldest first; eight at most.
+        pending: The oldest collectives that have not ended, oldest first; eight at most.
         stage: "train", or the user's name for the stage; "" without `hvd.progress`.
         epoch: Number of the epoch, from 0; None if unknown.
         epochs: Number of epochs; None if unknown.
@@ -75,7 +75,7 @@ class Vitals:
     entered: int = 0
     last: str = ""
     last_seconds: float = 0.0
-    underway: tuple[Underway, ...] = ()
+    pending: tuple[PendingCollective, ...] = ()
     stage: str = ""
     epoch: int | None = None
     epochs: int | None = None
@@ -107,8 +107,8 @@ class Vitals:
     def from_message(cls, message: Mapping[str, Any]) -> Vitals:
         """Rebuild the record from :meth:`to_message`; unknown fields of a newer sender are dropped."""
         known = {each.name: message[each.name] for each in fields(cls) if each.name in message}
-        known["underway"] = tuple(
-            Underway(each["name"], each["seconds"], None if each["ranks"] is None else tuple(each["ranks"]))
-            for each in known.get("underway", ())
+        known["pending"] = tuple(
+            PendingCollective(each["name"], each["seconds"], None if each["ranks"] is None else tuple(each["ranks"]))
+            for each in known.get("pending", ())
         )
         return cls(**known)

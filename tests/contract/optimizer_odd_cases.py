@@ -14,7 +14,7 @@ from torch import nn
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import global_process_set
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
-from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
+from spark_hvd.torch.optimizer.recipe import ExternalGradients, Recipe, placeholder
 from spark_hvd.torch.optimizer.reducer import Phase
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import CollectiveError, PlanMismatchError
@@ -96,13 +96,13 @@ def handed_over_by_some_ranks(rank: int, size: int) -> None:
         bucket_cap_mb=None,
         shared_memory=True,
     )
-    handed = HandedGradients(recipe, [placeholder((3,), torch.float32, torch.device("cpu")) for _ in range(2)])
+    external = ExternalGradients(recipe, [placeholder((3,), torch.float32, torch.device("cpu")) for _ in range(2)])
     for step in range(1, 4):
         gradients = [torch.full((3,), float(step)), torch.full((3,), float(step))]
         places = [0, 1] if rank == 0 else [0]
-        found = handed.reduce(places, gradients[: len(places)])
+        found = external.reduce(places, gradients[: len(places)])
         assert [each.tolist() for each in found if each is not None] == [[step] * 3, [step / size] * 3][: len(places)]
-        handed.forget()
+        external.forget()
 
 
 def two_losses(rank: int, size: int) -> None:

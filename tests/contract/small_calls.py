@@ -9,8 +9,8 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.collectives.pending import rounds
 from spark_hvd.collectives.process_set import queue_of
-from spark_hvd.collectives.underway import rounds
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -119,9 +119,9 @@ def other_shapes_of_batches(rank: int, size: int) -> None:
 def several_sets_of_variables(rank: int, size: int) -> None:
     """Each set of variables is reduced separately, and leaves nothing behind when it is gone."""
     tf, hvd = faces()
-    from spark_hvd.tensorflow.planned import _handed
+    from spark_hvd.tensorflow.bucketed import _external
 
-    before = len(_handed)
+    before = len(_external)
     for round_ in range(3):
         x, y = tf.Variable([float(round_)]), tf.Variable([1.0, 1.0])
         with tf.GradientTape(persistent=True) as tape:
@@ -134,7 +134,7 @@ def several_sets_of_variables(rank: int, size: int) -> None:
         ]  # fmt: skip
     del x, y, tape, value, found
     gc.collect()
-    assert len(_handed) <= before
+    assert len(_external) <= before
 
 
 def a_gradient_that_one_rank_lacks(rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from spark_hvd.collectives import adasum as adasum_module
 from spark_hvd.collectives.adasum import adasum
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.transport.communicator import Communicator, Handle
 from spark_hvd.transport.distributed import TorchCommunicator
 from spark_hvd.transport.local import LocalCommunicator

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.shapes import even_rows
 from tests.ranks import Ranks, ranks

@@ -21,7 +21,7 @@ import zmq
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.messages import decode
-from spark_hvd.context import standing
+from spark_hvd.context import global_state
 from spark_hvd.engine.channel import MAX_MESSAGE
 from spark_hvd.engine.curve import Keys
 from spark_hvd.engine.service import Coordination
@@ -44,7 +44,7 @@ def two() -> Iterator[Ranks]:
 
 def endpoints_of(world: Ranks) -> list[str]:
     def find() -> list[str]:
-        (coordination,) = standing.current().engine._coordinations
+        (coordination,) = global_state.current().engine._coordinations
         assert coordination.sockets is not None
         return coordination.sockets.endpoints
 

@@ -18,7 +18,7 @@ from pyarrow import dataset
 
 from spark_hvd import DataError
 from spark_hvd.runner import run_elastic_local, run_local
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -27,11 +27,11 @@ TABLE = pa.table({"id": range(500), "name": [f"row {i}" for i in range(500)]})
 
 
 def read(name: str) -> tuple[str, list[dict[str, Any]]]:
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     source = source_of(name)
     rows = source.open()
-    pieces = [(unit, 0, 0, int(rows.counts[unit])) for unit in source.units]
+    pieces = [(bucket, 0, 0, int(rows.counts[bucket])) for bucket in source.buckets]
     return source.folder, [row for table in rows.tables(pieces, None) for row in table.to_pylist()]
 
 
@@ -70,7 +70,7 @@ def test_ranks_share_the_rows_of_a_table(value: Any) -> None:
 @pytest.mark.parametrize("launch", [run_local, run_elastic_local])
 def test_paths_go_to_the_ranks(launch: Any, tmp_path: Path) -> None:
     def fn() -> Any:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         return [source_of(name).rows for name in ("train", "val")]
 
@@ -111,7 +111,7 @@ def test_a_list_of_paths_is_one_data_set(tmp_path: Path) -> None:
 
 def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
-    assert given({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
+    assert run_data_of({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
 
 
 def test_a_table_has_the_types_that_files_have() -> None:
@@ -123,7 +123,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
         "flags": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
         "inside": pa.array([[datetime.date(1970, 1, 2)], []], pa.list_(pa.date64())),
     }
-    table = given({"train": pa.table(columns)}).tables["train"]
+    table = run_data_of({"train": pa.table(columns)}).tables["train"]
     assert table.schema.types == [
         pa.date32(),
         pa.string(),
@@ -148,7 +148,7 @@ def test_a_table_has_the_types_that_files_have() -> None:
 def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: str) -> None:
     value = type(name, (), {"__module__": module})()
     with pytest.raises(TypeError, match=rf"^data\['train'\] is a {name}: pass {instead}"):
-        given({"train": value})
+        run_data_of({"train": value})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: s
 )
 def test_what_arrow_makes_no_table_of_is_refused(value: Any, why: str) -> None:
     with pytest.raises(TypeError, match=rf"data\['train'\] is {why}") as refused:
-        given({"train": value})
+        run_data_of({"train": value})
     assert "which Arrow cannot convert to a table" in str(refused.value)
 
 
@@ -170,7 +170,7 @@ def test_a_column_that_arrow_cannot_lay_out_plainly_is_named() -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array(["x"]))
     lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), runs)
     with pytest.raises(DataError, match=r"data\['train'\]: column 'x' of list<.*run_end.* to list<.*Next: convert"):
-        given({"train": pa.table({"x": lists})})
+        run_data_of({"train": pa.table({"x": lists})})
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_run_without_data_says_how_to_give_it() -> None:
 def elastic_epoch(faults: FaultPlan) -> tuple[list[int], str, int]:
     """Return the rows that ranks saw up to the last commit, their location, and the number of the world."""
     import spark_hvd.torch as hvd
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     loader = hvd.get_dataset_shard("train").torch_batches(20, shuffle=True, window_rows=100)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_elastic_local
-from spark_hvd.data.handed import get_dataset_shard, hand
+from spark_hvd.data.registry import get_dataset_shard, register
 from spark_hvd.data.source import ParquetSource
 from spark_hvd.store import Store
 from spark_hvd.testing import FaultPlan
@@ -58,7 +58,7 @@ class Counting:
 
 def reads(kind: str, source: ParquetSource, epochs: int, plan: Plan) -> Any:
     """Read some epochs; ranks change as planned. All ranks' rows so far are part of the state."""
-    hand({"train": pickle.dumps(source)})
+    register({"train": pickle.dumps(source)})
     held: Any
     if kind == "sampler":
         held = hvd.elastic.ElasticSampler(range(ROWS), seed=3)
@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_takes_one_in(tmp_path: Path) -> None
 
 def test_a_loop_that_had_its_last_batch_ends_when_it_is_entered_again(tmp_path: Path) -> None:
     hvd.init()
-    hand({"train": pickle.dumps(source_in(tmp_path))})
+    register({"train": pickle.dumps(source_in(tmp_path))})
     shard = get_dataset_shard("train")
     try:
         loader, other = shard.torch_batches(50), shard.torch_batches(50)
@@ -219,5 +219,5 @@ def test_a_loop_that_had_its_last_batch_ends_when_it_is_entered_again(tmp_path: 
         other.load_state_dict(loader.loop_state_dict())
         assert len(list(other)) == 3
     finally:
-        hand({})
+        register({})
         hvd.shutdown()

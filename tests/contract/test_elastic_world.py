@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import standing
+from spark_hvd.context import global_state
 from spark_hvd.elastic.run import run
 from tests.elastic_ranks import TrainState, elastic_job
 from tests.elastic_training import batch, model_of, resources, train_a_step, weights
@@ -92,7 +92,7 @@ def through_generations(count: int) -> None:
     assert len({str((result["weights"], result["momentum"], result["step"])) for result in results}) == 1
     assert results[0]["step"] == 3 * count + 6
     # What Gloo loses on the way (see spark_hvd.transport.waits) is held until the collective timeout.
-    found = [each for each in results[0]["resources"] if each and not each["farewells"]]
+    found = [each for each in results[0]["resources"] if each and not each["teardowns"]]
     half, some = len(found) // 2, max(1, len(found) // 5)
     for kind in found[0]:
         numbers = [each[kind] for each in found]
@@ -205,7 +205,7 @@ def prepares() -> list[str]:
     @run
     def train(state: TrainState, number: int, *, word: str) -> tuple[int, str]:
         """Make the steps."""
-        assert standing.current().engine.config.fusion_threshold == 12345
+        assert global_state.current().engine.config.fusion_threshold == 12345
         state.optimizer.zero_grad()
         for part in range(2):
             model(batch(part, hvd.rank())).sum().backward()

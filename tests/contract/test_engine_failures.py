@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.engine.engine import Engine
 from tests.ranks import ranks
 
@@ -52,7 +52,7 @@ def test_the_engine_fails(defect: str, victim: int) -> None:
         hvd.barrier()
         engine, failing = current().engine, hvd.rank() == victim
 
-        def under_way() -> None:
+        def in_flight() -> None:
             waiting = hvd.allreduce_async(torch.ones(1), name="the victim's" if failing else "the others'")
             if failing:
                 waiting.poll()
@@ -60,7 +60,7 @@ def test_the_engine_fails(defect: str, victim: int) -> None:
             waiting.wait()
 
         texts = []
-        for call in (under_way, hvd.barrier, lambda: hvd.add_process_set([0, 1])):
+        for call in (in_flight, hvd.barrier, lambda: hvd.add_process_set([0, 1])):
             with pytest.raises(hvd.CollectiveError) as caught:
                 call()
             texts.append(str(caught.value))

@@ -26,16 +26,16 @@ import zmq
 import spark_hvd.torch as hvd
 from spark_hvd import DataError, run_local
 from spark_hvd.data import Mapped
-from spark_hvd.data.fed import fed_source
 from spark_hvd.data.feeders import pool
 from spark_hvd.data.feeders.directory import Directory
 from spark_hvd.data.feeders.feeder import serve
-from spark_hvd.data.feeders.mapping import Fed, RowMap, apply
+from spark_hvd.data.feeders.mapping import MappedSpec, RowMap, apply
 from spark_hvd.data.feeders.sockets import FeedAddress
+from spark_hvd.data.mapped import mapped_source
 from spark_hvd.data.shard import DatasetShard
 from spark_hvd.data.source import parquet_source
 from spark_hvd.engine.curve import Keys, url
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.outcome.payload import dump_exception
 from tests.conftest import wait_until
 from tests.forked import fork
@@ -52,7 +52,7 @@ def changed(rows: pa.RecordBatch) -> dict[str, Any]:
 
 def map_of(fn: Callable[..., Any], **options: Any) -> RowMap:
     table = pa.table({"id": [1]})
-    return given({"train": Mapped(table, fn, rows_at_once=AT_ONCE, **options)}).maps["train"]
+    return run_data_of({"train": Mapped(table, fn, rows_at_once=AT_ONCE, **options)}).maps["train"]
 
 
 class Feeders:
@@ -105,7 +105,7 @@ def world() -> Iterator[None]:
 
 
 def shard_of(path: str, row_map: RowMap, feed: FeedAddress | None) -> DatasetShard:
-    return DatasetShard("train", fed_source("train", parquet_source(path), Fed(b"", row_map, feed)))
+    return DatasetShard("train", mapped_source("train", parquet_source(path), MappedSpec(b"", row_map, feed)))
 
 
 def test_batches_are_those_of_one_process(world: None, path: str) -> None:

@@ -27,17 +27,17 @@ import zmq
 
 import spark_hvd.torch as hvd
 from spark_hvd import DataError
-from spark_hvd.data import fed
-from spark_hvd.data.fed import FedSource, fed_source
+from spark_hvd.data import mapped
 from spark_hvd.data.feeders import pool
 from spark_hvd.data.feeders.directory import Directory
 from spark_hvd.data.feeders.feeder import serve
-from spark_hvd.data.feeders.mapping import Fed, RowMap
+from spark_hvd.data.feeders.mapping import MappedSpec, RowMap
+from spark_hvd.data.mapped import MappedSource, mapped_source
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.shard import DatasetShard
-from spark_hvd.data.source import Asked, parquet_source
+from spark_hvd.data.source import ReadOptions, parquet_source
 from spark_hvd.runner.outcome.payload import dump_exception
 from tests.conftest import wait_until
 from tests.contract.test_feeders import AT_ONCE, BATCH, ROWS, OurError, close_pools, drawn, held, map_of
@@ -59,8 +59,8 @@ def world() -> Iterator[None]:
     hvd.shutdown()
 
 
-def source_of(path: str, row_map: RowMap) -> FedSource:
-    return fed_source("train", parquet_source(path), Fed(b"", row_map, None))
+def source_of(path: str, row_map: RowMap) -> MappedSource:
+    return mapped_source("train", parquet_source(path), MappedSpec(b"", row_map, None))
 
 
 @contextlib.contextmanager
@@ -87,9 +87,9 @@ def test_the_rank_goes_with_a_source(world: None, path: str) -> None:
     source = source_of(path, map_of(drawn, random=True))
     sent = pickle.loads(pickle.dumps(source))
     hvd.shutdown()
-    asked = Asked(columns=("noise",))
-    with contextlib.closing(sent.open(asked, TableForm())) as reader:
-        batches = reader.batches(0, sent.sharding(8, False, asked).share(Position(), 0, 1), [8])
+    options = ReadOptions(columns=("noise",))
+    with contextlib.closing(sent.open(options, TableForm())) as reader:
+        batches = reader.batches(0, sent.sharding(8, False, options).share(Position(), 0, 1), [8])
         assert next(batches).num_rows == 8
         batches.close()
 
@@ -119,7 +119,7 @@ def test_rows_that_come_while_an_epoch_is_left_are_not_asked_for(
         return asked[-1]
 
     shard = DatasetShard("train", source_of(path, map_of(same)))
-    monkeypatch.setattr(fed, "opened", lambda *_: (submit, 2))
+    monkeypatch.setattr(mapped, "opened", lambda *_: (submit, 2))
     loader = iter(shard.arrow_batches(2 * AT_ONCE))
     next(loader)
     wait_until(lambda: len(asked) == 5)

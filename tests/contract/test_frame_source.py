@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_hvd.data.bucketing import BUCKET, BUCKETS, ID, STRIDE, buckets_of, moves_of
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.data.spool import Spool, SpoolWriter, spool_table
-from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, moves_of, units_of
 
 PARTITIONS = 3
 
@@ -29,22 +29,22 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
     """Return what each of ``size`` ranks has of a DataFrame with three partitions, in chunks of a few rows."""
     number = np.arange(rows)
     ids = (number % PARTITIONS << 33) + number // PARTITIONS
-    units = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % UNITS
+    buckets = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % BUCKETS
     spools = []
     parts = tuple(reversed(range(size)))  # ranks are numbered by host, and tasks are not
     for part in parts:
-        mine = units_of(part, size)
-        here = np.random.default_rng(rows).permutation(np.flatnonzero((units >= mine.start) & (units < mine.stop)))
+        mine = buckets_of(part, size)
+        here = np.random.default_rng(rows).permutation(np.flatnonzero((buckets >= mine.start) & (buckets < mine.stop)))
         place = tempfile.mkdtemp(dir=folder) + "/rows"
         writer = SpoolWriter(place, pa.schema({"row": pa.int64(), "half": pa.float64()}), chunk_rows=7)
-        found = pa.table({UNIT: units[here].astype(np.int32), ID: ids[here], "row": here, "half": here / 2})
+        found = pa.table({BUCKET: buckets[here].astype(np.int32), ID: ids[here], "row": here, "half": here / 2})
         for batch in found.to_batches(max_chunksize=4):
             writer.write(batch)
         writer.close()
         spools.append(Spool(place))
     counts = np.sum([spool.counts for spool in spools], axis=0)
     brought: dict[int, SpoolWriter] = {}
-    for move in itertools.chain(*moves_of(counts, counts, parts, [spool.held for spool in spools], 2)):
+    for move in itertools.chain(*moves_of(counts, counts, parts, [spool.local_buckets for spool in spools], 2)):
         if move.target not in brought:
             brought[move.target] = SpoolWriter(f"{spools[move.target].folder}-more", spools[move.target].schema)
         brought[move.target].write(spools[move.source].rows(*move[2:]))
@@ -64,13 +64,13 @@ def rows_of(batch: pa.RecordBatch) -> list[int]:
     return found
 
 
-def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> list[int]:
+def in_line(folder: Path, size: int, options: ReadOptions, epoch: int, rows: int) -> list[int]:
     """Return an epoch's rows in order, from what ``size`` ranks read and tell each other."""
     line: dict[int, int] = {}
     for rank, source in enumerate(sources(folder, rows, size)):
-        sharding = source.sharding(7, False, asked)
+        sharding = source.sharding(7, False, options)
         share, sizes = (part(Position(epoch), rank, size) for part in (sharding.share, sharding.batches))
-        batches = source.open(asked, TableForm()).batches(epoch, share, sizes)
+        batches = source.open(options, TableForm()).batches(epoch, share, sizes)
         before: set[int] = set()
         for number, row in enumerate(row for batch in batches for row in rows_of(batch)):
             taken = {place for one in sharding.taken(Position(epoch), rank, size, number + 1) for place in range(*one)}
@@ -81,21 +81,21 @@ def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> lis
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle: bool) -> None:
-    asked = Asked(columns=("row",), shuffle=shuffle, seed=3)
-    line = in_line(folder, 1, asked, 1, 120)
+    options = ReadOptions(columns=("row",), shuffle=shuffle, seed=3)
+    line = in_line(folder, 1, options, 1, 120)
     assert sorted(line) == list(range(120))
-    assert in_line(folder, 2, asked, 1, 120) == in_line(folder, 5, asked, 1, 120) == line
-    assert (in_line(folder, 1, asked, 2, 120) == line) is not shuffle
-    assert in_line(folder, 2, Asked(columns=("row",), shuffle=shuffle, seed=4), 1, 120) != line or not shuffle
+    assert in_line(folder, 2, options, 1, 120) == in_line(folder, 5, options, 1, 120) == line
+    assert (in_line(folder, 1, options, 2, 120) == line) is not shuffle
+    assert in_line(folder, 2, ReadOptions(columns=("row",), shuffle=shuffle, seed=4), 1, 120) != line or not shuffle
 
 
 def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> None:
-    spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * UNITS)}))  # units of about a batch
+    spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * BUCKETS)}))  # buckets of about a batch
     spool = Spool(str(tmp_path / "rows"))
     source = FrameSource(spool, spool.counts, (0,), 0, spool.window_rows)
-    asked = Asked(columns=("row",), shuffle=True)
+    options = ReadOptions(columns=("row",), shuffle=True)
     batches = [
-        list(source.open(asked, TableForm()).batches(epoch, [(0, source.rows)], [40] * (source.rows // 40)))
+        list(source.open(options, TableForm()).batches(epoch, [(0, source.rows)], [40] * (source.rows // 40)))
         for epoch in range(2)
     ]
     later = {row: at for at, batch in enumerate(batches[1]) for row in rows_of(batch)}
@@ -113,9 +113,9 @@ def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> Non
 def test_every_row_comes_once_whatever_happens_to_the_ranks(
     folder: Path, rows: int, batch_size: int, worlds: list[tuple[int, int]], shuffle: bool, drop_last: bool
 ) -> None:
-    asked, position, seen = Asked(columns=("row",), shuffle=shuffle), Position(2), []
+    options, position, seen = ReadOptions(columns=("row",), shuffle=shuffle), Position(2), []
     for size, batches in worlds:
-        feeds = list(_feeds(folder, rows, size, batch_size, drop_last, asked, position))
+        feeds = list(_feeds(folder, rows, size, batch_size, drop_last, options, position))
         if not feeds:
             return
         assert len({feed.left for feed in feeds}) == 1, "ranks take equal steps"
@@ -131,14 +131,14 @@ def test_every_row_comes_once_whatever_happens_to_the_ranks(
 
 
 def _feeds(
-    folder: Path, rows: int, size: int, batch_size: int, drop_last: bool, asked: Asked, position: Position
+    folder: Path, rows: int, size: int, batch_size: int, drop_last: bool, options: ReadOptions, position: Position
 ) -> Iterator[Feed[pa.RecordBatch]]:
     """One for each rank; none for a rank without rows."""
     for rank, source in enumerate(sources(folder, rows, size)):
-        sharding = source.sharding(batch_size, drop_last, asked)
+        sharding = source.sharding(batch_size, drop_last, options)
         if not sharding.batches(position, rank, size):
             return
-        yield Feed(source.open(asked, TableForm()), sharding, rank, size, position)
+        yield Feed(source.open(options, TableForm()), sharding, rank, size, position)
 
 
 CASES = [
@@ -154,13 +154,13 @@ CASES = [
 def test_as_many_ranks_as_before_go_on_with_the_batches_that_were_left(
     folder: Path, shuffle: bool, rows: int, stops: list[int]
 ) -> None:
-    asked = Asked(columns=("row",), shuffle=shuffle, seed=1)
-    feeds = _feeds(folder, rows, 2, 7, False, asked, Position(1))
+    options = ReadOptions(columns=("row",), shuffle=shuffle, seed=1)
+    feeds = _feeds(folder, rows, 2, 7, False, options, Position(1))
     unbroken = [[rows_of(batch) for batch in itertools.islice(feed, feed.left)] for feed in feeds]
     position = Position(1)
     read: list[list[list[int]]] = [[], []]
     for batches in [*stops, None]:
-        again = list(_feeds(folder, rows, 2, 7, False, asked, position))
+        again = list(_feeds(folder, rows, 2, 7, False, options, position))
         for feed, found in zip(again, read, strict=True):
             found += [rows_of(batch) for batch in itertools.islice(feed, batches or feed.left)]
         (position,) = {feed.position for feed in again}
@@ -173,14 +173,14 @@ def test_as_many_ranks_as_before_go_on_with_the_batches_that_were_left(
 def test_ranks_differ_by_a_row_at_most_and_take_the_steps_of_an_equal_share(folder: Path, rows: int, size: int) -> None:
     source = sources(folder, rows, size)[0]
     for batch_size in (1, 4, 10, 50):
-        sharding = source.sharding(batch_size, False, Asked(columns=("row",)))
+        sharding = source.sharding(batch_size, False, ReadOptions(columns=("row",)))
         sizes = [sharding.batches(Position(), rank, size) for rank in range(size)]
         assert {sum(each) for each in sizes} <= {rows // size, -(-rows // size)}
         assert [len(each) for each in sizes] == [-(-(rows // size) // batch_size)] * size
         assert all(each[:-1] == [batch_size] * (len(each) - 1) for each in sizes)
         last = [each[-1] for each in sizes]
         assert max(last) - min(last) <= 1
-        whole = source.sharding(batch_size, True, Asked(columns=("row",)))
+        whole = source.sharding(batch_size, True, ReadOptions(columns=("row",)))
         full = [whole.batches(Position(), rank, size) for rank in range(size)]
         assert full == [[min(batch_size, rows // size)] * max(1, rows // size // batch_size)] * size
 
@@ -188,7 +188,7 @@ def test_ranks_differ_by_a_row_at_most_and_take_the_steps_of_an_equal_share(fold
 def test_only_the_columns_asked_for(folder: Path) -> None:
     (source,) = sources(folder, 20, 1)
     assert source.schema.names == ["row", "half"]
-    asked = Asked(columns=("half", "row"))
-    (batch,) = source.open(asked, TableForm()).batches(0, [(0, 20)], [20])
+    options = ReadOptions(columns=("half", "row"))
+    (batch,) = source.open(options, TableForm()).batches(0, [(0, 20)], [20])
     assert batch.schema.names == ["half", "row"]
     assert batch.column("half").to_pylist() == [row / 2 for row in rows_of(batch)]

@@ -19,7 +19,7 @@ from spark_hvd.data.readers import dataset
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, lane_order, rows_of
-from spark_hvd.data.source import Asked, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from spark_hvd.store import Store
 from tests.contract.reader_data import every, numbered, opened, write
 
@@ -35,10 +35,10 @@ def source(folder: Path, rows: int, group_rows: int) -> ParquetSource:
     return parquet_source(folder)
 
 
-def feeds(of: ParquetSource, size: int, asked: Asked, position: Position, form: Any = None) -> list[Feed[Any]]:
-    sharding = of.sharding(FULL // size, False, asked)
+def feeds(of: ParquetSource, size: int, options: ReadOptions, position: Position, form: Any = None) -> list[Feed[Any]]:
+    sharding = of.sharding(FULL // size, False, options)
     make = form or (lambda: ColumnForm(numpy_batch, None, np.concatenate))
-    return [Feed(of.open(asked, make()), sharding, rank, size, position) for rank in range(size)]
+    return [Feed(of.open(options, make()), sharding, rank, size, position) for rank in range(size)]
 
 
 def batches_of(ranks: list[Feed[Any]], most: int = 10**6) -> list[list[int]]:
@@ -67,15 +67,15 @@ def test_any_number_of_ranks(
     if order == "in order, large":
         monkeypatch.setattr(dataset, "SMALL_BYTES", 0)
     of = source(tmp_path / "data", rows, group_rows)
-    asked = Asked(columns=("row",), shuffle=order == "shuffled", seed=3, window_rows=window_rows)
+    options = ReadOptions(columns=("row",), shuffle=order == "shuffled", seed=3, window_rows=window_rows)
     for epoch in (0, 1):
-        one, *others = (batches_of(feeds(of, size, asked, Position(epoch))) for size in (1, 2, 3, 4))
+        one, *others = (batches_of(feeds(of, size, options, Position(epoch))) for size in (1, 2, 3, 4))
         seen = list(itertools.chain(*one))
         assert sorted(seen) == list(range(rows))
         assert all(other == one for other in others)
-        lanes = of.dataset.lanes(asked.shuffle)
+        lanes = of.dataset.lanes(options.shuffle)
         assert order != "in order" or lanes == 1
-        if not asked.shuffle:
+        if not options.shuffle:
             lane_of = np.searchsorted(
                 np.cumsum([rows_of(rows, each, lanes) for each in lane_order(lanes)]), seen, "right"
             )
@@ -87,7 +87,7 @@ def test_any_number_of_ranks(
 @pytest.mark.parametrize("form", [TableForm, lambda: ColumnForm(numpy_batch, None, np.concatenate)])
 def test_columns_of_all_kinds_stay_together(tmp_path: Path, form: Any) -> None:
     of = source(tmp_path / "data", 300, 7)
-    for each in feeds(of, 2, Asked(columns=("row", "text"), shuffle=True, window_rows=50), Position(), form):
+    for each in feeds(of, 2, ReadOptions(columns=("row", "text"), shuffle=True, window_rows=50), Position(), form):
         for _ in range(each.left):
             batch = next(each)
             batch = batch.to_pydict() if isinstance(batch, pa.RecordBatch) else batch
@@ -96,20 +96,20 @@ def test_columns_of_all_kinds_stay_together(tmp_path: Path, form: Any) -> None:
 
 def test_ranks_that_change_within_an_epoch(tmp_path: Path) -> None:
     of = source(tmp_path / "data", 480, 13)
-    asked = Asked(columns=("row",), shuffle=True, seed=3, window_rows=100)
-    whole = batches_of(feeds(of, 1, asked, Position()))
+    options = ReadOptions(columns=("row",), shuffle=True, seed=3, window_rows=100)
+    whole = batches_of(feeds(of, 1, options, Position()))
     position, found = Position(), []
     for size, most in ((4, 3), (3, 4), (1, 2), (2, 100)):
-        ranks = feeds(of, size, asked, Position.from_json(position.to_json()))
+        ranks = feeds(of, size, options, Position.from_json(position.to_json()))
         found += batches_of(ranks, most)
         position = ranks[0].position
     assert found == whole
     # Seven ranks have no global batch of the same rows; still each row occurs once, before and after.
-    first = feeds(of, 3, asked, Position())
+    first = feeds(of, 3, options, Position())
     seen = batches_of(first, 5)
-    seven = feeds(of, 7, asked, first[0].position)
+    seven = feeds(of, 7, options, first[0].position)
     seen += batches_of(seven, 4)
-    seen += batches_of(feeds(of, 2, asked, seven[0].position))
+    seen += batches_of(feeds(of, 2, options, seven[0].position))
     assert sorted(itertools.chain(*seen)) == list(range(480))
 
 

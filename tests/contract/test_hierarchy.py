@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.transport.host.sliced import LEAST
 from tests.conftest import wait_until

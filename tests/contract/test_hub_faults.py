@@ -298,7 +298,7 @@ def test_a_size_that_no_message_has_is_refused_at_once(hub: HubServer, size: int
 
 
 def test_who_proves_nothing_is_cut_off(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub._newcomers, "_most", 4)
+    monkeypatch.setattr(hub._unauthenticated, "_most", 4)
     strangers = [socket.create_connection(("127.0.0.1", hub.address.port), timeout=10) for _ in range(20)]
     with connected(hub) as link:
         link.send("alive")

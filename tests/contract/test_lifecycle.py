@@ -17,8 +17,8 @@ import torch.distributed as dist
 import zmq
 
 import spark_hvd.torch as hvd
+from spark_hvd.context import global_state
 from spark_hvd.context import init as context
-from spark_hvd.context import standing
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -88,7 +88,7 @@ def test_again_and_again() -> None:
 def test_a_socket_that_is_never_reaped() -> None:
     def fn() -> float:
         # libzmq does this to us by itself, once in a hundred times on a busy machine; an open socket does it always.
-        with standing.current().engine._context.socket(zmq.PUSH):
+        with global_state.current().engine._context.socket(zmq.PUSH):
             hvd.shutdown()
             hvd.init()
             return reduced()
@@ -111,10 +111,10 @@ def test_leaving_starts_no_thread() -> None:
 
 def test_joined_already() -> None:
     def fn() -> None:
-        now = standing.current()
+        now = global_state.current()
         assert now.owns_default_group
         hvd.init()
-        assert standing.current() is now
+        assert global_state.current() is now
         with pytest.raises(RuntimeError, match="of a world already"):
             context.join(now.world, now.kv)
 
@@ -141,7 +141,7 @@ def test_own_process_group_is_used_and_kept() -> None:
         results = []
         for _ in range(2):
             hvd.init()
-            assert not standing.current().owns_default_group
+            assert not global_state.current().owns_default_group
             results.append(reduced())
             hvd.shutdown()
             assert dist.group.WORLD is group

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.transport.communicator import ReduceOp
 from tests.contract import optimizer_cases, optimizer_odd_cases, shared_memory_cases
 from tests.ranks import Ranks, ranks

@@ -208,7 +208,7 @@ def test_one_program_everywhere(tmp_path: Path) -> None:
 LARGE = """
 import torch, spark_hvd.torch as hvd
 from spark_hvd.transport.communicator import ReduceOp
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 hvd.init()
 communicator = current().communicator
 count = (1 << 31) + 8

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.collectives.pending import rounds
 from spark_hvd.collectives.process_set import queue_of
-from spark_hvd.collectives.underway import rounds
 from tests.conftest import wait_until
 from tests.contract.small_calls import by_coordinator, learn, mine
 from tests.ranks import ranks

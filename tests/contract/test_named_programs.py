@@ -240,15 +240,15 @@ def play(program: Program, fusion_threshold: int) -> None:
         random = Random(f"{program.seed} {turn} {hvd.rank()}")
         now = [(number, call) for number, call in enumerate(program.calls) if call.rounds >> turn & 1]
         mine = [(number, call) for number, call in now if hvd.rank() in members_of(call)]
-        under_way = []
+        in_flight = []
         for number, call in shuffled(mine, random):
             tensors = inputs(call, place := members_of(call).index(hvd.rank()), turn, program.seed)
             if program.pauses and random.random() < 0.3:
                 time.sleep(0.002 * random.random())
             handle = start(call, f"{call.kind} {number}", tensors, turn)
             if handle is not None:
-                under_way.append((handle, call, place, tensors))
-        for handle, call, place, tensors in random.sample(under_way, len(under_way)):
+                in_flight.append((handle, call, place, tensors))
+        for handle, call, place, tensors in random.sample(in_flight, len(in_flight)):
             if random.random() < 0.2:
                 hvd.poll(handle)
             result = hvd.synchronize(handle)

@@ -20,7 +20,7 @@ from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Entry, Gone, Request, Run
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.nccl import NcclGroups, abort
 from tests.ranks import ranks

@@ -25,8 +25,8 @@ from spark_hvd.runner.channel.address import Address
 from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.config import PRELOAD
 from spark_hvd.runner.supervise import processes
+from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher, MpiPlan
 from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
-from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
 from spark_hvd.world.layout import WorldLayout
 from tests.conftest import wait_until
 
@@ -191,13 +191,13 @@ def test_supervisors_of_a_host_share_a_directory_that_goes_with_them(places: lis
     layout = WorldLayout.from_hosts(["h"] * 3)
     plan = MpiPlan(layout, "mpich", "token", Address("127.0.0.1", None), None)
     link: Any = SimpleNamespace()
-    first, second = (MpiSide(plan, layout.ranks[rank], link, lambda *_: None) for rank in (1, 2))
+    first, second = (MpiLauncher(plan, layout.ranks[rank], link, lambda *_: None) for rank in (1, 2))
     (folder,) = places[0].iterdir()
     assert plan.token not in folder.name, "it is read by everybody"
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
     assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(OSError, match=r"rank 1's supervisor cannot listen .* another process listens there: '.*/1'"):
-        MpiSide(plan, layout.ranks[1], link, lambda *_: None)
+        MpiLauncher(plan, layout.ranks[1], link, lambda *_: None)
     first.close(0)
     second.close(0)
     assert list(places[0].iterdir()) == []

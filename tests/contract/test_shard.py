@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 import spark_hvd.torch as hvd
 from spark_hvd import DataError, run_local
-from spark_hvd.data.handed import get_dataset_shard, hand
 from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.registry import get_dataset_shard, register
 from spark_hvd.data.shard import DatasetShard
 from spark_hvd.data.source import ParquetSource, parquet_source
 from spark_hvd.store import Store
@@ -39,10 +39,10 @@ def source_in(folder: Path) -> ParquetSource:
 def shard(tmp_path: Path) -> Iterator[DatasetShard]:
     """The data set's shard in a world of one."""
     hvd.init()
-    hand({"train": pickle.dumps(source_in(tmp_path))})
+    register({"train": pickle.dumps(source_in(tmp_path))})
     with no_thread_stays():
         yield get_dataset_shard("train")
-    hand({})
+    register({})
     hvd.shutdown()
 
 
@@ -91,7 +91,7 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     )
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
     hvd.init()
-    hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
+    register({"train": pickle.dumps(parquet_source(str(tmp_path)))})
     loader = get_dataset_shard("train").torch_batches(5, shuffle=True, features={"wide": ["row", "pair"]})
     seen, weight = [], torch.full((), 2.0, requires_grad=True)
     for batch in loader:
@@ -119,7 +119,7 @@ def test_timestamps_as_spark_writes_them(tmp_path: Path) -> None:
     table = pa.table({"at": pa.array(far, pa.timestamp("us")), "all": pa.array([[each] for each in far])})
     pq.write_table(table, tmp_path / "rows.parquet", use_deprecated_int96_timestamps=True)
     hvd.init()
-    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    register({"train": pickle.dumps(parquet_source(tmp_path))})
     shard = get_dataset_shard("train")
     assert shard.schema.field("at").type == pa.timestamp("us")
     (batch,) = shard.arrow_batches(4)
@@ -152,7 +152,7 @@ def test_names_of_directories_are_the_values_that_spark_reads(
         (tmp_path / f"key={name}").mkdir()
         pq.write_table(pa.table({"row": [number]}), tmp_path / f"key={name}" / "rows.parquet")
     hvd.init()
-    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    register({"train": pickle.dumps(parquet_source(tmp_path))})
     rows = [row for batch in get_dataset_shard("train").arrow_batches(4) for row in batch.to_pylist()]
     assert sorted(rows, key=lambda row: row["row"]) == [{"row": at, "key": each} for at, each in enumerate(values)]
 
@@ -168,7 +168,7 @@ def test_arrays_that_differ_between_row_groups(tmp_path: Path, shuffle: bool) ->
     table = pa.table({"many": [[row] * (1 + row // 8) for row in range(16)]})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
     hvd.init()
-    hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
+    register({"train": pickle.dumps(parquet_source(str(tmp_path)))})
     with pytest.raises(DataError, match=r"column 'many' has arrays of shape \(.,\) in .*row group .*before.*padded"):
         list(get_dataset_shard("train").numpy_batches(8, shuffle=shuffle, workers=1))
 
@@ -179,7 +179,7 @@ def test_columns_that_are_in_no_file(tmp_path: Path, window_rows: int | None) ->
         (tmp_path / f"day={day}").mkdir()
         pq.write_table(numbered(40).slice(20 * (day - 1), 20), tmp_path / f"day={day}" / "rows.parquet")
     hvd.init()
-    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    register({"train": pickle.dumps(parquet_source(tmp_path))})
     shard = get_dataset_shard("train")
     assert shard.schema.names == ["row", "half", "other", "day"]
     for shuffle in (False, True):
@@ -193,7 +193,7 @@ def test_columns_that_are_in_no_file(tmp_path: Path, window_rows: int | None) ->
         assert (len(days), sum(days)) == (40, 60)
     stacked = next(iter(shard.torch_batches(40, features=["row", "day"])))["features"]
     assert stacked.tolist() == [[row, 1 + row // 20] for row in range(40)]
-    hand({})
+    register({})
     hvd.shutdown()
 
 
@@ -201,7 +201,7 @@ def test_a_table_vacuumed_while_it_is_read(tmp_path: Path) -> None:
     source = source_in(tmp_path)
     source = replace(source, dataset=replace(source.dataset, version="version 3 of the Delta table /t"))
     hvd.init()
-    hand({"train": pickle.dumps(source)})
+    register({"train": pickle.dumps(source)})
     loader = get_dataset_shard("train").torch_batches(10)
     next(iter(loader))
     for file in source.dataset.files[1:]:
@@ -213,7 +213,7 @@ def test_a_table_vacuumed_while_it_is_read(tmp_path: Path) -> None:
     ):
         list(loader)
     loader.close()
-    hand({})
+    register({})
     hvd.shutdown()
 
 
@@ -224,12 +224,12 @@ def test_a_column_that_went_after_the_files_were_listed(tmp_path: Path, first: b
     kept = pq.read_table(file).drop_columns(["half"])
     pq.write_table(kept, file, row_group_size=source.dataset.row_groups[0].rows)
     hvd.init()
-    hand({"train": pickle.dumps(source)})
+    register({"train": pickle.dumps(source)})
     try:
         with no_thread_stays(), pytest.raises(DataError, match=r"has no column 'half': the file changed"):
             list(get_dataset_shard("train").torch_batches(10))
     finally:
-        hand({})
+        register({})
         hvd.shutdown()
 
 
@@ -367,7 +367,7 @@ def test_what_is_asked_for_wrongly(shard: DatasetShard) -> None:
     ]:
         with pytest.raises(DataError, match=text):
             call()
-    hand({})
+    register({})
     with pytest.raises(
         DataError, match=r"no data set 'train': this run was given none. .*run\(fn, data={'train': df}\)"
     ):
@@ -375,7 +375,7 @@ def test_what_is_asked_for_wrongly(shard: DatasetShard) -> None:
 
 
 def some_batches(source: ParquetSource, state: dict[str, Any] | None, batches: int) -> tuple[list[int], dict[str, Any]]:
-    hand({"train": pickle.dumps(source)})
+    register({"train": pickle.dumps(source)})
     loader = get_dataset_shard("train").torch_batches(7, shuffle=True, window_rows=25)
     if state is not None:
         loader.load_state_dict(state)
@@ -395,7 +395,7 @@ def test_ranks_come_and_go_in_an_epoch(tmp_path: Path) -> None:
 
 
 def too_few(source: ParquetSource) -> str:
-    hand({"train": pickle.dumps(source)})
+    register({"train": pickle.dumps(source)})
     with pytest.raises(DataError) as caught:
         list(get_dataset_shard("train").torch_batches(1))
     return str(caught.value)

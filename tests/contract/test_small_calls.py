@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.underway import rounds
-from spark_hvd.collectives.underway.use import LARGEST
+from spark_hvd.collectives.pending import rounds
+from spark_hvd.collectives.pending.use import LARGEST
 from tests.contract.small_calls import DTYPES, LEARNT, by_coordinator, learn, mine, total, wait_in_memory
 from tests.ranks import Ranks, ranks
 
@@ -248,7 +248,7 @@ def test_a_known_name_may_stand_for_something_else(world: Ranks) -> None:
     world.run(fn)
 
 
-def test_a_name_is_under_way_once(world: Ranks) -> None:
+def test_a_name_is_in_flight_once(world: Ranks) -> None:
     def fn() -> None:
         wait_in_memory(0.1)
         learn("once")

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from spark_hvd.data.bucketing import BUCKETS, Piece, buckets_of, keys_of, mixing, order_of, windows_of
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
-from spark_hvd.data.units import UNITS, Piece, keys_of, mixing, order_of, units_of, windows_of
 
 SCHEMA = pa.schema([("x", pa.float32()), ("name", pa.string()), ("many", pa.list_(pa.int64()))])
 ROWS = 5000
@@ -27,13 +27,13 @@ ROWS = 5000
 def rows_of(ids: np.ndarray[Any, Any]) -> pa.RecordBatch:
     """Some rows whose values follow from their ids, as Spark's tasks get them; some are null."""
     values = [
-        pa.array((ids * 7 % UNITS).astype(np.int32)),
+        pa.array((ids * 7 % BUCKETS).astype(np.int32)),
         pa.array(ids),
         pa.array(ids.astype(np.float32)),
         pa.array([None if i % 5 == 0 else f"row {i}" for i in ids], pa.string()),
         pa.array([[int(i)] * int(i % 4) for i in ids], pa.list_(pa.int64())),
     ]
-    return pa.RecordBatch.from_arrays(values, names=["__unit", "__id", *SCHEMA.names])
+    return pa.RecordBatch.from_arrays(values, names=["__bucket", "__id", *SCHEMA.names])
 
 
 def written(folder: Path, order: np.ndarray[Any, Any], **limits: int) -> Spool:
@@ -56,7 +56,7 @@ def ids_in(spool: Spool, pieces: list[Piece], seed: tuple[int, int] | None, wind
     assert {table.schema for table in tables} <= {SCHEMA}
     read = pa.concat_tables(tables or [SCHEMA.empty_table()])
     ids = read.column("x").to_numpy().astype(np.int64)
-    assert read == pa.Table.from_batches([rows_of(ids).drop_columns(["__unit", "__id"])])  # rows are complete
+    assert read == pa.Table.from_batches([rows_of(ids).drop_columns(["__bucket", "__id"])])  # rows are complete
     return ids.tolist()
 
 
@@ -65,8 +65,8 @@ def expected(pieces: list[Piece], seed: tuple[int, int] | None, window: int) -> 
     line: list[int] = []
     for number, window_pieces in enumerate(windows_of(pieces, window)):
         rows: list[int] = []
-        for unit, first, _, rows_meant in window_pieces:
-            own = ids[ids * 7 % UNITS == unit]
+        for bucket, first, _, rows_meant in window_pieces:
+            own = ids[ids * 7 % BUCKETS == bucket]
             rows += own[np.argsort(keys_of(own, seed))][first : first + rows_meant].tolist()
         line += np.array(rows)[mixing(window_pieces, seed, number)].tolist()
     return line
@@ -85,21 +85,21 @@ def expected(pieces: list[Piece], seed: tuple[int, int] | None, window: int) -> 
 def test_the_line_of_an_epoch_depends_on_nothing_but_the_seed(
     spool: Spool, seed: tuple[int, int] | None, window: int
 ) -> None:
-    own = [unit for unit in order_of(seed).tolist() if unit in units_of(1, 3)]
+    own = [bucket for bucket in order_of(seed).tolist() if bucket in buckets_of(1, 3)]
     own = own[:300] if window == 1 else own
-    whole = [(unit, 0, 0, int(spool.counts[unit])) for unit in own]
+    whole = [(bucket, 0, 0, int(spool.counts[bucket])) for bucket in own]
     assert ids_in(spool, whole, seed, window) == expected(whole, seed, window)
 
 
-def test_what_is_left_of_units_comes_in_their_order(spool: Spool) -> None:
+def test_what_is_left_of_buckets_comes_in_their_order(spool: Spool) -> None:
     seed = (0, 7)
-    pieces = [(unit, 0, 1, int(spool.counts[unit])) for unit in (5, 4000, 903, 6) if spool.counts[unit]]
+    pieces = [(bucket, 0, 1, int(spool.counts[bucket])) for bucket in (5, 4000, 903, 6) if spool.counts[bucket]]
     pieces.append((0, 0, 0, int(spool.counts[0])))
     assert ids_in(spool, pieces, seed, 1 << 20) == expected(pieces, seed, 1 << 20)
 
 
 def test_every_row_is_counted_once(spool: Spool) -> None:
-    assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % UNITS, minlength=UNITS).tolist()
+    assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % BUCKETS, minlength=BUCKETS).tolist()
     assert spool.schema == SCHEMA
     again = pickle.dumps(spool)  # for a spawned process, which maps the files and gets no rows
     assert len(again) < 1000
@@ -122,11 +122,11 @@ def test_numbers_lie_side_by_side_unless_some_are_null(tmp_path: Path, limits: d
     writer = SpoolWriter(str(tmp_path / "rows"), table.schema, **limits)
     for batch in table.to_batches(max_chunksize=50):
         at = batch.column("row").to_numpy()
-        own = {"__unit": pa.array((at * 7 % UNITS).astype(np.int32)), "__id": pa.array(at)}
+        own = {"__bucket": pa.array((at * 7 % BUCKETS).astype(np.int32)), "__id": pa.array(at)}
         writer.write(pa.RecordBatch.from_pydict(own | dict(zip(table.column_names, batch.columns, strict=True))))
     writer.close()
     spool, names = Spool(str(tmp_path / "rows")), ["twice", "text", "row", "holes", "half"]
-    pieces = [(unit, 0, 0, int(spool.counts[unit])) for unit in order_of((1, 2)).tolist()]
+    pieces = [(bucket, 0, 0, int(spool.counts[bucket])) for bucket in order_of((1, 2)).tolist()]
     for window in spool.windows(pieces, (1, 2), 250, names):
         rows = window.column("row").to_numpy()
         assert pa.Table.from_batches([window.batch()]) == table.select(names).take(rows)
@@ -152,7 +152,7 @@ def test_what_is_beyond_the_limit_is_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows_are_no_special_case(tmp_path: Path, rows: int) -> None:
     spool = written(tmp_path / "rows", np.arange(rows))
-    whole = [(unit, 0, 0, int(spool.counts[unit])) for unit in range(UNITS)]
+    whole = [(bucket, 0, 0, int(spool.counts[bucket])) for bucket in range(BUCKETS)]
     assert ids_in(spool, whole, (1, 1), 1 << 20) == list(range(rows))
     assert spool.schema == SCHEMA
 
@@ -189,4 +189,4 @@ def test_a_rank_hears_why_its_rows_do_not_come(tmp_path: Path) -> None:
     SpoolWriter(str(tmp_path / "rows"), SCHEMA).fail(ValueError("of the task's"))
     with pytest.raises(DataError, match="ValueError: of the task's"):
         source.open()
-    assert list(SpoolSource("", 1, 2).units) == list(range(UNITS // 2, UNITS))
+    assert list(SpoolSource("", 1, 2).buckets) == list(range(BUCKETS // 2, BUCKETS))

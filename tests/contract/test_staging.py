@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives import members
-from spark_hvd.collectives.underway import rounds
-from spark_hvd.collectives.underway.use import LARGEST
-from spark_hvd.context.standing import current
+from spark_hvd.collectives.pending import rounds
+from spark_hvd.collectives.pending.use import LARGEST
+from spark_hvd.context.global_state import current
 from spark_hvd.transport.host import shared_memory
 from spark_hvd.transport.host.sliced import LEAST_AT_HOME as LEAST
 from spark_hvd.transport.host.sliced import PIECE

@@ -20,8 +20,8 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives import objects
+from spark_hvd.context import global_state
 from spark_hvd.context import init as context
-from spark_hvd.context import standing
 from spark_hvd.transport import groups
 from spark_hvd.transport.torch_private import Store, TCPStore
 from spark_hvd.world.layout import Endpoint, World, WorldLayout
@@ -118,7 +118,7 @@ def _low_listener() -> socket.socket:
 def test_a_stranger_who_reaches_the_store_runs_no_code(tmp_path: Path) -> None:
     def victim() -> str:
         if hvd.rank() == 0:  # this rank is a little late, so that the stranger need not be fast
-            make, kv = groups.Groups.make_known, standing.current().kv
+            make, kv = groups.Groups.make_known, global_state.current().kv
 
             def late(*args: Any) -> Any:
                 TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False).get("stranger/ready")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

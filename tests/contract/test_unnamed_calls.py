@@ -59,7 +59,7 @@ def test_calls_without_a_name_go_through_memory_when_they_come_back(world: Ranks
     world.run(fn)
 
 
-def test_any_number_of_calls_without_a_name_may_be_under_way(world: Ranks) -> None:
+def test_any_number_of_calls_without_a_name_may_be_in_flight(world: Ranks) -> None:
     def fn() -> None:
         wait_in_memory(0.1)
         many = 2 * RING + 30

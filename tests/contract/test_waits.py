@@ -33,16 +33,16 @@ def one_comes_late(given_up: Path) -> str:
     over: list[str] = []
     said, error = torch.zeros(1), ""
     if dist.get_rank() == 0:
-        waits.stand_by(lambda: over[0] if over else None)
+        waits.set_abort_check(lambda: over[0] if over else None)
         work = dist.all_reduce(said, async_op=True)
         threading.Timer(0.6, lambda: over.append("rank 1 has gone")).start()
         try:
             waits.wait_for(work, dist.group.WORLD)
         except CollectiveError as caught:
             error = str(caught)
-        waits.stand_by(None)
+        waits.set_abort_check(None)
         assert not work.is_completed()
-        assert any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate())
+        assert any(thread.name == "spark_hvd-teardown" for thread in threading.enumerate())
         given_up.touch()
     else:
         wait_until(given_up.exists, 60)
@@ -50,14 +50,14 @@ def one_comes_late(given_up: Path) -> str:
     if dist.get_rank() == 0:
         work.wait()  # the abandoned work continues, and its group still exists
         deadline = time.monotonic() + 5
-        while any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate()):
+        while any(thread.name == "spark_hvd-teardown" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     return error
 
 
 def all_come(rounds: int) -> list[float]:
-    waits.stand_by(lambda: None)
+    waits.set_abort_check(lambda: None)
     sums = []
     for number in range(rounds):
         if dist.get_rank() == number % 2:
@@ -65,7 +65,7 @@ def all_come(rounds: int) -> list[float]:
         tensor = torch.ones(1)
         waits.wait_for(dist.all_reduce(tensor, async_op=True), dist.group.WORLD)
         sums.append(tensor.item())
-    waits.stand_by(None)
+    waits.set_abort_check(None)
     return sums
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.context.standing import Context, current
+from spark_hvd.context.global_state import Context, current
 from tests.gpu_sim import nccl
 from tests.gpu_sim.device import SimulatedStream, stream
 from tests.gpu_sim.named import TOTAL, check

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.handle import Moment
+from spark_hvd.collectives.handle import StreamEvent
 from tests.gpu_sim.device import SimulatedStream, current_stream, observed, stream
 from tests.gpu_sim.rank import EACH, case, first_device, mutant
 
@@ -207,7 +207,7 @@ def barriers() -> None:
 
 @mutant("not waited for")
 def results_that_no_stream_waits_for() -> None:
-    with mock.patch.object(Moment, "wait", return_value=None):
+    with mock.patch.object(StreamEvent, "wait", return_value=None):
         sync(first_device())
 
 

@@ -55,23 +55,23 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 class SimulatedWork:
     """Replaces the work of ``ProcessGroupNCCL``."""
 
-    def __init__(self, under_way: Any, after: Callable[[], None], device: torch.device, held: Sequence[Any]) -> None:
-        self._under_way, self._after, self._device = under_way, after, device
+    def __init__(self, in_flight: Any, after: Callable[[], None], device: torch.device, held: Sequence[Any]) -> None:
+        self._in_flight, self._after, self._device = in_flight, after, device
         self._held: Sequence[Any] = held  # like torch: until a thread waits
         self.event = SimulatedEvent()
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait; the numbers are complete afterwards, too."""
         current_stream(self._device).wait_event(self.event)
-        if self._under_way is not None:
-            self._under_way.wait()
+        if self._in_flight is not None:
+            self._in_flight.wait()
             self._after()
-        self._under_way, self._held = None, ()
+        self._in_flight, self._held = None, ()
         return True
 
     def is_completed(self) -> bool:
         """A device is always behind its host."""
-        return self._under_way is None
+        return self._in_flight is None
 
 
 def _run(

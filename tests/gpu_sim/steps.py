@@ -204,7 +204,7 @@ def clipped_and_scaled() -> None:
 def wait_for_nobody(self: FlatBucket) -> None:
     work, self._work = self._work, None
     assert work is not None
-    work._under_way.wait()  # the numbers arrive; no stream waits for them
+    work._in_flight.wait()  # the numbers arrive; no stream waits for them
 
 
 def wait_on_another_stream(self: FlatBucket) -> None:

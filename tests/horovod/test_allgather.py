@@ -71,11 +71,11 @@ def test_any_stride(three: LastingWorld) -> None:
 
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
-        under_way = []
+        in_flight = []
         for number, (dtype, dim) in enumerate(itertools.product(MOVABLE, DIMS)):
             tensors = everyones(dtype, *[7] * dim, seed=number)
-            under_way.append((hvd.allgather_async(tensors[hvd.rank()]), torch.cat(tensors)))
-        for handle, expected in under_way:
+            in_flight.append((hvd.allgather_async(tensors[hvd.rank()]), torch.cat(tensors)))
+        for handle, expected in in_flight:
             check(hvd.synchronize(handle), expected)
             assert hvd.poll(handle)
 

@@ -121,11 +121,11 @@ def test_any_stride(three: LastingWorld) -> None:
 
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
-        under_way = []
+        in_flight = []
         for number, (dtype, dim, op) in enumerate(itertools.product(REDUCIBLE, DIMS, (hvd.Sum, hvd.Average))):
             tensors = everyones(dtype, *[7] * dim, seed=number)
-            under_way.append((hvd.allreduce_async(tensors[hvd.rank()], op=op), reduced(tensors, op)))
-        for handle, expected in under_way:
+            in_flight.append((hvd.allreduce_async(tensors[hvd.rank()], op=op), reduced(tensors, op)))
+        for handle, expected in in_flight:
             check(hvd.synchronize(handle), expected)
             assert hvd.poll(handle)
 

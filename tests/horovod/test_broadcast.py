@@ -61,12 +61,12 @@ def test_any_stride(three: LastingWorld) -> None:
 
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
-        under_way = []
+        in_flight = []
         for number, (dtype, dim) in enumerate(itertools.product(MOVABLE, DIMS)):
             tensors = everyones(dtype, *[7] * dim, seed=number)
             root = number % hvd.size()
-            under_way.append((hvd.broadcast_async(tensors[hvd.rank()], root), tensors[root]))
-        for handle, expected in reversed(under_way):
+            in_flight.append((hvd.broadcast_async(tensors[hvd.rank()], root), tensors[root]))
+        for handle, expected in reversed(in_flight):
             check(hvd.synchronize(handle), expected)
 
     three.run(fn)

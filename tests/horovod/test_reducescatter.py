@@ -89,12 +89,12 @@ def test_scales(three: LastingWorld, where: str) -> None:
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
-        under_way = []
+        in_flight = []
         for number, (dtype, dim) in enumerate(itertools.product(REDUCIBLE, DIMS)):
             tensors = everyones(dtype, *[2 * size] * dim, seed=number)
             expected = reduced(tensors, hvd.Sum)[rows_of_rank(2 * size, size, rank)]
-            under_way.append((hvd.reducescatter_async(tensors[rank], op=hvd.Sum), expected))
-        for handle, expected in under_way:
+            in_flight.append((hvd.reducescatter_async(tensors[rank], op=hvd.Sum), expected))
+        for handle, expected in in_flight:
             check(hvd.synchronize(handle), expected)
 
     three.run(fn)

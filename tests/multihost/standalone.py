@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pyspark
 
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.slots import task_slots
 from tests.conftest import start_session, wait_until
 from tests.daemons import command_line, end, listens
@@ -97,7 +97,7 @@ class Cluster:
     def wait_for_slots(self, wanted: int, timeout: float = 60.0) -> None:
         """Wait until the application has ``wanted`` task slots."""
         deadline = time.monotonic() + timeout
-        while (there := task_slots(self.session, task_resources(self.session, Ask())) or 0) != wanted:
+        while (there := task_slots(self.session, task_resources(self.session, ResourceRequest())) or 0) != wanted:
             if time.monotonic() > deadline:
                 logs = "".join(f"\n{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
                 raise TimeoutError(f"{there} of {wanted} slots after {timeout:.0f} s{logs}")

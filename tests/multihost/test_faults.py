@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 
 from spark_hvd.runner import ExecutorLostError, Network, RankFailedError, RunError, run
-from spark_hvd.runner.channel.silence import HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HUB_PATIENCE
 from tests.conftest import wait_until
 from tests.multihost.hosts import Host
 from tests.multihost.standalone import Cluster

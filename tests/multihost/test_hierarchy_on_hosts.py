@@ -22,7 +22,7 @@ def sums(levels: bool) -> dict[str, Any]:
     import torch
 
     import spark_hvd.torch as hvd
-    from spark_hvd.context.standing import current
+    from spark_hvd.context.global_state import current
 
     def sent() -> int:
         return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pyspark
 
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.slots import task_slots
 from tests.conftest import start_session
 from tests.daemons import command_line, end, listens
@@ -126,7 +126,7 @@ class ElasticCluster:
     def wait_for_slots(self, wanted: int, timeout: float = 90.0) -> None:
         """Wait until the application has ``wanted`` task slots."""
         deadline = time.monotonic() + timeout
-        while (there := task_slots(self.session, task_resources(self.session, Ask())) or 0) != wanted:
+        while (there := task_slots(self.session, task_resources(self.session, ResourceRequest())) or 0) != wanted:
             if time.monotonic() > deadline:
                 logs = "".join(f"\n{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
                 raise TimeoutError(f"{there} of {wanted} slots after {timeout:.0f} s{logs}")

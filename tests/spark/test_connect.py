@@ -187,11 +187,11 @@ def test_a_lost_executor_is_survived(connect: SparkSession) -> None:
 
 def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
     def rows() -> list[int]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         source = source_of("train")
         spool = source.open()
-        tables = spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in source.units], None)
+        tables = spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in source.buckets], None)
         return [each for table in tables for each in table.column("id").to_pylist()]
 
     some, others = run(rows, num_proc=2, spark=connect, data={"train": connect.range(0, 1000, 1, 3)}, verbose=0)

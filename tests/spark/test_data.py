@@ -26,7 +26,7 @@ from pyspark.sql.types import StructType
 import spark_hvd.torch
 from spark_hvd import DataError
 from spark_hvd.runner import RankFailedError, RunError, run
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.spark.input import InputRows, keys_of_partitions, spark_hash
 from tests.conftest import ranks_alive, wait_until
 from tests.spark.data_support import table_of
@@ -44,7 +44,7 @@ def ids_of(name: str, seed: tuple[int, int] | None = None) -> list[int]:
 
 def folder_of(name: str) -> str:
     """Return the folder of the rows, all of which have arrived."""
-    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.registry import source_of
 
     source = source_of(name)
     source.open()
@@ -144,7 +144,7 @@ def test_several_data_sets_of_every_kind(spark: SparkSession, tmp_path: Path) ->
     }
 
     def fn() -> tuple[Any, ...]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         tables = {name: table_of(name) for name in ("train", "val", "none", "table", "pandas")}
         with pytest.raises(DataError, match=r"no data set 'vale'.*'train', 'val'.*Did you mean 'val'"):
@@ -208,7 +208,7 @@ def test_a_table_keeps_its_values_in_spark(spark: SparkSession, session_zone: st
 )
 def test_a_table_that_spark_cannot_have_names_the_column(spark: SparkSession, column: pa.Array, text: str) -> None:
     with pytest.raises(DataError, match=r"data\['train'\]: " + text):
-        given({"train": pa.table({"x": column})}).in_spark(spark)
+        run_data_of({"train": pa.table({"x": column})}).in_spark(spark)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Pat
         assert sorted(one + other) == list(range(1000))
     assert epochs[0] != epochs[1]
     assert sorted(held + rest) == list(range(500))
-    # A rank has the same rows in each epoch, except those of the unit that it shares with the next rank.
+    # A rank has the same rows in each epoch, except those of the bucket that it shares with the next rank.
     assert len(set(epochs[0]) ^ set(epochs[1])) <= 4
 
 
@@ -283,7 +283,7 @@ def test_directories_of_partitions_are_columns(spark: SparkSession, tmp_path: Pa
         {"id": number, "half": number % 2, "name": f"a/b={number % 2}"} for number in range(40)
     ]
     with pytest.raises(DataError, match=r"there is no .*: expected a Parquet file or a directory"):
-        given({"train": tmp_path / "nothing"})
+        run_data_of({"train": tmp_path / "nothing"})
 
 
 def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:
@@ -396,5 +396,5 @@ def test_keys_are_hashed_as_spark_does(spark: SparkSession) -> None:
     assert [spark_hash(key) % 37 for key in keys_of_partitions(37)] == list(range(37))
     frame = InputRows.of({"train": spark.range(0, 500, 1, 3)}, 7).frame
     assert frame.rdd.getNumPartitions() == 7
-    counts = frame.select(F.spark_partition_id().alias("at"), "__unit").collect()
-    assert all(row["__unit"] * 7 // 4096 == row["at"] for row in counts)
+    counts = frame.select(F.spark_partition_id().alias("at"), "__bucket").collect()
+    assert all(row["__bucket"] * 7 // 4096 == row["at"] for row in counts)

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark_hvd import DataError
 from spark_hvd.runner import run
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from tests.spark.data_support import table_of
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def test_values_that_are_no_data(value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        given({"train": value})
+        run_data_of({"train": value})
     with pytest.raises(TypeError, match=r"expected data sets by name, such as \{\"train\": df\}"):
-        given([value])  # type: ignore[arg-type]
+        run_data_of([value])  # type: ignore[arg-type]
 
 
 def test_any_name_of_a_column(spark: SparkSession) -> None:
@@ -71,13 +71,13 @@ def test_names_that_differ_by_case_in_a_session_of_its_own(spark: SparkSession) 
 def test_a_table_without_rows_is_refused_before_anything_starts(kind: str) -> None:
     table = pa.table({"x": pa.array([], pa.int64())})
     with pytest.raises(DataError, match=r"data\['train'\] has no rows: expected at least one for each rank"):
-        given({"train": table if kind == "arrow" else table.to_pandas()})
+        run_data_of({"train": table if kind == "arrow" else table.to_pandas()})
 
 
 def test_a_frame_of_pandas_on_spark_says_how_to_pass_it(spark: SparkSession) -> None:
     frame = type("DataFrame", (), {"__module__": "pyspark.pandas.frame"})()
     with pytest.raises(TypeError, match=r"data\['train'\] is a DataFrame of pandas on Spark: pass frame\.to_spark\(\)"):
-        given({"train": frame})
+        run_data_of({"train": frame})
 
 
 def test_names_that_only_case_tells_apart_are_refused_where_spark_does_not(spark: SparkSession) -> None:

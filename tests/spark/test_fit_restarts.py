@@ -17,7 +17,7 @@ from torch import nn
 
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint import background
-from spark_hvd.context.standing import current, is_initialized
+from spark_hvd.context.global_state import current, is_initialized
 from spark_hvd.estimators import Callback, CheckpointError, LightningEstimator, LocalBackend, Store, TrainState
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import ROWS, Watched, estimator, frame, means, same

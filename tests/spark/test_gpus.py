@@ -18,7 +18,7 @@ import pytest
 
 from spark_hvd.runner import ClusterError, NotEnoughSlotsError, RankFailedError, run
 from spark_hvd.runner.outcome.rows import FailureKind
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from tests.conftest import LOCAL_CLUSTER, fake_gpus, start_session, wait_until
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
             run(seen, num_proc=1, spark=session, gpus_per_proc=3)
         assert run(seen, num_proc=1, spark=session, cpus_per_proc=2) == [(None, "2")]
         # Spark keeps profiles forever, so the same request gets the same one.
-        first, again = (task_resources(session, Ask(cpus_per_proc=2)).profile for _ in range(2))
+        first, again = (task_resources(session, ResourceRequest(cpus_per_proc=2)).profile for _ in range(2))
         assert first is not None
         assert again is not None
         assert first.id == again.id
-        assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).profile.id != first.id
+        assert task_resources(session, ResourceRequest(cpus_per_proc=2, gpus_per_proc=1)).profile.id != first.id
 
 
 @pytest.mark.night  # by day: tests/unit/test_profiles.py, test_too_few_slots.py and test_gpus.py

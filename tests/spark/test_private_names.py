@@ -28,7 +28,7 @@ from spark_hvd.runner.spark import job as spark_job
 from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.names import call_site, job_named
-from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.profiles import ResourceRequest, task_resources
 from spark_hvd.runner.spark.slots import wait_for_slots
 from tests.conftest import wait_until
 
@@ -247,7 +247,7 @@ Connect.__module__ = "pyspark.sql.connect.session"
 
 def test_connect_is_not_asked_for_slots_where_the_number_of_ranks_is_told(spark: SparkSession) -> None:
     session: Any = Connect()
-    assert wait_for_slots(session, 3, 1.0, task_resources(spark, Ask())) == 3
+    assert wait_for_slots(session, 3, 1.0, task_resources(spark, ResourceRequest())) == 3
 
 
 def test_connect_takes_artifacts() -> None:

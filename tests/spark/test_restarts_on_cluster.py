@@ -125,14 +125,14 @@ def test_the_limit_and_what_is_not_restarted(cluster: SparkSession, tmp_path: Pa
 @pytest.mark.night
 def test_rows_come_again_after_an_executor_was_lost(cluster: SparkSession) -> None:
     def rows() -> list[int]:
-        from spark_hvd.data.handed import source_of
+        from spark_hvd.data.registry import source_of
 
         source = source_of("train")
         spool = source.open()
         if hvd.generation() == 0 and hvd.rank() == 1:
             kill_executor()
         hvd.barrier()
-        tables = spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in source.units], None)
+        tables = spool.tables([(bucket, 0, 0, int(spool.counts[bucket])) for bucket in source.buckets], None)
         return [each for table in tables for each in table.column("id").to_pylist()]
 
     some, others = run(rows, spark=cluster, data={"train": cluster.range(0, 1000, 1, 3)}, max_restarts=1, **OPTIONS)

@@ -13,7 +13,7 @@ import pytest
 
 from spark_hvd import DataError
 from spark_hvd.runner import run
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from tests.delta_log import added, column, head, logged, vector
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def test_spark_reads_a_table_that_ranks_cannot(
     logged(tmp_path, [*head([column("x", "long")], ["deletionVectors", "typeWidening"]), file])
     with pytest.raises(DataError, match=r"of version 0 of the Delta .*TypeWidening.* Spark cannot read it in "):
         run(os.getpid, num_proc=2, data={"train": tmp_path}, spark=spark)
-    sets = given({"train": tmp_path})
+    sets = run_data_of({"train": tmp_path})
     with pytest.raises(DataError, match="TypeWidening"):
         sets.without_spark("run_local")
     able = spark.newSession()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner import RunTimeoutError
-from spark_hvd.runner.channel.silence import SILENT_AFTER
+from spark_hvd.runner.channel.liveness import SILENT_AFTER
 from spark_hvd.runner.channel.state import Send
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.context import who as basics
+from spark_hvd.context import basics
 from spark_hvd.torch.sampler import ElasticSampler
 
 

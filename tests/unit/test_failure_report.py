@@ -17,7 +17,7 @@ from spark_hvd.runner.outcome.endings import GROUPS, is_echo
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError, StartTimeoutError
 from spark_hvd.runner.outcome.next_step import next_step
 from spark_hvd.runner.outcome.report import WIDTH, Where, failure_report, timeout_report
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.world.errors import CollectiveError, StalledError
 
@@ -128,7 +128,14 @@ def test_a_rank_that_was_suspended_is_named() -> None:
 
 def test_what_hung_is_in_the_report_and_in_the_error() -> None:
     with pytest.raises(RankFailedError) as caught:
-        results([Packed.failed(failed(0)), Packed.failed(stopped(1))], 2, [0], None, HANG, lambda: Where({0: "7"}, ""))
+        results(
+            [PickledOutcome.failed(failed(0)), PickledOutcome.failed(stopped(1))],
+            2,
+            [0],
+            None,
+            HANG,
+            lambda: Where({0: "7"}, ""),
+        )
     assert "What the ranks did before" in str(caught.value)
     assert "stack of rank 1" in str(caught.value)
     assert "executor 7" in str(caught.value)
@@ -222,9 +229,9 @@ def test_a_notebook_shows_the_message_and_the_user_s_line_alone(
 
 def test_our_frames_are_not_shown_in_a_notebook() -> None:
     with pytest.raises(RankFailedError) as caught:
-        results([Packed.failed(failed(0))], 1, [0], None)
+        results([PickledOutcome.failed(failed(0))], 1, [0], None)
     shown = caught.value._render_traceback_()
-    assert "results([Packed.failed(failed(0))], 1, [0], None)" in "\n".join(shown)
+    assert "results([PickledOutcome.failed(failed(0))], 1, [0], None)" in "\n".join(shown)
     assert "raise error from" not in "\n".join(shown)
     assert "raise error from" in "".join(traceback.format_exception(caught.value)), "Python's own stays whole"
 

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 from spark_hvd.runner.channel.frames import FrameReader, recv_frame, send_frame
-from spark_hvd.runner.outcome.rows import Packed, from_rows, to_rows
+from spark_hvd.runner.outcome.rows import PickledOutcome, from_rows, to_rows
 
 LARGE = b"abcdefgh" * (8 << 20)
 
@@ -23,7 +23,7 @@ def test_a_large_value_is_never_copied_where_copies_keep_heartbeats_from_running
         try:
             while (frame := reader.read()) is None:
                 pass
-            rows = [*to_rows(Packed(0, True, frame[1]), str(tmp_path))]
+            rows = [*to_rows(PickledOutcome(0, True, frame[1]), str(tmp_path))]
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -31,7 +31,7 @@ def test_a_large_value_is_never_copied_where_copies_keep_heartbeats_from_running
         assert peak < len(LARGE) / 8
         assert frame[0] == {"type": "outcome"}
         assert from_rows(rows)[0].data == LARGE
-        rows = [*to_rows(Packed(0, True, frame[1]))]
+        rows = [*to_rows(PickledOutcome(0, True, frame[1]))]
         assert all(type(chunk) is bytes for *_, chunk in rows)
         assert from_rows(rows)[0].data == LARGE
 

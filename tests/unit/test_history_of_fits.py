@@ -11,9 +11,9 @@ import pytest
 from spark_hvd.estimators.torch import trial
 from spark_hvd.estimators.torch.objective import Metrics
 from spark_hvd.estimators.training import train
+from spark_hvd.estimators.training.background_validation import Results, ValidationRequest
 from spark_hvd.estimators.training.callbacks import Callback, EarlyStopping
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.late import Results, Ticket
 
 
 def metric(name: str) -> Any:
@@ -34,7 +34,7 @@ def test_nan_is_never_the_best() -> None:
     assert history(math.nan, math.nan).best("auc")["epoch"] == 1
     results = Results()
     for number, row in enumerate(history(math.nan, 0.7)):
-        results.add(Ticket(0, number + 1), {"auc": row["auc"]})
+        results.add(ValidationRequest(0, number + 1), {"auc": row["auc"]})
     assert results.best("auc", 1.0, history(0.0, 0.0)) == 0.7
 
 
@@ -56,7 +56,7 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
             keeps_epochs=False,
         ),
         state=None,
-        late=None,
+        background_validation=None,
         awaits_validation=False,
         feed=SimpleNamespace(position=SimpleNamespace(to_json=dict)),
         rows=SimpleNamespace(sharding=SimpleNamespace(rows=1), layout=1),
@@ -75,7 +75,7 @@ def test_an_epoch_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if a LightningModule logs something under that name."""
     monkeypatch.setattr(train.hvd, "rank", lambda: 1)
     monkeypatch.setattr(train.hvd, "generation", lambda: 0)
-    job: Any = SimpleNamespace(history=History(), late=None, progress=None)
+    job: Any = SimpleNamespace(history=History(), background_validation=None, progress=None)
     for _ in range(2):
         train.Job.add(job, {"loss": 0.5, "epoch": 0.0}, lr=0.1)
     assert [row["epoch"] for row in job.history] == [1, 2]

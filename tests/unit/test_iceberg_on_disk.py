@@ -21,7 +21,7 @@ from spark_hvd.data.readers.errors import TableError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import Asked, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 
 ROWS = pa.table(
     {
@@ -48,10 +48,10 @@ def ordered(rows: pa.Table) -> list[dict[str, Any]]:
 
 
 def rows_of(source: ParquetSource) -> list[dict[str, Any]]:
-    asked = Asked(columns=tuple(source.schema.names))
-    with closing(source.open(asked, TableForm())) as reader:
+    options = ReadOptions(columns=tuple(source.schema.names))
+    with closing(source.open(options, TableForm())) as reader:
         return ordered(
-            pa.Table.from_batches([next(Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position()))])
+            pa.Table.from_batches([next(Feed(reader, source.sharding(source.rows, False, options), 0, 1, Position()))])
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_public_api import modules_after
 
-HUB_AND_MPI = ("runner.channel.hub", "runner.channel.state", "runner.supervise.mpi.side", "runner.outcome.errors")
+HUB_AND_MPI = ("runner.channel.hub", "runner.channel.state", "runner.supervise.mpi.launcher", "runner.outcome.errors")
 TASK_SIDE = ("runner.supervise", "runner.elastic", "runner.channel.hub", "runner.channel.link")
 OTHERS = ("torch", "pyspark", "zmq", "asyncio")
 DRIVER_SIDE = ("runner.launch", "runner.spark")

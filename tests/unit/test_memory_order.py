@@ -4,7 +4,7 @@ In the model a processor may do its reads and writes in any order, whatever the 
 separates those before it from those after it, and that those of one location stay in order. A write reaches all others
 at once, as on both (Arm calls it other-multi-copy atomicity). So what cannot happen here cannot happen there.
 
-Each case is a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.underway.slots. The tests also show
+Each case is a place in spark_hvd.transport.host.pipes or spark_hvd.collectives.pending.slots. The tests also show
 that its fences are needed: without any one of them, the forbidden outcome can happen.
 """
 
@@ -77,7 +77,7 @@ def outcomes(programs: tuple[Program, ...]) -> Iterator[Registers]:
 
 
 CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
-    # Pipes.send and Pipes.arrived; Slots.come and Slots.state: a rank that sees the counter or the word sees the data.
+    # Pipes.send and Pipes.arrived; Slots.enter and Slots.state: a rank that sees the counter or the word sees the data.
     "data before the flag": (
         (
             (write("data", 1), FENCE, write("flag", 1)),
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[tuple[Program, ...], Callable[[Registers], bool]]] = {
         ),
         lambda seen: seen["asleep"] == 0 and seen["counter"] == 0,
     ),
-    # Slots.withdraw and Slots.state: a rank that tries to withdraw sees who is missing, or complete ranks see it.
+    # Slots.close and Slots.state: a rank that tries to withdraw sees who is missing, or complete ranks see it.
     "withdraws or takes part": (
         (
             (write("tries", 1), FENCE, read("come", "come")),

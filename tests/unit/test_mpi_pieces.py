@@ -1,4 +1,4 @@
-"""The parts of MPI that need no MPI: polling pace, variables of process managers, and messages without mpi4py."""
+"""The parts of MPI that need no MPI: backoff, variables of process managers, and messages without mpi4py."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from spark_hvd.runner.channel.private_sockets import SocketFolder
-from spark_hvd.runner.supervise.mpi.side import sweep_folders, sweep_segments
-from spark_hvd.transport.mpi.pace import PollingPace
+from spark_hvd.runner.supervise.mpi.launcher import sweep_folders, sweep_segments
+from spark_hvd.transport.mpi.backoff import PollingBackoff
 from spark_hvd.transport.mpi.start import is_mpi_communicator
 from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
 
 
 def test_pace_asks_at_once_while_bytes_move() -> None:
-    pace = PollingPace()
+    backoff = PollingBackoff()
     now = 100.0
     for _ in range(1000):  # ten seconds of calls that take a millisecond each
-        assert pace.after(now, now + 1e-3) == 0.0
+        assert backoff.after(now, now + 1e-3) == 0.0
         now += 1e-2
 
 
 def test_pace_of_a_waiter() -> None:
-    pace = PollingPace()
+    backoff = PollingBackoff()
     now, pauses = 100.0, []
     while now < 100.2:
-        pauses.append((now - 100.0, pace.after(now, now + 1e-6)))
+        pauses.append((now - 100.0, backoff.after(now, now + 1e-6)))
         now += 1e-6 + pauses[-1][1]
     spinning = [at for at, pause in pauses if pause == 0.0]
     assert 2e-4 < max(spinning) < 5e-4  # a small collective ends before the first sleep
@@ -37,15 +37,15 @@ def test_pace_of_a_waiter() -> None:
     assert sleeps == sorted(sleeps)
     assert (sleeps[0], sleeps[-1]) == (pytest.approx(2e-5), pytest.approx(1e-3))
     # it is awake again as soon as something moves
-    assert pace.after(now, now + 1e-4) == 0.0
-    assert pace.after(now + 1e-4, now + 1.01e-4) == 0.0
+    assert backoff.after(now, now + 1e-4) == 0.0
+    assert backoff.after(now + 1e-4, now + 1.01e-4) == 0.0
 
 
 def test_pace_without_patience() -> None:
-    pace = PollingPace(patience=0.0)
-    assert pace.after(5.0, 5.000_001) > 0.0
-    assert pace.after(6.0, 6.001) == 0.0
-    assert pace.after(6.001, 6.001_001) > 0.0
+    backoff = PollingBackoff(patience=0.0)
+    assert backoff.after(5.0, 5.000_001) > 0.0
+    assert backoff.after(6.0, 6.001) == 0.0
+    assert backoff.after(6.001, 6.001_001) > 0.0
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from spark_hvd.transport.host import looking, pipes
+from spark_hvd.transport.host import pipes, synchronization
 from spark_hvd.transport.host.arena import SharedArena
-from spark_hvd.transport.host.looking import Fence
 from spark_hvd.transport.host.pipes import BOARD, Pipes, SyncPoint
+from spark_hvd.transport.host.synchronization import Fence
 
 
 def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:
@@ -232,20 +232,20 @@ def test_a_flag_is_fenced_where_memory_is_weakly_ordered(monkeypatch: pytest.Mon
     calls: list[str] = []
     monkeypatch.setattr(Fence, "__call__", lambda fence: calls.append("fence"))
     for ordered, expected in ((True, 0), (False, 1)):
-        monkeypatch.setattr(looking, "ORDERED", ordered)
+        monkeypatch.setattr(synchronization, "ORDERED", ordered)
         fence = Fence()
-        fence.publish()
-        fence.look()
+        fence.release()
+        fence.acquire()
         assert len(calls) == 2 * expected
     seen: list[Any] = []
     for rank, name in ((zero, "zero"), (one, "one")):
         board = rank._mine
-        monkeypatch.setattr(rank._published, "publish", lambda name=name, board=board: seen.append((name, board[0])))
-        monkeypatch.setattr(rank._published, "look", lambda name=name: seen.append((name, "looked")))
+        monkeypatch.setattr(rank._published, "release", lambda name=name, board=board: seen.append((name, board[0])))
+        monkeypatch.setattr(rank._published, "acquire", lambda name=name: seen.append((name, "acquired")))
     point = next(iter(SyncPoint))
     assert zero.send(point) == 1
     assert not zero.arrived(point, 1)
     assert one.arrived(point, 1)
-    assert seen == [("zero", 0), ("one", "looked")]
+    assert seen == [("zero", 0), ("one", "acquired")]
     for each in (zero, one):
         each.abort()

@@ -26,12 +26,12 @@ def test_autograd_and_tensors() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.register_hook(lambda grad: torch_private.at_end_of_backward(lambda: ended.append("ended")))
     numbers: list[int] = []
-    weight.register_hook(lambda grad: numbers.append(torch_private.backward_under_way()))
+    weight.register_hook(lambda grad: numbers.append(torch_private.current_backward()))
     before = torch_private.changes(weight)
     weight.sum().backward()
     assert ended == ["ended"]
     weight.sum().backward()
-    assert torch_private.backward_under_way() == -1
+    assert torch_private.current_backward() == -1
     assert -1 not in numbers
     assert len({*numbers}) == 2
     target = torch.zeros(2)

@@ -15,7 +15,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.context.progress import Progress, progress
 from spark_hvd.world.activity import Activity, activity
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 
 
 @pytest.fixture(autouse=True)
@@ -159,20 +159,20 @@ def test_a_loader_without_a_length() -> None:
     assert facts(loop)["samples"] == 4
 
 
-def test_what_is_under_way_is_told_oldest_first() -> None:
+def test_what_is_in_flight_is_told_oldest_first() -> None:
     class NegotiatedQueue:
-        def underway(self, now: float) -> list[Underway]:
-            return [Underway(f"allreduce '{number}'", float(number)) for number in range(20)]
+        def pending(self, now: float) -> list[PendingCollective]:
+            return [PendingCollective(f"allreduce '{number}'", float(number)) for number in range(20)]
 
     queue, mine = NegotiatedQueue(), Activity()
     mine.add_source(queue)
     with mine.waiting("barrier"):
-        found = mine.underway(time.monotonic())
+        found = mine.pending(time.monotonic())
         assert [one.name for one in found] == [f"allreduce '{number}'" for number in range(19, 11, -1)]
         del queue
-        (one,) = mine.underway(time.monotonic())
+        (one,) = mine.pending(time.monotonic())
     assert one.name == "barrier"
-    assert mine.underway(time.monotonic()) == []
+    assert mine.pending(time.monotonic()) == []
     waited = mine.waited(time.monotonic())
     assert 0 < waited == mine.waited(time.monotonic())
     mine.wait_begins(10.0)
@@ -181,7 +181,9 @@ def test_what_is_under_way_is_told_oldest_first() -> None:
 
 
 def test_vitals_travel() -> None:
-    vitals = Vitals(1, 2, 3, 4.5, underway=(Underway("a", 1.0, (0, 1)), Underway("b", 2.0)), metrics={"loss": 1.0})
+    vitals = Vitals(
+        1, 2, 3, 4.5, pending=(PendingCollective("a", 1.0, (0, 1)), PendingCollective("b", 2.0)), metrics={"loss": 1.0}
+    )
     message = vitals.to_message()
     assert Vitals.from_message({**message, "of a newer version": 1}) == vitals
 
@@ -190,7 +192,7 @@ def test_a_world_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_hvd.runner.rank import reporting
 
     monkeypatch.setattr(reporting, "_YOUNG", 0.0)
-    monkeypatch.setattr(reporting, "BEAT", 600.0)
+    monkeypatch.setattr(reporting, "HEARTBEAT_SECONDS", 600.0)
     told: queue.Queue[dict[str, Any]] = queue.Queue()
     hvd.shutdown()
     hvd.init()
@@ -235,7 +237,7 @@ def test_the_means_of_an_epoch_are_not_those_of_its_validation(monkeypatch: pyte
     training = progress(range(3), epoch=0)
     list(training)
     list(progress(range(2), epoch=0, stage="validation"))
-    job: Any = SimpleNamespace(history=History(), progress=training, late=None)
+    job: Any = SimpleNamespace(history=History(), progress=training, background_validation=None)
     train.Job.add(job, {"loss": 0.5, "val_loss": 0.25})
     assert activity.progress is not None
     found = facts(activity.progress)

@@ -9,8 +9,8 @@ import pytest
 
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch import feeding, restart
-from spark_hvd.runner.launch.data import Given
-from spark_hvd.runner.launch.feeding import Feeding, Room, left_beside, room_beside
+from spark_hvd.runner.launch.data import RunData
+from spark_hvd.runner.launch.feeding import Feeding, SlotAllocation, allocate_slots, slots_left
 from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError
 
 SESSION: Any = None
@@ -32,14 +32,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch, **slots: int) -> None:
     ("feeders", "room", "slots", "left"), [(4, 8, 8, 4), (4, 4, 4, 0), (4, 3, 3, 0), (2, 8, 4, 3), (1, 0, 0, 0)]
 )
 def test_slots_that_feeders_leave(feeders: int, room: int, slots: int, left: int) -> None:
-    assert left_beside(feeders, room, slots) == left
+    assert slots_left(feeders, room, slots) == left
 
 
 @pytest.mark.parametrize(("slots", "ranks"), [(6, 2), (8, 4), (9, 4)])
 def test_ranks_that_start_again_leave_room_for_feeders(slots: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, ranks=slots, feeders=slots)
     config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
-    room = Room(4, 4, resources=FEEDERS)
+    room = SlotAllocation(4, 4, resources=FEEDERS)
     assert restart.tasks_again(SESSION, config, RANKS, room, ExecutorLostError("lost")) == ranks
 
 
@@ -47,8 +47,8 @@ def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, ranks=4, feeders=4)
     config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
     with pytest.raises(NotEnoughSlotsError, match=r"0 of 4 ranks find a slot besides feeders=4 .*Allow fewer ranks or"):
-        restart.tasks_again(SESSION, config, RANKS, Room(4, 4, resources=FEEDERS), ExecutorLostError("lost"))
-    assert restart.tasks_again(SESSION, config, RANKS, Room(4), ExecutorLostError("lost")) == 4
+        restart.tasks_again(SESSION, config, RANKS, SlotAllocation(4, 4, resources=FEEDERS), ExecutorLostError("lost"))
+    assert restart.tasks_again(SESSION, config, RANKS, SlotAllocation(4), ExecutorLostError("lost")) == 4
 
 
 @pytest.mark.parametrize(("room", "advice"), [(4, "feeders=1"), (3, "no feeders")])
@@ -56,7 +56,7 @@ def test_fewer_feeders_that_would_do_are_named(room: int, advice: str, monkeypat
     cluster(monkeypatch, ranks=4, feeders=room)
     config = RunConfig(num_proc=3, feeders=3)
     with pytest.raises(NotEnoughSlotsError, match=f"Ask for fewer, {advice}, or start"):
-        room_beside(SESSION, config, Given(maps=MAPS), 3, RANKS)
+        allocate_slots(SESSION, config, RunData(maps=MAPS), 3, RANKS)
 
 
 def test_the_directory_is_closed_where_the_wait_for_feeders_is_broken_off() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.watch.view import RunView
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 from tests.trained_ranks import Training
 
 
@@ -264,9 +264,9 @@ def test_a_rank_that_has_ended_is_not_silent() -> None:
 
 def test_what_a_rank_waits_for() -> None:
     waiting = {
-        0: {"underway": (Underway("allreduce 'loss'", 12.4), Underway("broadcast 'x'", 3.2))},
+        0: {"pending": (PendingCollective("allreduce 'loss'", 12.4), PendingCollective("broadcast 'x'", 3.2))},
         1: {"fetching": 7.0},
-        2: {"underway": (Underway("allreduce 'loss'", 0.4),), "fetching": 0.1},
+        2: {"pending": (PendingCollective("allreduce 'loss'", 0.4),), "fetching": 0.1},
     }
     training = Training(size=3, changes=lambda rank: waiting[rank])
     training.go_on(2)

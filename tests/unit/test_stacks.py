@@ -156,7 +156,7 @@ def test_a_cause_without_frames_that_says_the_same_is_left_out() -> None:
 
 def test_a_traceback_of_ours_alone_stays_whole() -> None:
     try:
-        Vitals.from_message({"underway": 5})
+        Vitals.from_message({"pending": 5})
     except TypeError:
         frames = traceback.format_exc().splitlines()
     ours = [frames[0], *frames[3:]]

@@ -10,15 +10,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.stored import stored
 
 PROGRAM = """
 import os, signal, sys
 import pyarrow as pa
-from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.stored import stored
-with stored(given({"train": pa.table({"x": [1, 2]})}), sys.argv[1]):
+with stored(run_data_of({"train": pa.table({"x": [1, 2]})}), sys.argv[1]):
     print("written", flush=True)
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,7 @@ def test_rows_of_a_killed_program_go_with_the_next_run(tmp_path: Path) -> None:
     elsewhere.mkdir()
     owner = {"where": ["another machine", "pid:[1]"], "pid": 1, "born": 0.0}
     (elsewhere / "owner.json").write_text(json.dumps(owner))
-    sets = given({"train": pa.table({"x": [1, 2]})})
+    sets = run_data_of({"train": pa.table({"x": [1, 2]})})
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None

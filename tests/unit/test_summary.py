@@ -55,7 +55,7 @@ def told(seconds: int, *, start: int = 0, comm: float = 0.2, **facts: object) ->
                 comm_seconds=worked * comm,
                 metrics={"accuracy": 0.5, "loss": 0.25},
             )
-            view.take(Vitals(**{**record.to_message(), **facts, "underway": ()}), float(second))
+            view.take(Vitals(**{**record.to_message(), **facts, "pending": ()}), float(second))
     return view
 
 
@@ -92,7 +92,7 @@ def test_what_comes_after_the_last_step_does_not_count_in_the_shares() -> None:
         last = Vitals(
             rank=rank, size=2, generation=0, clock=240.0, stage="train", total_steps=400, process=f"process {rank}"
         )
-        view.take(Vitals(**{**last.to_message(), "underway": (), "samples": 12800, "comm_seconds": 90.0}), 140.0)
+        view.take(Vitals(**{**last.to_message(), "pending": (), "samples": 12800, "comm_seconds": 90.0}), 140.0)
     summary = view.summary(140.0)
     assert summary.communication is not None
     assert summary.communication.mean == pytest.approx(0.2)

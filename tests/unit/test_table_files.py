@@ -20,7 +20,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import Asked, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from spark_hvd.store import Store
 
 ROWS = pa.table({"x": [1, 2, 3, 4], "name": ["a", "b", "c", "d"], "day": ["1", "1", "2", None]})
@@ -76,7 +76,7 @@ def test_files_of_one_table_lay_out_text_and_lists_as_their_writers_do(delta: Ca
     source = parquet_source(folder)
     assert source.schema.types == [pa.int64(), pa.string(), pa.list_(pa.string()), pa.binary()]
     for shuffle in (False, True):
-        reader = source.open(Asked(columns=("x", "s", "l", "b"), shuffle=shuffle), TableForm())
+        reader = source.open(ReadOptions(columns=("x", "s", "l", "b"), shuffle=shuffle), TableForm())
         (batch,) = reader.batches(0, [(0, 3)], [3])
         reader.close()
         found = sorted(batch.to_pylist(), key=lambda row: row["x"])
@@ -112,9 +112,9 @@ def test_partitions_of_a_delta_table_are_columns(delta: Callable[..., Path]) -> 
 
 def rows_of(source: ParquetSource, *columns: str) -> list[dict[str, Any]]:
     """Return all rows, as a rank reads them."""
-    asked = Asked(columns=columns)
-    with closing(source.open(asked, TableForm())) as reader:
-        feed = Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position())
+    options = ReadOptions(columns=columns)
+    with closing(source.open(options, TableForm())) as reader:
+        feed = Feed(reader, source.sharding(source.rows, False, options), 0, 1, Position())
         rows: list[dict[str, Any]] = next(feed).to_pylist()
         return rows
 

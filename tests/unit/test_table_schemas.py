@@ -25,7 +25,7 @@ from spark_hvd.data.readers.errors import TableError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
-from spark_hvd.data.source import Asked, ParquetSource, parquet_source
+from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
 from tests.delta_log import added, column, head, logged, vector, vector_beside
 
 NESTED = tuple(map(int, pa.__version__.split(".")[:2])) >= (20, 0)
@@ -34,9 +34,9 @@ NESTED = tuple(map(int, pa.__version__.split(".")[:2])) >= (20, 0)
 
 def rows_of(source: ParquetSource, **options: Any) -> list[dict[str, Any]]:
     """Return all rows with all columns, as a rank reads them, in an order that does not depend on the files'."""
-    asked = Asked(columns=tuple(source.schema.names), **options)
-    with closing(source.open(asked, TableForm())) as reader:
-        feed = Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position())
+    read_options = ReadOptions(columns=tuple(source.schema.names), **options)
+    with closing(source.open(read_options, TableForm())) as reader:
+        feed = Feed(reader, source.sharding(source.rows, False, read_options), 0, 1, Position())
         return ordered(pa.Table.from_batches([next(feed)]))
 
 

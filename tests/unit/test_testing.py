@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import who as basics
+from spark_hvd.context import basics
 from spark_hvd.runner import run_local
 from spark_hvd.testing import KINDS, Fault, FaultPlan, InjectedFaultError
 from spark_hvd.world.errors import NotInitializedError

@@ -11,7 +11,7 @@ import pytest
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.endings import is_echo, is_echoing_abort, rank_failures
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
-from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 
 Group: Any = getattr(builtins, "ExceptionGroup", None)
@@ -98,7 +98,7 @@ def test_among_causes_the_hub_s_order_counts_and_not_the_clocks() -> None:
 
 def test_results_raise_the_rank_s_own_exception_as_cause() -> None:
     own = pickle.dumps(KeyError("x"))
-    packed = [Packed(0, True, pickle.dumps(5)), Packed.failed(failed(1, exception=own))]
+    packed = [PickledOutcome(0, True, pickle.dumps(5)), PickledOutcome.failed(failed(1, exception=own))]
     with pytest.raises(RankFailedError) as caught:
         results(packed, 2, [1], None)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -106,7 +106,7 @@ def test_results_raise_the_rank_s_own_exception_as_cause() -> None:
 
 
 def test_results_in_rank_order() -> None:
-    assert results([Packed(r, True, pickle.dumps(r * r)) for r in range(3)], 3, [], None) == [0, 1, 4]
+    assert results([PickledOutcome(r, True, pickle.dumps(r * r)) for r in range(3)], 3, [], None) == [0, 1, 4]
 
 
 @pytest.mark.parametrize("cls", [RankFailedError, RunTimeoutError])

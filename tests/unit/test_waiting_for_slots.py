@@ -9,9 +9,9 @@ import pytest
 
 from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
 from spark_hvd.runner.spark import slots
-from spark_hvd.runner.spark.profiles import Ask
+from spark_hvd.runner.spark.profiles import ResourceRequest
 
-RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there=None, ask=Ask()))
+RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there=None, request=ResourceRequest()))
 
 
 @pytest.mark.parametrize(

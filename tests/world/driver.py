@@ -66,7 +66,7 @@ class Driver:
         hub.failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]
         hub._zap = SimpleNamespace(handle_requests=lambda: None)  # type: ignore[assignment]
-        hub._newcomers = SimpleNamespace(look=lambda: None, heard=lambda descriptor: None)  # type: ignore[assignment]
+        hub._unauthenticated = SimpleNamespace(process_events=lambda: None, authenticated=lambda descriptor: None)  # type: ignore[assignment]
         self._poller: Any = SimpleNamespace(poll=lambda milliseconds: self._router.inbox)
         self.frozen = self.dead = self._soon = self.interrupted = False
         self.values: list[Any] | None = None

@@ -73,7 +73,7 @@ class Mesh(Communicator):
         def settled() -> bool:
             return self.broken is not None or len(parts) == self.size or bool(self._gone - parts.keys())
 
-        registry = self.process.standing.registry
+        registry = self.process.global_state.registry
         if not strand().wait(settled, self._timeout):
             self._fail("Timed out waiting for recv: connection closed")
         if self.broken is None and len(parts) < self.size:

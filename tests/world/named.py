@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Decision, Entry, Fail, Gone, Request, decode, encode
-from spark_hvd.collectives.underway.failure import error_of
+from spark_hvd.collectives.pending.failure import error_of
 from spark_hvd.engine.service import Coordination
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import CollectiveError
@@ -60,7 +60,7 @@ class Named(Calls):
         ]
         self.coordination: Coordination | None = None
         if mesh.rank == 0:
-            config = _config(process.order.collective_timeout, process.world.plan.names)
+            config = _config(process.spec.collective_timeout, process.world.plan.names)
             self.coordination = Coordination(self, config, self)  # type: ignore[arg-type]
             self._process.world.clock.after(_LOOK, self._look)
         else:

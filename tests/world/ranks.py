@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Request
 from spark_hvd.context import leave
-from spark_hvd.context.standing import PendingMember, ProcessState
+from spark_hvd.context.global_state import GlobalState, PendingMember
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.sharding import Interval, Sharding
-from spark_hvd.data.source import Asked
+from spark_hvd.data.source import ReadOptions
 from spark_hvd.elastic.run import _through_generations
 from spark_hvd.runner.outcome.endings import is_echo
 from spark_hvd.runner.rank.elastic import ElasticRank
@@ -33,8 +33,8 @@ CONFIG: Any = None
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a rank gets at its start, as far as it matters here; see RankOrder."""
+class Spec:
+    """What a rank gets at its start, as far as it matters here; see RankSpec."""
 
     me: RankInfo
     ip: str
@@ -69,11 +69,11 @@ class RankProcess:
     Args:
         world: Its world.
         host: Its host's name.
-        order: Its order.
+        spec: What it got at its start.
     """
 
-    def __init__(self, world: SimulatedWorld, host: str, order: Order) -> None:
-        self.world, self.host, self.order = world, host, order
+    def __init__(self, world: SimulatedWorld, host: str, spec: Spec) -> None:
+        self.world, self.host, self.spec = world, host, spec
         self.pid = world.next_pid()
         self.alive, self.orphaned = True, False
         self.exitcode: int | None = None
@@ -84,7 +84,7 @@ class RankProcess:
         self.up = Pipe(world.network, host, host, self._arrived_up)
         self.down = Pipe(world.network, host, host, self._arrived_down)
         self.hung_up = False
-        self.standing = ProcessState()
+        self.global_state = GlobalState()
         self.servers: list[StoreServer] = []
         self.mesh: Mesh | None = None
         self.mail: dict[int, list[tuple[int, Any]]] = {}
@@ -97,12 +97,12 @@ class RankProcess:
         self.hangs, self.returns, self.slow = False, False, 0.0
         self.strand = Strand(world.clock, self._main, self)
         with acting(self):
-            self.launcher = ElasticRank(self, order)  # type: ignore[arg-type]  # the process is its own control socket
+            self.launcher = ElasticRank(self, spec)  # type: ignore[arg-type]  # the process is its own control socket
         world.processes.append(self)
         world.by_pid[self.pid] = self
 
     def __repr__(self) -> str:
-        return f"rank process {self.order.stream} on {self.host}"
+        return f"rank process {self.spec.stream} on {self.host}"
 
     # ---- the agent's end ------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class RankProcess:
 
     def _run(self) -> None:
         clock, strand = self.world.clock, self.strand
-        self.standing.pending = PendingMember(self.order.me, CONFIG, 0)
+        self.global_state.pending = PendingMember(self.spec.me, CONFIG, 0)
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
         if self.world.hosts[self.host].bad:
             raise Exit(1)
@@ -215,7 +215,7 @@ class RankProcess:
 
     def _train(self) -> Any:
         plan = self.world.plan
-        loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
+        loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), OPTIONS, lambda: OPTIONS)  # type: ignore[arg-type,return-value]
         state: Any = TorchState(loader=loader, made=(0, 0, ""))  # weights, steps, rows
 
         def function(until: int) -> Any:
@@ -272,7 +272,7 @@ def _seal(rows: list[int]) -> str:
     return f"sealed {sum(rows)}"
 
 
-ASKED = Asked(columns=("row",))
+OPTIONS = ReadOptions(columns=("row",))
 
 
 class Rows:
@@ -281,7 +281,7 @@ class Rows:
     def __init__(self, rows: int) -> None:
         self.rows, self.layout = rows, 0
 
-    def open(self, asked: Any, form: Any) -> Rows:
+    def open(self, options: Any, form: Any) -> Rows:
         return self
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[list[int], None, None]:

@@ -112,7 +112,7 @@ class SimulatedStore:
             RuntimeError: No answer arrives.
         """
         server, process = self._server, self._process
-        network, registry = process.world.network, process.standing.registry
+        network, registry = process.world.network, process.global_state.registry
         server.waiting.append(process)
 
         def cut() -> bool:

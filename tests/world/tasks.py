@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.channel.silence import BEAT, LivenessTracker
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, LivenessTracker
 from spark_hvd.runner.elastic.agent import Agent, AgentReport, GivenUpError
 from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.spark.job import TaskAttempt
 from spark_hvd.runner.supervise.processes import ForkServerError
 from tests.world.clock import strand
-from tests.world.ranks import Order, RankProcess
+from tests.world.ranks import RankProcess, Spec
 from tests.world.wire import DRIVER, Pipe
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SimulatedLink:
         attempt = self.attempt
         self.send("hello", attempt=attempt.number, host=attempt.host.name, task=attempt.task)
         self._liveness.record_heartbeat(0, attempt.world.clock.now)
-        attempt.world.clock.after(BEAT / 2, self._beat)
+        attempt.world.clock.after(HEARTBEAT_SECONDS / 2, self._beat)
 
     def send(self, type_: str, **fields: Any) -> None:
         if self.attempt.alive:
@@ -106,7 +106,7 @@ class SimulatedLink:
                 self._liveness.record_heartbeat(0, now)
             self._liveness.tick(now)
             self._beats.send((self.answers, b'{"type": "alive", "rank": %d}' % attempt.number, b""))
-        attempt.world.clock.after(BEAT, self._beat)
+        attempt.world.clock.after(HEARTBEAT_SECONDS, self._beat)
 
 
 class SimulatedServer:
@@ -133,7 +133,7 @@ class SimulatedRank:
         attempt = link.attempt
         if not server.alive:
             raise ForkServerError("the fork server has gone")
-        self.process = RankProcess(attempt.world, attempt.host.name, job.order)
+        self.process = RankProcess(attempt.world, attempt.host.name, job.spec)
         server.children.append(self.process)
         self.process.on_news = attempt.turn_soon
         self.exitcode: int | None = None
@@ -244,8 +244,8 @@ class Attempt:
 
     def _job(self, place: RankInfo, slot: int, number: int) -> Any:
         plan = self.world.plan
-        order = Order(place, self.host.name, slot, plan.limits.rejoin_timeout, plan.collective_timeout, number)
-        return SimpleNamespace(order=order, env={})
+        spec = Spec(place, self.host.name, slot, plan.limits.rejoin_timeout, plan.collective_timeout, number)
+        return SimpleNamespace(spec=spec, env={})
 
     def turn_soon(self) -> None:
         """Let the agent take its turn soon: something has arrived."""

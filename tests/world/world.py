@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from spark_hvd.context import global_state as global_state_module
 from spark_hvd.context import init as context
 from spark_hvd.context import leave
-from spark_hvd.context import standing as standing_module
-from spark_hvd.context.standing import Context
+from spark_hvd.context.global_state import Context
 from spark_hvd.data import loader as _loader  # noqa: F401  imported before anything is replaced
 from spark_hvd.elastic import kv, run, sync
 from spark_hvd.engine import service
@@ -133,14 +133,14 @@ class SimulatedWorld:
 _world: SimulatedWorld | None = None
 
 
-class _Standing:
-    """Replaces the ProcessState of the process whose code runs."""
+class _GlobalState:
+    """Replaces the GlobalState of the process whose code runs."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(me().standing, name)
+        return getattr(me().global_state, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(me().standing, name, value)
+        setattr(me().global_state, name, value)
 
 
 class _Condition:
@@ -180,8 +180,8 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
     store_.set(f"pid/{rank}", str(process.pid))
     pids = [int(text) for text in store_.multi_get([f"pid/{other}" for other in range(world.me.size)])]
     members = [process.world.by_pid[pid] for pid in pids]
-    mesh = Mesh(process, generation, rank, members, process.order.collective_timeout)
-    registry = process.standing.registry
+    mesh = Mesh(process, generation, rank, members, process.spec.collective_timeout)
+    registry = process.global_state.registry
     assert registry is not None
     registry.add(mesh)
     try:
@@ -195,14 +195,14 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
         registry.abort(str(error))
         raise
     process.joined += 1
-    process.say({"type": "output", "stream": "out", "text": f"{process.order.stream} {generation} {rank}"})
+    process.say({"type": "output", "stream": "out", "text": f"{process.spec.stream} {generation} {rank}"})
     vitals = {"rank": rank, "size": world.me.size, "generation": generation, "clock": _now()}
     process.say({"type": "vitals", "vitals": vitals})
     process.world.checks.joined(process, generation, rank, mesh.members)
     queue: Any = SimpleNamespace(members=SimpleNamespace(nccl=None))
     engine: Any = SimpleNamespace(config=config, close=named.close)
     groups: Any = None
-    process.standing.context = Context(world, layout, mesh, store_, True, engine, queue, groups, registry=registry)
+    process.global_state.context = Context(world, layout, mesh, store_, True, engine, queue, groups, registry=registry)
 
 
 def _end_process(code: int) -> None:
@@ -224,7 +224,7 @@ def simulated() -> Iterator[None]:
     ranks.CONFIG = Config()
     time = SimpleNamespace(monotonic=_now, time=_time_of_day, sleep=_sleep)
     hub_time = SimpleNamespace(monotonic=_now, sleep=lambda seconds: _sleep(max(seconds, 0.25)))
-    standing = _Standing()
+    global_state = _GlobalState()
     nothing = SimpleNamespace(
         Thread=lambda **_: SimpleNamespace(start=lambda: None), Lock=_Condition, Condition=_Condition
     )
@@ -239,19 +239,22 @@ def simulated() -> Iterator[None]:
         (attend, dict(_LOOK_EVERY=1.0)),
         (agent_module, dict(time=time, SupervisedRank=SimulatedRank, _is_stopped=_is_stopped)),
         (agent_module, dict(zmq=SimpleNamespace(Poller=SimulatedPoller, POLLIN=1))),
-        (rank_module, dict(threading=nothing, standing=standing, listen=store.listen, TCPStore=store.SimulatedStore)),
+        (
+            rank_module,
+            dict(threading=nothing, global_state=global_state, listen=store.listen, TCPStore=store.SimulatedStore),
+        ),
         (rank_module, dict(settle=lambda *_: None, send_frame=_send_frame, end_process=_end_process)),
         (
             rank_module,
             dict(os=SimpleNamespace(getpid=lambda: 1, pipe2=lambda _: (0, 0), environ={}, O_NONBLOCK=0, O_CLOEXEC=0)),
         ),
-        (kv, dict(standing=standing, time=time, socket=network, TCPStore=store.SimulatedStore)),
+        (kv, dict(global_state=global_state, time=time, socket=network, TCPStore=store.SimulatedStore)),
         (registry_module, dict(socket=resolver, threading=nothing, time=time, sockets=set, since=lambda _: set())),
         (service, dict(time=time, _log=quiet)),
         (registry_module, dict(cut_to=lambda _: None, cut_among=lambda _: None, answer=lambda *_: None)),
-        (standing_module, dict(standing=standing, stand_by=lambda _: None)),
-        (leave, dict(standing=standing, drain=lambda _: None)),
-        (context, dict(standing=standing, PrefixStore=store.PrefixStore, _enter=_enter, read_config=Config)),
+        (global_state_module, dict(global_state=global_state, set_abort_check=lambda _: None)),
+        (leave, dict(global_state=global_state, drain=lambda _: None)),
+        (context, dict(global_state=global_state, PrefixStore=store.PrefixStore, _enter=_enter, read_config=Config)),
         (run, dict(time=time, gc=SimpleNamespace(collect=lambda: None), _hooks=[])),
         (sync, dict(allgather_object=_allgather_object, broadcast_object=_broadcast_object)),
         (launcher, dict(installed=lambda: me().launcher)),

@@ -1,4 +1,4 @@
 """Starts MPI without ssh.
 
-May import channel and spark_hvd.world. Door: side.
+May import channel and spark_hvd.world. Door: launcher.
 """

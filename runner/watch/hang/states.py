@@ -7,7 +7,7 @@ from enum import Enum
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.tracebacks import place
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 
 SILENT_SECONDS = 4.0
 """Seconds without a record after which a rank is silent, and not merely late."""
@@ -76,9 +76,9 @@ class RankObservation:
         """The stacks of its threads; empty if unknown."""
         return "" if self.examination is None else self.examination.stacks
 
-    def underway(self) -> tuple[Underway, ...]:
+    def pending(self) -> tuple[PendingCollective, ...]:
         """Return the collectives that the rank is in."""
-        return () if self.vitals is None or self.vitals.ended else self.vitals.underway
+        return () if self.vitals is None or self.vitals.ended else self.vitals.pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,14 @@ def state_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) ->
     outside = activity in (RankActivity.MOVES, RankActivity.WORKS, RankActivity.IDLE, RankActivity.DATA)
     collective = name if activity is RankActivity.WAITS else ""
     if activity is RankActivity.ELSEWHERE:
-        collective = seen.underway()[0].name
+        collective = seen.pending()[0].name
     last = _last(seen) if outside else ""
     return RankState(seen.rank, activity, _words(activity, seen, name, ranks), collective, last, seen.works)
 
 
-def entered(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> Underway | None:
+def entered(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> PendingCollective | None:
     """Return the rank's part in a collective; None if it is not in it."""
-    return next((one for one in seen.underway() if (one.name, one.ranks) == (name, ranks)), None)
+    return next((one for one in seen.pending() if (one.name, one.ranks) == (name, ranks)), None)
 
 
 def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankActivity:
@@ -129,7 +129,7 @@ def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None
         return RankActivity.WAITS
     if seen.silent:
         return RankActivity.WORKS if seen.works else RankActivity.SILENT
-    vitals, others = seen.vitals, seen.underway()
+    vitals, others = seen.vitals, seen.pending()
     assert vitals is not None
     if any(one.name.startswith("join ") for one in others):  # the rank has no more data, while others have some
         return RankActivity.JOINED
@@ -150,7 +150,7 @@ def _words(activity: RankActivity, seen: RankObservation, name: str, ranks: tupl
             assert mine is not None
             return f"in {name} for {mine.seconds + seen.age:.0f} s"
         case RankActivity.ELSEWHERE:
-            first = seen.underway()[0]
+            first = seen.pending()[0]
             return f"in {first.name} instead, for {first.seconds + seen.age:.0f} s"
         case RankActivity.JOINED:
             return "through with its data (it has called join), and nobody waits for it"

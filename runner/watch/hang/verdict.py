@@ -195,7 +195,7 @@ def _crossed(seconds: float, observations: Mapping[int, RankObservation]) -> _Fi
     groups: dict[str, list[int]] = {}
     states = []
     for rank, seen in observations.items():
-        for one in seen.underway()[:1]:
+        for one in seen.pending()[:1]:
             groups.setdefault(one.name, []).append(rank)
             states.append(state_of(seen, one.name, one.ranks))
     where = ", ".join(f"{ranks_text(ranks)} in {name}" for name, ranks in groups.items())

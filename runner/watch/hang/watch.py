@@ -11,15 +11,15 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS
 from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, RankObservation
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
-from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.vitals import PendingCollective, Vitals
 from spark_hvd.world.words import ranks_text
 
 _ANSWER_SECONDS = 2.5
 """Seconds to wait for the examinations of all tasks."""
-_RECORD_SECONDS = 2 * BEAT
+_RECORD_SECONDS = 2 * HEARTBEAT_SECONDS
 """Seconds to wait for one more record of each rank."""
 _LEAST_PATIENCE = 1.0
 _SETTLE_SECONDS = 5.0
@@ -268,12 +268,12 @@ def _position(vitals: Vitals) -> tuple[object, ...]:
     return vitals.entered, vitals.stage, vitals.epoch, vitals.total_steps
 
 
-def _parts(vitals: Vitals) -> dict[Hashable, Underway]:
+def _parts(vitals: Vitals) -> dict[Hashable, PendingCollective]:
     """Return the collectives that a rank is in, by an identity that includes the start on the rank's clock.
 
     Names alone do not identify them, because they recur each step.
     """
-    return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.underway}
+    return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.pending}
 
 
 def _ended(before: Vitals, after: Vitals) -> set[Hashable]:

@@ -14,7 +14,7 @@ from spark_hvd.data.feeders.sockets import FeedAddress, SocketThread
 from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange
 
-BEAT = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Seconds between two messages of a feeder, which expects an answer to each."""
 _SILENT_AFTER = 10.0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.data.feeders.directory import BEAT
+from spark_hvd.data.feeders.directory import HEARTBEAT_SECONDS
 from spark_hvd.data.feeders.mapping import RowMap, apply, from_bytes, to_bytes
 from spark_hvd.data.feeders.sockets import FeedAddress, SocketThread
 from spark_hvd.world.ports import PortRange
@@ -60,7 +60,7 @@ class _FeederSockets(SocketThread):
                 if answer["over"]:
                     self.requests.put(None)
         if now >= self._next_beat:
-            self._next_beat = now + BEAT
+            self._next_beat = now + HEARTBEAT_SECONDS
             with contextlib.suppress(zmq.Again):
                 self._directory.send(self._beat, zmq.NOBLOCK)
         if now - self._heard > PATIENCE:

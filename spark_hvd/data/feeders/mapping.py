@@ -79,7 +79,7 @@ class RowMap:
 
 
 @dataclass(frozen=True)
-class Fed:
+class MappedSpec:
     """A data set with a function for its rows, in the form that a rank gets.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from spark_hvd.context.standing import Context, current
+from spark_hvd.context.global_state import Context, current
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.embedding.routes import Route, by_rank, by_table, plan, strides
 from spark_hvd.transport.distributed import TorchCommunicator

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from spark_hvd.context.global_state import current, in_world
 from spark_hvd.context.local import mark_local
-from spark_hvd.context.standing import current, in_world
 from spark_hvd.torch.embedding.look_up import look_up
 from spark_hvd.torch.embedding.routes import Cut
 from spark_hvd.torch.embedding.whole import note_cut

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context.standing import current
+from spark_hvd.context.global_state import current
 from spark_hvd.torch.embedding.routes import Cut
 from spark_hvd.world.errors import MismatchError
 

@@ -10,16 +10,16 @@ import torch
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, compressed_allreduce
+from spark_hvd.context.global_state import current, in_world, ordinal
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import current, in_world, ordinal
 from spark_hvd.torch.optimizer.arguments import spec_of
-from spark_hvd.torch.optimizer.live import TakenOver, take_over
+from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, make_distributed
 from spark_hvd.torch.optimizer.plan import require_same
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 
 
-class AdasumOptimizer(TakenOver):
+class AdasumOptimizer(DistributedOptimizerBase):
     """Methods that DistributedOptimizer(op=Adasum) adds to its optimizer."""
 
     def synchronize(self) -> None:
@@ -82,7 +82,7 @@ def _has_others(process_set: ProcessSet) -> bool:
     return bool(included) and len(queue_of(process_set).ranks) > 1
 
 
-def take_over_with_adasum(
+def make_distributed_with_adasum(
     optimizer: torch.optim.Optimizer, names: Sequence[str], process_set: ProcessSet, compression: Any
 ) -> AdasumOptimizer:
     """Make `optimizer` combine the ranks' steps; on ranks outside the process set, steps stay local.
@@ -99,7 +99,7 @@ def take_over_with_adasum(
             lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
         )
     combining = process_set if elastic or _has_others(process_set) else None
-    optimizer = take_over(optimizer, AdasumOptimizer)
+    optimizer = make_distributed(optimizer, AdasumOptimizer)
     deltas = _Deltas(combining, compression)
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())

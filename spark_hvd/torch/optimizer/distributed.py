@@ -11,10 +11,10 @@ import torch
 
 from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.global_state import in_world, ordinal, speaks_horovod
 from spark_hvd.context.join import require_everyone
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world, ordinal, speaks_horovod
-from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
+from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, make_distributed_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
     check_passes,
     chosen_groups,
@@ -25,12 +25,12 @@ from spark_hvd.torch.optimizer.arguments import (
 )
 from spark_hvd.torch.optimizer.live import (
     NOT_YET,
-    TakenOver,
+    DistributedOptimizerBase,
     check_kind,
-    enlist,
+    make_distributed,
+    register_optimizer,
     replace_owners,
     require_bound,
-    take_over,
 )
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -38,7 +38,7 @@ from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 
 
-class ReducedOptimizer(TakenOver):
+class ReducedOptimizer(DistributedOptimizerBase):
     """Methods that DistributedOptimizer adds to its optimizer."""
 
     _reducer: GradientReducer | None
@@ -242,7 +242,7 @@ def DistributedOptimizer(
     replace_owners(params)
 
     if op is ReduceOp.ADASUM:
-        return take_over_with_adasum(optimizer, names, process_set, compression)
+        return make_distributed_with_adasum(optimizer, names, process_set, compression)
     recipe = Recipe(
         names,
         grouped,
@@ -258,21 +258,21 @@ def DistributedOptimizer(
         loss_name=f"DistributedOptimizer.loss.{ordinal('loss')}" if isinstance(optimizer, torch.optim.LBFGS) else None,
     )
     if elastic_launcher.installed() is None or in_world():
-        return _take_over(optimizer, recipe, recipe.open(params))
-    return _take_over(optimizer, recipe, None, NOT_YET)
+        return _make_distributed(optimizer, recipe, recipe.open(params))
+    return _make_distributed(optimizer, recipe, None, NOT_YET)
 
 
-def _take_over(
+def _make_distributed(
     optimizer: torch.optim.Optimizer, recipe: Recipe, reducer: GradientReducer | None, unbound: str | None = None
 ) -> ReducedOptimizer:
-    optimizer = take_over(optimizer, ReducedOptimizer)
+    optimizer = make_distributed(optimizer, ReducedOptimizer)
     optimizer._recipe = recipe
     optimizer._reducer = reducer
     optimizer._unbound = unbound
     optimizer._spans_worlds = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
     recipe.scale_gradients(optimizer)
-    enlist(optimizer)
+    register_optimizer(optimizer)
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer

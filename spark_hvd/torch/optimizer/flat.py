@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.compression import GradientCompressor
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
-from spark_hvd.torch.optimizer.memory import BucketMemory, Handed, dense_stride, fits, lies_in
+from spark_hvd.torch.optimizer.memory import BucketMemory, GradientViews, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
 from spark_hvd.transport.host.hierarchy import Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import MemorySum, in_memory
@@ -102,7 +102,7 @@ class FlatBucket:
             torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
             for index, offset in zip(plan.members, plan.offsets, strict=True)
         ]
-        self._handed = Handed(flat, self.params, self._views)
+        self._gradient_views = GradientViews(flat, self.params, self._views)
         self._held_by_others = False
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
@@ -173,7 +173,7 @@ class FlatBucket:
         """
         self.misfits = []
         if presence >= Presence.JOINED:
-            self._handed.give_way(self._handed.given)
+            self._gradient_views.release(self._gradient_views.assigned)
             self._flat.zero_()
             self._missing = []
         else:
@@ -189,7 +189,7 @@ class FlatBucket:
         missing = self._missing = []
         empty: list[int] = []
         in_place = 0
-        before, handed = self._handed.given, list(self._handed.given)
+        before, assigned = self._gradient_views.assigned, list(self._gradient_views.assigned)
         is_inside = self._all.is_inside
         # For small models this loop is a large part of a step, so each call in it matters.
         for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
@@ -210,20 +210,20 @@ class FlatBucket:
                 grad = grad.clone()  # its memory is about to be overwritten
                 self._all.rescue(self)
             try:
-                param.grad = given = view.data
+                param.grad = alias = view.data
             except RuntimeError:
                 self.misfits.append(self.members[place])
                 empty.append(place)
             else:
-                handed[place] = ref(given)
+                assigned[place] = ref(alias)
                 fresh.append(grad)
                 targets.append(view)
-        self._handed.given = handed
-        self._held_by_others = self._handed.others(in_place + len(fresh))
+        self._gradient_views.assigned = assigned
+        self._held_by_others = self._gradient_views.others(in_place + len(fresh))
         if self._held_by_others:
             self._all.rescue(self)
-            self._handed.give_way(before)
-            self._held_by_others = self._handed.others(in_place + len(fresh))
+            self._gradient_views.release(before)
+            self._held_by_others = self._gradient_views.others(in_place + len(fresh))
         for place in empty:
             self._views[place].zero_()
         self._scale_in(fresh, targets, in_place > 0)
@@ -243,7 +243,7 @@ class FlatBucket:
         for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if param.grad is not None and fits(param, view):
                 view.copy_(param.grad)
-                self._handed.hand(place)
+                self._gradient_views.assign(place)
 
     def was_used(self, index: int) -> bool:
         """Return whether any rank had a gradient of a parameter in the last reduction."""
@@ -334,9 +334,9 @@ class FlatBucket:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
                 if used[place]:
-                    self._handed.hand(place)
+                    self._gradient_views.assign(place)
         if self._held_by_others:  # unknown tensors may write here, so gradients go elsewhere
-            self._handed.move_out()
+            self._gradient_views.move_out()
 
     def abandon(self) -> None:
         """Drop an all-reduce that failed or will never be waited for."""

@@ -10,9 +10,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context.basics import size
+from spark_hvd.context.global_state import in_world
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world
-from spark_hvd.context.who import size
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -39,7 +39,7 @@ _COPIED = (
 
 
 class _Swapped(torch.optim.Optimizer):
-    """An optimizer whose class was swapped. Copies and unpickled ones become a :class:`_Copy`."""
+    """An optimizer whose class was swapped. A copy or an unpickled one is a :class:`_Copy`."""
 
     _base: type[torch.optim.Optimizer]
     """The class of the program's own optimizer."""
@@ -49,7 +49,7 @@ class _Swapped(torch.optim.Optimizer):
         return _copy, (self._base, cast(Any, self).__getstate__())
 
 
-class TakenOver(_Swapped):
+class DistributedOptimizerBase(_Swapped):
     """Base of the classes that distributed optimizers get."""
 
     made_by = "DistributedOptimizer"
@@ -61,13 +61,13 @@ class _Copy(_Swapped):
     _refusal: RemovableHandle
 
 
-Taken = TypeVar("Taken", bound=TakenOver)
+DistributedT = TypeVar("DistributedT", bound=DistributedOptimizerBase)
 
 
-def take_over(optimizer: torch.optim.Optimizer, added: type[Taken]) -> Taken:
-    """Give an optimizer another class: its own, with the methods of `added`.
+def make_distributed(optimizer: torch.optim.Optimizer, added: type[DistributedT]) -> DistributedT:
+    """Make an optimizer distributed: give it another class, its own with the methods of `added`.
 
-    This swaps the class instead of wrapping or copying the object: state, schedulers and earlier references stay valid.
+    This swaps the class instead of wrapping or copying the object, so state, schedulers and references stay valid.
     A scheduler has bound the old class's step to the instance, so actions around a step need hooks.
     """
     base = type(optimizer)
@@ -75,7 +75,7 @@ def take_over(optimizer: torch.optim.Optimizer, added: type[Taken]) -> Taken:
         base = optimizer._base
         optimizer._refusal.remove()
     optimizer.__class__ = _class_of(base, added)
-    return cast(Taken, optimizer)
+    return cast(DistributedT, optimizer)
 
 
 def _class_of(base: type[torch.optim.Optimizer], added: type[_Swapped]) -> type[_Swapped]:
@@ -102,12 +102,12 @@ def check_kind(optimizer: object) -> None:
         raise TypeError(
             f"optimizer={optimizer!r}: expected a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)"
         )
-    if isinstance(optimizer, TakenOver):
+    if isinstance(optimizer, DistributedOptimizerBase):
         raise ValueError(f"the optimizer is already an hvd.{optimizer.made_by}: pass a plain one, and wrap it once")
 
 
-class Live(Protocol):
-    """What this module needs of a DistributedOptimizer."""
+class RegisteredOptimizer(Protocol):
+    """A distributed optimizer that is registered here."""
 
     param_groups: list[dict[str, Any]]
     _recipe: Recipe
@@ -116,13 +116,13 @@ class Live(Protocol):
     _unbound: str | None
 
 
-_made: list[weakref.ref[Live]] = []
+_registry: list[weakref.ref[RegisteredOptimizer]] = []
 """Optimizers in the order in which they were made, without those that were replaced."""
 
 
-def enlist(optimizer: Live) -> None:
-    """Register an optimizer of this process."""
-    _made.append(weakref.ref(optimizer))
+def register_optimizer(optimizer: RegisteredOptimizer) -> None:
+    """Register a distributed optimizer of this process."""
+    _registry.append(weakref.ref(optimizer))
 
 
 def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> None:
@@ -133,7 +133,7 @@ def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> N
     error. ``by`` is the optimizer that gets the parameters, if it exists already.
     """
     trained = {id(param) for param in params if param.requires_grad and not is_local(param)}
-    for other in _live():
+    for other in _registered():
         if other is by:
             continue
         other._recipe.release(params)
@@ -143,12 +143,14 @@ def replace_owners(params: Sequence[torch.nn.Parameter], by: object = None) -> N
             other._reducer, other._unbound = None, _REPLACED
             # An optimizer that moves between worlds, replaced in one, is bound in the next, as on new ranks.
             other._spans_worlds = other._spans_worlds and in_world()
-    _made[:] = [
-        ref for ref in _made if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
+    _registry[:] = [
+        ref
+        for ref in _registry
+        if (each := ref()) is not None and (each._spans_worlds or each._unbound is not _REPLACED)
     ]
 
 
-def require_bound(optimizer: Live, *, synchronizes: bool = True) -> None:
+def require_bound(optimizer: RegisteredOptimizer, *, synchronizes: bool = True) -> None:
     """Raise unless an optimizer can reduce gradients, or uses them as they are.
 
     Raises:
@@ -172,7 +174,7 @@ def bind_optimizers() -> None:
         PlanMismatchError: Their parameters or settings differ. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
-    waiting = [each for each in _live() if each._unbound == NOT_YET]
+    waiting = [each for each in _registered() if each._unbound == NOT_YET]
     counts = allgather_object(len(waiting), name="spark_hvd.bind_optimizers")
     for rank, count in enumerate(counts):
         if count != counts[0]:
@@ -187,20 +189,20 @@ def bind_optimizers() -> None:
 
 def release_optimizers() -> None:
     """Unbind the optimizers from a world that is over."""
-    for optimizer in _live():
+    for optimizer in _registered():
         if optimizer._reducer is not None:
             optimizer._reducer.close()
             optimizer._reducer = None
         optimizer._unbound = NOT_YET if optimizer._spans_worlds else _OVER
 
 
-def _params_of(optimizer: Live) -> list[torch.nn.Parameter]:
+def _params_of(optimizer: RegisteredOptimizer) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _live() -> list[Live]:
-    found = [(ref, optimizer) for ref in _made if (optimizer := ref()) is not None]
-    _made[:] = [ref for ref, _ in found]
+def _registered() -> list[RegisteredOptimizer]:
+    found = [(ref, optimizer) for ref in _registry if (optimizer := ref()) is not None]
+    _registry[:] = [ref for ref, _ in found]
     return [optimizer for _, optimizer in found]
 
 

@@ -49,24 +49,24 @@ class BucketMemory:
                 bucket.rescue()
 
 
-class Handed:
-    """The tensors that a bucket handed to parameters as gradients, and which others may still hold.
+class GradientViews:
+    """The views of a bucket that became gradients of parameters, and which others may still hold.
 
     Attributes:
-        given: For each place, the tensor that was handed out last, if it is alive.
+        assigned: For each place, the tensor that was assigned last, if it is alive.
     """
 
     def __init__(self, flat: torch.Tensor, params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
         self._params, self._views = params, views
         self._storage = flat.untyped_storage()
         self._own: int | None = None
-        self.given: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(params)
+        self.assigned: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(params)
 
-    def hand(self, place: int) -> None:
+    def assign(self, place: int) -> None:
         """Make the memory of a parameter's place its gradient."""
-        given = self._views[place].data  # with its own version counter, so that a change is noticed
-        self._params[place].grad = given
-        self.given[place] = ref(given)
+        view = self._views[place].data  # with its own version counter, so that a change is noticed
+        self._params[place].grad = view
+        self.assigned[place] = ref(view)
 
     def others(self, gradients: int) -> bool:
         """Return whether anything uses the memory, besides the bucket and this many gradients in their places."""
@@ -74,9 +74,9 @@ class Handed:
         self._own = count if self._own is None else min(self._own, count)
         return count > self._own
 
-    def give_way(self, given: Sequence[Callable[[], torch.Tensor | None]]) -> None:
-        """Move tensors of ``given`` that are no longer gradients to separate memory, before the buffer is written."""
-        for param, view, alive in zip(self._params, self._views, given, strict=True):
+    def release(self, assigned: Sequence[Callable[[], torch.Tensor | None]]) -> None:
+        """Move tensors of ``assigned`` that are no longer gradients to separate memory before the buffer is written."""
+        for param, view, alive in zip(self._params, self._views, assigned, strict=True):
             grad = alive()
             if grad is not None and grad is not param.grad and lies_in(grad, view):
                 grad.data = grad.clone()

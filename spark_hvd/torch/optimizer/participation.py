@@ -38,7 +38,7 @@ class Participation:
     Attributes:
         anyone: Whether any rank makes the step.
         newcomers: Whether any rank trains parameters whose place is missing or no longer fits.
-        joined: Whether any rank stands in.
+        joined: Whether any rank has joined.
         gone: How many ranks Average does not count.
     """
 

@@ -15,8 +15,8 @@ from spark_hvd.collectives.compression import Compression, GradientCompressor
 from spark_hvd.collectives.execution import single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, start_allreduce
+from spark_hvd.context.global_state import Context, current, in_world
 from spark_hvd.context.local import is_averaged, is_local
-from spark_hvd.context.standing import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, placement, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec
@@ -183,7 +183,7 @@ class Recipe:
             tracing=context.engine.tracing,
         )
         if self.process_set is global_process_set:
-            context.stand_ins[next(context.ordinals["stand-in"])] = reducer
+            context.joinables[next(context.ordinals["joinable"])] = reducer
         if config.autotune:
             on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
@@ -209,7 +209,7 @@ class Recipe:
         }
 
 
-class HandedGradients:
+class ExternalGradients:
     """Reduces gradients that its owner passes in, instead of waiting for autograd; lives across worlds.
 
     The gradients belong to torch parameters, to some of which autograd may also write, or to variables of another
@@ -220,7 +220,7 @@ class HandedGradients:
         self._recipe, self._params = recipe, params
         self._reducer: GradientReducer | None = None
         self._context: Context | None = None
-        _handed.add(self)
+        _external.add(self)
 
     def ready(self) -> GradientReducer | None:
         """Return the reducer in the current world; None if there is no other rank. Collective in a new world.
@@ -288,11 +288,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
 
 
-_handed: weakref.WeakSet[HandedGradients] = weakref.WeakSet()
+_external: weakref.WeakSet[ExternalGradients] = weakref.WeakSet()
 
 
 def _release() -> None:
-    for each in list(_handed):
+    for each in list(_external):
         each.close()
 
 

@@ -9,7 +9,7 @@ own. In that case the reducer waits only in `synchronize` ("late").
 The first step is for learning: nothing is launched until one exchange has told all ranks one rank's order of readiness
 and the parameters with sparse gradients.
 
-A rank that has called join() stands in: it takes part in the same collectives, but contributes nothing.
+A rank that has called join() shadows the others: it takes part in the same collectives, but contributes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spark_hvd.torch.optimizer.step import BucketPipeline, StepTrace
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.torch_private import at_end_of_backward
 from spark_hvd.world.activity import activity
-from spark_hvd.world.vitals import Underway
+from spark_hvd.world.vitals import PendingCollective
 
 
 class Phase(enum.Enum):
@@ -134,9 +134,9 @@ class GradientReducer:
         """Whether a backward has produced gradients and has not ended; if none is running, it was interrupted."""
         return not self._progress.idle
 
-    def underway(self, now: float) -> list[Underway]:
+    def pending(self, now: float) -> list[PendingCollective]:
         """Return the buckets that were launched and have not been waited for; from any thread."""
-        return self._pipeline.underway(now)
+        return self._pipeline.pending(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
         """Add the parameters that are new; collective; call it between steps. A removed group leaves its own behind."""
@@ -203,8 +203,8 @@ class GradientReducer:
             else:
                 self.tuner.stepped()
 
-    def stand_in(self, *, counts: bool) -> bool:
-        """Take part in the next step of the other ranks, without gradients; those that lie in buckets are dropped.
+    def shadow(self, *, counts: bool) -> bool:
+        """Shadow the next step of the other ranks, without gradients; those that lie in buckets are dropped.
 
         ``counts`` says whether Average counts this rank.
 

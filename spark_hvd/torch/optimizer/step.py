@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.context.standing import refuse_fork
+from spark_hvd.context.global_state import refuse_fork
 from spark_hvd.timeline.recorder import BACKWARD, BUCKET_FILL, SHARED_MEMORY, STEP, WAIT, wire_phase
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.participation import EVERYONE, Participation, Presence, correction_on_device
@@ -25,7 +25,7 @@ from spark_hvd.transport.exchange import all_gather, exchange
 from spark_hvd.transport.handles import is_out_of_memory
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.vitals import Underway
+from spark_hvd.world.vitals import PendingCollective
 
 
 class BucketPipeline:
@@ -67,10 +67,10 @@ class BucketPipeline:
         """Whether an all-reduce is in flight that nobody has waited for."""
         return any(bucket.in_flight for bucket in self._buckets)
 
-    def underway(self, now: float) -> list[Underway]:
+    def pending(self, now: float) -> list[PendingCollective]:
         """Yield the buckets that were launched and have not been waited for; from any thread."""
         return [
-            Underway(f"bucket {number} of the gradients", now - since, self.ranks)
+            PendingCollective(f"bucket {number} of the gradients", now - since, self.ranks)
             for number, since in enumerate(self._since.copy())
             if number >= self._ended
         ]

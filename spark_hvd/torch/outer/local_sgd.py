@@ -11,11 +11,11 @@ import torch
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.global_state import in_world, ordinal
 from spark_hvd.context.local import is_local
-from spark_hvd.context.standing import in_world, ordinal
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import group_indices
-from spark_hvd.torch.optimizer.live import TakenOver, check_kind, take_over
+from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, check_kind, make_distributed
 from spark_hvd.torch.outer.compressors import RowCompressor
 from spark_hvd.torch.outer.fragment import OuterSettings
 from spark_hvd.torch.outer.loop import OuterLoop
@@ -30,7 +30,7 @@ _live: weakref.WeakSet[OuterLoop] = weakref.WeakSet()
 """The loops of this process."""
 
 
-class OuterOptimizer(TakenOver):
+class OuterOptimizer(DistributedOptimizerBase):
     """Methods that LocalSGD and DiLoCo add to their optimizer."""
 
     __module__ = "spark_hvd.torch"
@@ -156,7 +156,7 @@ def LocalSGD(
         ValueError: Another argument is wrong.
     """
     settings = OuterSettings("LocalSGD", sync_every, overlap, alpha, compression, process_set)
-    return _take_over(settings, model, optimizer, None, fragments, average_buffers)
+    return _make_distributed(settings, model, optimizer, None, fragments, average_buffers)
 
 
 def DiLoCo(
@@ -206,10 +206,10 @@ def DiLoCo(
             "such as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), or None for it"
         )
     settings = OuterSettings("DiLoCo", sync_every, overlap, alpha, compression, process_set)
-    return _take_over(settings, model, inner_optimizer, outer_optimizer, fragments, average_buffers)
+    return _make_distributed(settings, model, inner_optimizer, outer_optimizer, fragments, average_buffers)
 
 
-def _take_over(
+def _make_distributed(
     settings: OuterSettings,
     model: Model,
     optimizer: torch.optim.Optimizer,
@@ -239,7 +239,7 @@ def _take_over(
     if outer is not None:
         _retarget(outer, {id(param): anchor for param, anchor in zip(params, loop.anchors, strict=True)})
     _live.add(loop)
-    optimizer = take_over(optimizer, OuterOptimizer)
+    optimizer = make_distributed(optimizer, OuterOptimizer)
     optimizer._loop = loop
     optimizer.register_step_pre_hook(lambda own, args, kwargs: loop.before_step())
     optimizer.register_step_post_hook(lambda own, args, kwargs: loop.after_step())

@@ -10,7 +10,7 @@ import torch
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import global_process_set, queue_of
-from spark_hvd.context.standing import current, in_world
+from spark_hvd.context.global_state import current, in_world
 from spark_hvd.torch.optimizer.arguments import fingerprints, spec_of
 from spark_hvd.torch.optimizer.plan import require_same
 from spark_hvd.torch.outer.compressors import RowCompressor

@@ -208,7 +208,7 @@ class Hierarchy:
         """Append a sum that has begun."""
         self._line.append(started)
 
-    def under_way(self, started: HierarchicalSum) -> bool:
+    def is_in_flight(self, started: HierarchicalSum) -> bool:
         """Return whether a sum has begun and its slice has not been copied to the host's ranks yet."""
         return started in self._line
 
@@ -282,7 +282,7 @@ class HierarchicalSum(MemorySum):
 
     def start(self) -> None:
         with self._hierarchy.ending_with_it():
-            if self._hierarchy.under_way(self):  # abandoned, but other ranks depend on this rank's part
+            if self._hierarchy.is_in_flight(self):  # abandoned, but other ranks depend on this rank's part
                 self._hierarchy.finish(self)
             self.filled, self.reduced = self._hierarchy.pipes.send(SyncPoint.FILLED), False
             self._hierarchy.begin(self)

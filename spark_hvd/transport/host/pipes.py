@@ -22,8 +22,8 @@ import torch
 
 from spark_hvd.transport.connections import Forkable
 from spark_hvd.transport.host.arena import SharedArena
-from spark_hvd.transport.host.looking import Fence, Spin
-from spark_hvd.transport.waits import why_broken
+from spark_hvd.transport.host.synchronization import AdaptiveSpin, Fence
+from spark_hvd.transport.waits import abort_reason
 
 _READ = 4096
 _LOOK_SECONDS = 1.0
@@ -72,7 +72,7 @@ class Pipes(Forkable):
         self._timeout = timeout
         self._lock = threading.Lock()  # held during each write, as abort() closes these ends from any thread
         self._ended = set[int]()
-        self._spin = Spin(len(ranks))
+        self._spin = AdaptiveSpin(len(ranks))
         self._fence = Fence()
         self._published = Fence()
         # Its end tells a thread that waits for the others that abort() was called.
@@ -156,7 +156,7 @@ class Pipes(Forkable):
         if self._open < 0:
             raise RuntimeError(self._closed_here())
         times: int = self._mine[point] + 1
-        self._published.publish()
+        self._published.release()
         self._mine[point] = times
         # Before reading who sleeps: a rank about to sleep says so, then reads this counter. One of the two sees the
         # other.
@@ -185,7 +185,7 @@ class Pipes(Forkable):
         """Return whether all others have reached a kind of point this many times; do not wait."""
         if not all(board[point] >= times for _, board, _ in self._others):
             return False
-        self._published.look()
+        self._published.acquire()
         return True
 
     def wait(self, point: SyncPoint, times: int) -> None:
@@ -194,7 +194,7 @@ class Pipes(Forkable):
         Raises:
             RuntimeError: A rank is gone that has not reached it, the timeout has expired, or the pipes are closed.
         """
-        if self.arrived(point, times) or self._spin.sees(lambda: self.arrived(point, times)):
+        if self.arrived(point, times) or self._spin.until(lambda: self.arrived(point, times)):
             return
         self._mine[_ASLEEP] = 1
         try:
@@ -256,10 +256,10 @@ class Pipes(Forkable):
             self._poller.unregister(self._incoming[place])
 
     def _end_of(self, place: int) -> str:
-        return why_broken() or f"the connection to rank {self._ranks[place]} has ended"
+        return abort_reason() or f"the connection to rank {self._ranks[place]} has ended"
 
     def _closed_here(self) -> str:
-        return why_broken() or "this rank has left the world"
+        return abort_reason() or "this rank has left the world"
 
 
 def open_pipe(pid: int, fd: int, inode: int, mode: int) -> int:

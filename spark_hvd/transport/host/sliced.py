@@ -131,10 +131,10 @@ class SlicedStaging(Forkable):
     def _reduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> None:
         dtype, numel = ins.dtype, ins.numel()
         size = PIECE // dtype.itemsize
-        under_way = deque[tuple[MemorySum, torch.Tensor, torch.Tensor]]()
+        in_flight = deque[tuple[MemorySum, torch.Tensor, torch.Tensor]]()
 
         def take_out() -> None:
-            oldest, buffer, out = under_way.popleft()
+            oldest, buffer, out = in_flight.popleft()
             oldest.wait()
             out.copy_(buffer)
 
@@ -150,13 +150,13 @@ class SlicedStaging(Forkable):
             started.start()
             # Blocks until this rank has done its part of the previous piece. The other ranks, or the network, then have
             # all pieces but this one, and need not wait for this rank while it waits for the oldest.
-            if under_way:
-                under_way[-1][0].advance()
+            if in_flight:
+                in_flight[-1][0].advance()
             started.poll()
-            under_way.append((started, mine, outs[low:high]))
-        if under_way:
-            under_way[-1][0].advance()
-        while under_way:
+            in_flight.append((started, mine, outs[low:high]))
+        if in_flight:
+            in_flight[-1][0].advance()
+        while in_flight:
             take_out()
 
 

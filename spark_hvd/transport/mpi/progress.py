@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spark_hvd.transport.mpi.backoff import PollingBackoff
 from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS, before_end
-from spark_hvd.transport.mpi.pace import PollingPace
 from spark_hvd.world.errors import CollectiveError
 
 _log = logging.getLogger("spark_hvd")
@@ -88,13 +88,13 @@ class Operation:
             raise CollectiveError(f"{self.name} failed on rank {MPI.COMM_WORLD.rank}: {self.error}")
 
     def _wait(self, seconds: float) -> None:
-        pace = PollingPace()
+        backoff = PollingBackoff()
         until = time.monotonic() + seconds
         while True:
             before = time.perf_counter()
             if self.poll():
                 return
-            pause = pace.after(before, time.perf_counter())
+            pause = backoff.after(before, time.perf_counter())
             if pause:
                 if time.monotonic() > until:
                     raise CollectiveError(
@@ -239,14 +239,14 @@ class ProgressThread:
 
     def _poll(self) -> bool:
         """Poll operations that nobody waits for, while they progress; return whether some are left."""
-        pace = PollingPace(patience=0.0)
+        backoff = PollingBackoff(patience=0.0)
         while True:
             operations = [each for each in list(self._operations.values()) if not each.waiters]
             before = time.perf_counter()
             left = [each for each in operations if not each.poll()]
             if not left or self._closed:
                 return False
-            if pace.after(before, time.perf_counter()):
+            if backoff.after(before, time.perf_counter()):
                 return True
 
     def _rest(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint import background
-from spark_hvd.data.handed import hand
+from spark_hvd.data.registry import register
 from spark_hvd.estimators import LightningEstimator, LightningModel, LocalBackend
 from tests.contract.test_shard import source_in
 from tests.ranks import RankError
@@ -217,7 +217,7 @@ def test_a_trainer_of_ones_own_goes_on_where_its_checkpoint_is(
         return rows
 
     hvd.init()
-    hand({"train": pickle.dumps(source_in(tmp_path))})
+    register({"train": pickle.dumps(source_in(tmp_path))})
     try:
         unbroken = train(None, None, None)
         before = train(cut, None, every)
@@ -226,7 +226,7 @@ def test_a_trainer_of_ones_own_goes_on_where_its_checkpoint_is(
         saved = steps - steps % (every or 11)
         after = train(None, last, every)
     finally:
-        hand({})
+        register({})
         hvd.shutdown()
     assert before == unbroken[: len(before)]
     assert [row for row in unbroken if row[0] * 11 + row[1] >= saved] == after

@@ -1,4 +1,4 @@
-"""How a rank reads memory that other ranks of its host write: it polls for a moment before it sleeps, and in order."""
+"""Synchronization over memory that the ranks of a host share: adaptive spinning, and memory fences."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import time
 from collections.abc import Callable
 
 _LONGEST = 5e-4
-"""Seconds for which a rank polls before it sleeps: longer than most waits in a small model's step."""
+"""Seconds for which a rank spins before it sleeps: longer than most waits in a small model's step."""
 _SHORTEST = 1e-6
 
 
-class Spin:
-    """Polls repeatedly, longer if polling has helped before and shorter if it has not.
+class AdaptiveSpin:
+    """Spins before a rank sleeps, longer if spinning has helped before and shorter if it has not.
 
     Args:
-        ranks: Number of ranks that wait for each other. If there are more ranks than cores, polling would keep the rank
-            that it waits for off its core, so nobody polls.
+        ranks: Number of ranks that wait for each other. If there are more ranks than cores, a spinning rank would keep
+            the one that it waits for off its core, so nobody spins.
     """
 
     def __init__(self, ranks: int) -> None:
         self._longest = _LONGEST if ranks <= len(os.sched_getaffinity(0)) else 0.0
         self._seconds = self._longest
 
-    def sees(self, arrived: Callable[[], bool]) -> bool:
-        """Poll for a moment; return whether the condition became true."""
+    def until(self, arrived: Callable[[], bool]) -> bool:
+        """Spin for a moment; return whether the condition became true."""
         until = time.perf_counter() + self._seconds
         while time.perf_counter() < until:
             if arrived():
                 self._seconds = min(2 * self._seconds, self._longest)
                 return True
             os.sched_yield()
-        # The others are late, or have no core. Poll for less time next time.
+        # The others are late, or have no core. Spin for less time next time.
         self._seconds = max(self._seconds / 2, min(_SHORTEST, self._longest))
         return False
 
@@ -43,7 +43,7 @@ ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 class Fence:
-    """Makes everything that a thread has written visible before it reads on; for one thread at a time."""
+    """A full memory fence: what a thread has written is visible before it reads on. For one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,13 +60,13 @@ class Fence:
         self._lock.release()
         self._lock.acquire()
 
-    def publish(self) -> None:
+    def release(self) -> None:
         """Call before writing a flag: a rank that sees the flag sees everything written before. From any thread."""
         if not ORDERED:
             with self._guard:
                 self()
 
-    def look(self) -> None:
+    def acquire(self) -> None:
         """Call after seeing a flag: later reads see at least what was there when it was written. From any thread."""
         if not ORDERED:
             with self._guard:

@@ -1,4 +1,4 @@
-"""The state of this process: its world or, for an elastic rank between two worlds, its provisional rank."""
+"""The global state of a process: its world or, for an elastic rank between two worlds, its provisional rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spark_hvd.transport.host.hierarchy import Hierarchy
 from spark_hvd.transport.host.pipes import Pipes
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import Store
-from spark_hvd.transport.waits import stand_by
+from spark_hvd.transport.waits import set_abort_check
 from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import NotInitializedError
@@ -38,17 +38,17 @@ _NO_GENERATION = (
 )
 
 
-class StandIn(Protocol):
-    """An object with collectives of all ranks that are not negotiated, such as a gradient reducer."""
+class Joinable(Protocol):
+    """An object whose collectives a joined rank must shadow, because they are not negotiated: a gradient reducer."""
 
     @property
     def in_flight(self) -> bool:
         """Whether collectives of this rank are in flight."""
 
-    def stand_in(self, *, counts: bool) -> bool:
-        """Take part in the next step of the other ranks, and return whether any rank has made one.
+    def shadow(self, *, counts: bool) -> bool:
+        """Shadow the next step of the other ranks, and return whether any rank has made one.
 
-        ``counts`` tells whether Average also divides by this rank.
+        ``counts`` says whether Average also divides by this rank.
         """
 
 
@@ -79,8 +79,8 @@ class Context:
     """The connections of an elastic world."""
     handles: dict[int, NamedHandle[Any]] = field(default_factory=dict)
     """In Horovod's dialect, the handles by number, until they are waited for."""
-    stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
-    """Objects whose collectives a joined rank takes part in, besides named ones, by numbers that all ranks share."""
+    joinables: weakref.WeakValueDictionary[int, Joinable] = field(default_factory=weakref.WeakValueDictionary)
+    """The objects that this rank shadows once it has joined, by numbers that all ranks share."""
 
     def establishing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which to make process groups and queues, so that abort() can end that, too."""
@@ -138,7 +138,7 @@ class PendingMember:
     generation: int
 
 
-class ProcessState:
+class GlobalState:
     """The state that changes when a world is joined or left."""
 
     def __init__(self) -> None:
@@ -159,13 +159,13 @@ class ProcessState:
     def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
         """Register connections before they are made, or close them if their generation was already aborted."""
         self.registry = registry
-        stand_by(lambda: registry.broken)
+        set_abort_check(lambda: registry.broken)
         if self.aborted is not None and registry.generation <= self.aborted[0]:
             registry.abort(self.aborted[1])
         return registry
 
 
-standing = ProcessState()
+global_state = GlobalState()
 """The state of this process."""
 
 
@@ -175,10 +175,10 @@ def current() -> Context:
     Raises:
         NotInitializedError: init() has not been called, or shutdown() has, or a rank has forked this process.
     """
-    context = standing.context
+    context = global_state.context
     if context is None:
         refuse_fork()
-        raise NotInitializedError() if standing.pending is None else NotInitializedError(_NO_GENERATION)
+        raise NotInitializedError() if global_state.pending is None else NotInitializedError(_NO_GENERATION)
     return context
 
 
@@ -191,17 +191,17 @@ def refuse_fork() -> None:
     Raises:
         NotInitializedError: A rank has forked this process.
     """
-    if standing.forked is not None:
-        raise NotInitializedError(standing.forked)
+    if global_state.forked is not None:
+        raise NotInitializedError(global_state.forked)
 
 
-def place() -> RankInfo:
-    """Return this rank in the world or, for an elastic rank outside a world, the provisional one.
+def rank_info() -> RankInfo:
+    """Return the rank in the world or, for an elastic rank outside a world, the provisional one.
 
     Raises:
         NotInitializedError: There is neither.
     """
-    outside = standing.pending
+    outside = global_state.pending
     return current().world.me if outside is None or in_world() else outside.me
 
 
@@ -211,23 +211,23 @@ def generation() -> int:
     Raises:
         NotInitializedError: Before init().
     """
-    outside = standing.pending
+    outside = global_state.pending
     return current().world.generation if outside is None or in_world() else outside.generation
 
 
 def is_initialized() -> bool:
     """Return whether this process is in a world or, as an elastic rank, waits for its first or next one."""
-    return standing.context is not None or standing.pending is not None
+    return global_state.context is not None or global_state.pending is not None
 
 
 def speaks_horovod() -> bool:
     """Return whether this process is in a world of Horovod's dialect, whose numbers and errors then apply."""
-    return standing.context is not None and standing.context.engine.config.is_horovod
+    return global_state.context is not None and global_state.context.engine.config.is_horovod
 
 
 def in_world() -> bool:
     """Return whether this process is in a world, so that collectives work."""
-    return standing.context is not None
+    return global_state.context is not None
 
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -1,11 +1,11 @@
-"""Tracks, without a clock, how long peers have been silent. Time for which the listener slept does not count."""
+"""Tracks which peers are alive, without a clock. Time for which the listener slept does not count as silence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BEAT = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a task."""
 SILENT_AFTER = 7.0
 """Seconds without a heartbeat after which a task counts as lost. TCP repeats lost data after 0.2, 0.6, 1.4, 3 and

@@ -1,4 +1,4 @@
-"""One supervisor's part in starting MPI.
+"""Each supervisor's part in launching MPI.
 
     rank 0's supervisor      runs mpiexec, which prints a command for each host; the hub passes it to that host
     a host's first           runs the host's proxy, which connects to mpiexec and starts a shim for each rank
@@ -111,8 +111,8 @@ class MpiPlan:
         return f"{FOLDER}{hashlib.sha256(self.token.encode()).hexdigest()[:24]}"
 
 
-class MpiSide:
-    """See the module's description. The supervisor polls its files, and everything here runs in its thread.
+class MpiLauncher:
+    """One supervisor's part in launching MPI. The supervisor polls its files, and everything runs in its thread.
 
     ``on_failed`` is called if MPI cannot start or continue, with the reason, and how likely that is the cause.
 

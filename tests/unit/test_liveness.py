@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, SILENT_AFTER, LivenessTracker, describe
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE, SILENT_AFTER, LivenessTracker, describe
 from spark_hvd.runner.channel.state import HubState, Send
 
 TICK = 0.05
@@ -37,7 +37,7 @@ class Run:
             self.now += TICK
             for rank in self.alive:
                 if self.now >= self.next_beat[rank]:
-                    self.next_beat[rank] = self.now + BEAT
+                    self.next_beat[rank] = self.now + HEARTBEAT_SECONDS
                     self.tell({"type": "alive", "rank": rank})
             self.decisions += self.state.tick(self.now)
 
@@ -57,9 +57,9 @@ def test_a_silent_rank_stops_all_and_is_named_with_host_and_time() -> None:
     run = Run(3)
     run.go_on(10)
     run.alive.remove(2)
-    run.go_on(SILENT_AFTER - BEAT - 2 * TICK)
+    run.go_on(SILENT_AFTER - HEARTBEAT_SECONDS - 2 * TICK)
     assert run.stops == []
-    run.go_on(BEAT + 4 * TICK)
+    run.go_on(HEARTBEAT_SECONDS + 4 * TICK)
     assert [decision.rank for decision in run.stops] == [0, 1, 2]
     assert run.stops[0].message["reason"] == "lost"
     assert run.stops[0].message["lost"] == "rank 2 on 10.0.0.2 (last heard 7.0 s ago)"
@@ -79,7 +79,7 @@ def test_anything_that_a_rank_sends_is_a_sign_of_life() -> None:
     run.go_on(2)
     run.alive.remove(1)
     for _ in range(5):
-        run.go_on(SILENT_AFTER - 2 * BEAT)
+        run.go_on(SILENT_AFTER - 2 * HEARTBEAT_SECONDS)
         run.state.record_heartbeat(1, run.now)  # output, which the hub does not pass to its state
     assert run.stops == []
 

@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 
 from spark_hvd.collectives.objects import broadcast_object
-from spark_hvd.context import who
-from spark_hvd.context.standing import is_initialized
-from spark_hvd.data.feeders.mapping import Fed, apply
+from spark_hvd.context import basics
+from spark_hvd.context.global_state import is_initialized
+from spark_hvd.data.feeders.mapping import MappedSpec, apply
 from spark_hvd.data.feeders.pool import pool_of
 from spark_hvd.data.frame import one_ahead
 from spark_hvd.data.readers.arrow import ahead
@@ -29,35 +29,36 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, TableForm
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding, Share
-from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.source import DataSource, ReadOptions
 
 Submit = Callable[[pa.RecordBatch, "Sequence[int] | None"], "Future[pa.RecordBatch]"]
 
 
 @dataclass(frozen=True)
-class FedSource(DataSource):
+class MappedSource(DataSource):
     """A source whose rows are the results of a function.
 
     Attributes:
         name: Name of the data set.
         inner: The source of the rows before the function.
-        fed: The function, and where it runs.
+        spec: The function, and where it runs.
         result_schema: The schema of the function's results.
-        rank: The rank that sent this source to a process that is not a rank, such as a spawned worker of a DataLoader.
+        rank: The rank that sent this source to a process that is not a rank, such as a spawned worker of a DataLoader;
+            None in a rank.
     """
 
     name: str
     inner: DataSource
-    fed: Fed
+    spec: MappedSpec
     result_schema: pa.Schema
     rank: int | None = None
 
-    def __reduce__(self) -> tuple[type[FedSource], tuple[Any, ...]]:
-        return FedSource, (self.name, self.inner, self.fed, self.result_schema, self._rank())
+    def __reduce__(self) -> tuple[type[MappedSource], tuple[Any, ...]]:
+        return MappedSource, (self.name, self.inner, self.spec, self.result_schema, self._rank())
 
     def _rank(self) -> int:
         """Return the rank that reads these rows. In an elastic run, a process may get another rank."""
-        return who.rank() if self.rank is None or is_initialized() else self.rank
+        return basics.rank() if self.rank is None or is_initialized() else self.rank
 
     @property
     def schema(self) -> pa.Schema:
@@ -71,40 +72,40 @@ class FedSource(DataSource):
     def layout(self) -> int:
         return self.inner.layout
 
-    def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
-        return self.inner.sharding(batch_size, drop_last, self._inside(asked))
+    def sharding(self, batch_size: int, drop_last: bool, options: ReadOptions) -> Sharding:
+        return self.inner.sharding(batch_size, drop_last, self._inside(options))
 
-    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
-        inner = self.inner.open(self._inside(asked), TableForm())
-        return FedReader(self.name, inner, self.fed, asked, form, self._rank)
+    def open(self, options: ReadOptions, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        inner = self.inner.open(self._inside(options), TableForm())
+        return MappedReader(self.name, inner, self.spec, options, form, self._rank)
 
-    def _inside(self, asked: Asked) -> Asked:
-        return replace(asked, columns=self.fed.row_map.columns or tuple(self.inner.schema.names))
+    def _inside(self, options: ReadOptions) -> ReadOptions:
+        return replace(options, columns=self.spec.row_map.columns or tuple(self.inner.schema.names))
 
 
-class FedReader(Reader[BatchT]):
+class MappedReader(Reader[BatchT]):
     """Reads rows and yields the function's results in order, some requests ahead of the consumer."""
 
     def __init__(
         self,
         name: str,
         inner: Reader[pa.RecordBatch],
-        fed: Fed,
-        asked: Asked,
+        spec: MappedSpec,
+        options: ReadOptions,
         form: Form[Any, BatchT],
         rank: Callable[[], int],
     ) -> None:
-        self._name, self._inner, self._fed, self._asked, self._form = name, inner, fed, asked, form
+        self._name, self._inner, self._spec, self._options, self._form = name, inner, spec, options, form
         self._rank = rank
 
     def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         if not sizes:
             return
-        rows, most = sum(sizes), self._fed.row_map.rows_at_once
+        rows, most = sum(sizes), self._spec.row_map.rows_at_once
         source = self._inner.batches(epoch, share, [most] * (rows // most) + [rows % most] * (rows % most > 0))
         with ExitStack() as ends:
             ends.callback(source.close)
-            submit, in_flight = opened(self._name, self._fed, self._asked, ends)
+            submit, in_flight = opened(self._name, self._spec, self._options, ends)
             thread = ends.enter_context(ThreadPoolExecutor(1, "spark_hvd-reader"))
             requests: deque[Future[pa.RecordBatch]] = deque(maxlen=in_flight + 1)
             closed = threading.Event()
@@ -118,7 +119,7 @@ class FedReader(Reader[BatchT]):
 
             def start(item: tuple[int, pa.RecordBatch]) -> Callable[[], pa.RecordBatch]:
                 number, batch = item
-                draws = [self._asked.seed, epoch, self._rank(), number] if self._fed.row_map.random else None
+                draws = [self._options.seed, epoch, self._rank(), number] if self._spec.row_map.random else None
                 request = submit(batch, draws)
                 requests.append(request)
                 if closed.is_set():
@@ -135,18 +136,18 @@ class FedReader(Reader[BatchT]):
         self._inner.close()
 
 
-def opened(name: str, fed: Fed, asked: Asked, ends: ExitStack) -> tuple[Submit, int]:
-    """Return a callable that sends rows through the function, and how many requests to keep in flight."""
-    columns = asked.columns or None
-    if fed.feed is not None:
-        pool = pool_of(fed.feed)
+def opened(name: str, spec: MappedSpec, options: ReadOptions, ends: ExitStack) -> tuple[Submit, int]:
+    """Return a callable that applies the function to rows, and how many requests to keep in flight."""
+    columns = options.columns or None
+    if spec.feed is not None:
+        pool = pool_of(spec.feed)
         return (lambda rows, draws: pool.submit(name, rows, draws, columns)), pool.in_flight
-    fn, threads = pickle.loads(fed.row_map.code), asked.workers
+    fn, threads = pickle.loads(spec.row_map.code), options.workers
     executor = ends.enter_context(ThreadPoolExecutor(threads, "spark_hvd-map"))
     return (lambda rows, draws: executor.submit(apply, fn, rows, draws, columns)), threads
 
 
-def fed_source(name: str, inner: DataSource, fed: Fed) -> FedSource:
+def mapped_source(name: str, inner: DataSource, spec: MappedSpec) -> MappedSource:
     """Return the source of rows that go through a function. Collective.
 
     Rank 0 applies the function to its first row to learn which columns it makes.
@@ -156,23 +157,23 @@ def fed_source(name: str, inner: DataSource, fed: Fed) -> FedSource:
         Exception: What the function raises for the first row.
     """
     names = inner.schema.names
-    if missing := [column for column in fed.row_map.columns or () if column not in names]:
+    if missing := [column for column in spec.row_map.columns or () if column not in names]:
         raise DataError(
-            f"columns={listed(fed.row_map.columns or ())} of Mapped: data set {name!r} has no {listed(missing)}, but "
+            f"columns={listed(spec.row_map.columns or ())} of Mapped: data set {name!r} has no {listed(missing)}, but "
             f"has {listed(names)}"
         )
     schema = None
-    if who.rank() == 0:
-        asked = Asked(columns=(), workers=1)
-        source = FedSource(name, inner, fed, inner.schema)
-        sharding = source.sharding(1, False, asked)
-        if not inner.rows or not sharding.batches(Position(), 0, who.size()):
+    if basics.rank() == 0:
+        options = ReadOptions(columns=(), workers=1)
+        source = MappedSource(name, inner, spec, inner.schema)
+        sharding = source.sharding(1, False, options)
+        if not inner.rows or not sharding.batches(Position(), 0, basics.size()):
             from spark_hvd.data.loader import too_few
 
-            raise DataError(too_few(name, inner.rows, who.size()))
+            raise DataError(too_few(name, inner.rows, basics.size()))
         with (
-            closing(source.open(asked, TableForm())) as reader,
-            closing(reader.batches(0, sharding.share(Position(), 0, who.size()), [1])) as batches,
+            closing(source.open(options, TableForm())) as reader,
+            closing(reader.batches(0, sharding.share(Position(), 0, basics.size()), [1])) as batches,
         ):
             schema = next(batches).schema
-    return FedSource(name, inner, fed, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))
+    return MappedSource(name, inner, spec, broadcast_object(schema, 0, name=f"spark_hvd.made_of.{name}"))

@@ -20,7 +20,7 @@ class QueueLink(Protocol[Q]):
     def post(self, queue: Q) -> None:
         """Take the outbox now: a thread is about to wait."""
 
-    def look_later(self, queue: Q) -> None:
+    def check_later(self, queue: Q) -> None:
         """Check a call in shared memory soon, and then as often as the check says."""
 
     def join(self, queue: Q, counts: bool) -> None:

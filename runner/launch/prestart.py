@@ -1,4 +1,4 @@
-"""Starts the fork server before Spark's tasks ask for it, if this program can."""
+"""Starts the fork server early, before Spark's tasks ask for it, if this program can."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.collectives.pending.use import SlotUse
 from spark_hvd.transport.communicator import ReduceOp
-from spark_hvd.transport.host.looking import Fence, Spin
 from spark_hvd.transport.host.pipes import open_pipe
+from spark_hvd.transport.host.synchronization import AdaptiveSpin, Fence
 from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
 
 _MOST_RANKS = 16
@@ -117,14 +117,14 @@ class Slots:
         self._passes = range(1 if len(data) == 2 else 2)
         self._fence = Fence()
         self._published = Fence()
-        self._looking = threading.Lock()
+        self._fence_lock = threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._by_name: dict[str, Slot] = {}
         self._end = 0
         self.ids = 0
         """The numbers of the names that have a slot, as bits; the same on all ranks."""
-        self.spin = Spin(len(data))
-        """Polls for a moment before this rank sleeps."""
+        self.spin = AdaptiveSpin(len(data))
+        """Spins for a moment before this rank sleeps."""
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bells: list[int | None] = [None for _ in self._others]
         """Pipe that wakes each other rank; None: not opened yet."""
@@ -182,7 +182,7 @@ class Slots:
         """Return the slots of these numbers."""
         return [slot for id, slot in self._slots.items() if ids >> id & 1]
 
-    def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
+    def enter(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
         """Enter the next rounds of open slots.
 
         ``calls`` holds each slot once, with this rank's tensor for it. ``now`` is in seconds on the monotonic clock.
@@ -192,7 +192,7 @@ class Slots:
             with torch.no_grad():
                 self._copy_in([slot for slot, _ in contributing], [tensor for _, tensor in contributing])
         words = self._mine
-        self._published.publish()
+        self._published.release()
         words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
         for slot, _ in calls:
             slot.round += 1
@@ -244,7 +244,7 @@ class Slots:
             if waits:
                 return RoundState.WAITS
             # Also between the two passes: the second reads what was written before the values that the first has read.
-            self._published.look()
+            self._published.acquire()
         return RoundState.COMPLETE
 
     def ended(self, slots: Iterable[Slot]) -> int:
@@ -261,7 +261,7 @@ class Slots:
             if not 0 <= words[slot.word] - (slot.round << 2) not in (_TRIES, _WITHDRAWN):
                 break
             number += 1
-        self._published.look()
+        self._published.acquire()
         return number
 
     def results(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
@@ -359,7 +359,7 @@ class Slots:
 
     def _settled(self) -> None:
         """Make this rank's writes visible to all before it reads theirs."""
-        with self._looking:
+        with self._fence_lock:
             self._fence()
 
     def _wake(self, place: int, words: memoryview) -> None:

@@ -1,7 +1,7 @@
 """Validation in the background: the files by which ranks and driver communicate in the folder of the run.
 
-Rank 0 writes the checkpoint to validate, only the newest one. The driver starts a separate run that validates it, and
-writes the results. At the end, rank 0 asks for no more, and the driver announces that no validation is running.
+Rank 0 writes the newest checkpoint as a request. The driver starts a separate run that validates it, and writes the
+results. At the end, rank 0 requests the end, and the driver announces that no validation is running.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spark_hvd.store.errors import StoreError
 
 _RESULTS, _LAST = "validated.json", "validate.end"
 _NAME = re.compile(r"validate-(\d+)-(\d+)\.ckpt")
-_LOOK_EVERY, _SAY_AFTER = 0.2, 5.0
+_POLL_SECONDS, _NOTICE_SECONDS = 0.2, 5.0
 _PATIENCE = 60.0
 """Seconds for which ranks tolerate that they cannot read the results in the store."""
-BEAT, _SILENT = 60.0, 600.0
+HEARTBEAT_SECONDS, _SILENT = 60.0, 600.0
 """Seconds after which the driver writes its results again, and after which ranks stop waiting for it."""
 
 
-class Ticket(NamedTuple):
-    """A checkpoint to validate: its generation of ranks, and its epoch, from 1."""
+class ValidationRequest(NamedTuple):
+    """A request to validate a checkpoint: the generation of the ranks that wrote it, and its epoch, from 1."""
 
     generation: int
     epoch: int
@@ -42,8 +42,8 @@ class Ticket(NamedTuple):
         return f"validate-{self.generation}-{self.epoch}.ckpt"
 
     @classmethod
-    def of(cls, name: str) -> Ticket | None:
-        """Return the ticket whose checkpoint has this name; None if it is another kind of file."""
+    def of(cls, name: str) -> ValidationRequest | None:
+        """Return the request whose checkpoint has this name; None if it is another kind of file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(*map(int, found.groups()))
 
@@ -63,9 +63,9 @@ class Results:
     ended: bool = False
     at: float = field(default=0.0, compare=False)
 
-    def add(self, ticket: Ticket, means: Mapping[str, float]) -> None:
+    def add(self, request: ValidationRequest, means: Mapping[str, float]) -> None:
         """Add the result of a validation."""
-        self.epochs[ticket.epoch] = ticket.generation, dict(means)
+        self.epochs[request.epoch] = request.generation, dict(means)
 
     def of(self, history: History) -> dict[int, dict[str, float]]:
         """Return the results for the rows of a history, by epoch, in order.
@@ -87,8 +87,8 @@ def generation_of(row: Row) -> int:
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
-    """The folder of a run in its role for validation in the background; errors are those of the store."""
+class ValidationFolder:
+    """The files of background validation in the folder of a run; errors are those of the store."""
 
     store: Store
     run_id: str
@@ -99,10 +99,10 @@ class MeetingPlace:
         """The run's checkpoints, whose owner alone may write here."""
         return Checkpoints(self.store, self.run_id, self.fit)
 
-    def waiting(self) -> list[Ticket]:
-        """Return the waiting checkpoints, the oldest first."""
+    def waiting(self) -> list[ValidationRequest]:
+        """Return the waiting requests, the oldest first."""
         names = (path.rpartition("/")[2] for path in self.store.list(self.store.run_path(self.run_id)))
-        return sorted(ticket for name in names if (ticket := Ticket.of(name)) is not None)
+        return sorted(request for name in names if (request := ValidationRequest.of(name)) is not None)
 
     def results(self) -> Results:
         """Return the driver's results; empty before the first."""
@@ -118,18 +118,18 @@ class MeetingPlace:
         content = json.dumps({"epochs": results.epochs, "ended": results.ended, "at": time.time()})
         self.store.write_bytes(self._path(_RESULTS), content.encode())
 
-    def ask_for_no_more(self) -> None:
-        """Ask the driver to begin no further validation."""
+    def request_end(self) -> None:
+        """Request that the driver begin no further validation."""
         self.store.write_bytes(self._path(_LAST), b"")
 
     @property
-    def wants_no_more(self) -> bool:
-        """Whether ranks have asked for no more."""
+    def end_requested(self) -> bool:
+        """Whether ranks have requested the end."""
         return self.store.exists(self._path(_LAST))
 
     def clear(self, *, results: bool) -> None:
         """Delete the files; also ``results``, if they are in the history."""
-        names = [ticket.name for ticket in self.waiting()]
+        names = [request.name for request in self.waiting()]
         for name in (*names, _LAST, *([_RESULTS] if results else ())):
             if self.store.exists(self._path(name)):
                 self.store.delete(self._path(name))
@@ -138,34 +138,34 @@ class MeetingPlace:
         return self.store.checkpoint_path(self.run_id, name)
 
 
-class LateValidation:
+class ValidationClient:
     """A rank's side of validation in the background. All ranks make the same calls, so their histories stay equal.
 
-    If ``says`` is set, rank 0 prints what it waits for.
+    If ``verbose`` is set, rank 0 prints what it waits for.
     """
 
-    def __init__(self, place: MeetingPlace, says: bool) -> None:
-        self._place, self._says = place, says
+    def __init__(self, folder: ValidationFolder, verbose: bool) -> None:
+        self._folder, self._verbose = folder, verbose
         self._failing_since: float | None = None
         self._last_written: tuple[float, float] | None = None
         """When the driver last wrote, by its clock, and when this rank first saw it, by its own."""
 
     def begin(self) -> None:
         """Delete what an earlier fit of the run has left, on rank 0."""
-        self._place.clear(results=True)
+        self._folder.clear(results=True)
 
-    def ticket(self, epoch: int) -> Ticket:
-        """Return the ticket of the checkpoint after an epoch, from 1."""
-        return Ticket(hvd.generation(), epoch)
+    def request(self, epoch: int) -> ValidationRequest:
+        """Return the request of the checkpoint after an epoch, from 1."""
+        return ValidationRequest(hvd.generation(), epoch)
 
-    def superseded(self, ticket: Ticket) -> list[str]:
-        """Return the checkpoints that need no validation once this one exists."""
-        return [each.name for each in self._place.waiting() if each != ticket]
+    def superseded(self, request: ValidationRequest) -> list[str]:
+        """Return the names of the checkpoints that need no validation once this one exists."""
+        return [each.name for each in self._folder.waiting() if each != request]
 
     def end(self) -> None:
-        """Ask for no more validations; the ranks do the rest themselves."""
+        """Request the end: the ranks validate the rest themselves."""
         if hvd.rank() == 0:
-            self._place.ask_for_no_more()
+            self._folder.request_end()
 
     def collect(self, history: History, *, wait: bool) -> Iterator[Row]:
         """Yield each new result once, as a row, in the order of epochs.
@@ -173,9 +173,9 @@ class LateValidation:
         With ``wait``, wait for a running validation.
         """
         began = time.monotonic()
-        is_quiet = not self._says or hvd.rank() != 0
+        is_quiet = not self._verbose or hvd.rank() != 0
         while True:
-            results = on_rank_0(self._results, name="spark_hvd.late")
+            results = on_rank_0(self._results, name="spark_hvd.validation")
             for epoch, means in results.of(history).items():
                 row = next(row for row in history if row["epoch"] == epoch)
                 if means.keys() - row.keys():
@@ -183,15 +183,15 @@ class LateValidation:
                     yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return
-            if not is_quiet and time.monotonic() - began > _SAY_AFTER:
+            if not is_quiet and time.monotonic() - began > _NOTICE_SECONDS:
                 is_quiet = True
                 print("the last epoch is done; waiting for the validation in the background to end", flush=True)
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
 
     def _results(self) -> Results:
         try:
-            results = self._place.results()
-            self._place.owner.check_owner()  # its driver no longer writes for a fit that another one has replaced
+            results = self._folder.results()
+            self._folder.owner.check_owner()  # its driver no longer writes for a fit that another one has replaced
         except StoreError:  # as on HDFS while the driver replaces the file, which is empty for a moment
             if self._failing_since is None:
                 self._failing_since = time.monotonic()

@@ -11,81 +11,86 @@ from typing import Any
 import pytest
 
 from spark_hvd.estimators import EarlyStopping, History
-from spark_hvd.estimators.fit.beside import Beside, Order
+from spark_hvd.estimators.fit.background_validator import BackgroundValidator, ValidationScheduler
+from spark_hvd.estimators.training.background_validation import (
+    Results,
+    ValidationClient,
+    ValidationFolder,
+    ValidationRequest,
+)
 from spark_hvd.estimators.training.callbacks import _NewEntries
 from spark_hvd.estimators.training.history import monitored
-from spark_hvd.estimators.training.late import LateValidation, MeetingPlace, Results, Ticket
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
 
 
-def ticket(epoch: int, generation: int = 0) -> Ticket:
-    return Ticket(generation, epoch)
+def request(epoch: int, generation: int = 0) -> ValidationRequest:
+    return ValidationRequest(generation, epoch)
 
 
-def ended(order: Order, outcome: Any) -> str | None:
-    assert order.turn is not None
-    order.turn.outcome = outcome
-    return order.end()
+def ended(scheduler: ValidationScheduler, outcome: Any) -> str | None:
+    assert scheduler.run is not None
+    scheduler.run.outcome = outcome
+    return scheduler.end()
 
 
 def test_one_at_a_time_and_the_newest() -> None:
-    order = Order()
-    assert order.next([], False) is None
-    first = order.next([ticket(1)], False)
+    scheduler = ValidationScheduler()
+    assert scheduler.next([], False) is None
+    first = scheduler.next([request(1)], False)
     assert first is not None
-    order.starts(ticket(2))  # another checkpoint came before it had its slots
-    assert (first.ticket, order.next([ticket(5)], False)) == (ticket(2), None)
-    assert ended(order, (ticket(2), {"val_loss": 3.0})) is None
-    assert order.next([ticket(2)], False) is None, "not again"
-    second = order.next([ticket(5), ticket(1, generation=1)], False)
+    scheduler.starting(request(2))  # another checkpoint came before it had its slots
+    assert (first.request, scheduler.next([request(5)], False)) == (request(2), None)
+    assert ended(scheduler, (request(2), {"val_loss": 3.0})) is None
+    assert scheduler.next([request(2)], False) is None, "not again"
+    second = scheduler.next([request(5), request(1, generation=1)], False)
     assert second is not None
-    assert second.ticket == ticket(1, generation=1), "ranks were started again since"
-    assert ended(order, None) is None, "it found nothing"
-    assert order.results == Results({2: (0, {"val_loss": 3.0})})
+    assert second.request == request(1, generation=1), "ranks were started again since"
+    assert ended(scheduler, None) is None, "it found nothing"
+    assert scheduler.results == Results({2: (0, {"val_loss": 3.0})})
 
 
 def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
-    order = Order()
-    waiting = order.next([ticket(1)], False)
+    scheduler = ValidationScheduler()
+    waiting = scheduler.next([request(1)], False)
     assert waiting is not None
-    order.starts(ticket(1))  # other ranks may still hold the slots
-    order.next([ticket(1)], True)
+    scheduler.starting(request(1))  # other ranks may still hold the slots
+    scheduler.next([request(1)], True)
     assert waiting.stop.is_set()
-    ended(order, KeyboardInterrupt())
-    assert (order.next([ticket(1)], True), order.results.ended) == (None, True)
+    ended(scheduler, KeyboardInterrupt())
+    assert (scheduler.next([request(1)], True), scheduler.results.ended) == (None, True)
 
-    order = Order()
-    begun = order.next([ticket(1)], False)
+    scheduler = ValidationScheduler()
+    begun = scheduler.next([request(1)], False)
     assert begun is not None
-    order.starts(ticket(1))
-    order.runs()
-    order.next([ticket(2)], True)
-    assert (begun.stop.is_set(), order.results.ended) == (False, False)
-    ended(order, (ticket(1), {"val_loss": 1.0}))
-    order.next([ticket(2)], True)
-    assert order.results == Results({1: (0, {"val_loss": 1.0})}, ended=True)
+    scheduler.starting(request(1))
+    scheduler.running()
+    scheduler.next([request(2)], True)
+    assert (begun.stop.is_set(), scheduler.results.ended) == (False, False)
+    ended(scheduler, (request(1), {"val_loss": 1.0}))
+    scheduler.next([request(2)], True)
+    assert scheduler.results == Results({1: (0, {"val_loss": 1.0})}, ended=True)
 
 
 def test_one_that_fails_is_told_and_not_tried_again() -> None:
-    order = Order()
-    order.next([ticket(1)], False)
-    assert ended(order, ValueError("no such metric")) == "ValueError: no such metric"
-    assert order.next([ticket(1)], False) is None
-    assert order.next([ticket(2)], False) is not None
-    assert order.results.best("val_loss", 1.0, History([{"epoch": 1}])) is None
+    scheduler = ValidationScheduler()
+    scheduler.next([request(1)], False)
+    assert ended(scheduler, ValueError("no such metric")) == "ValueError: no such metric"
+    assert scheduler.next([request(1)], False) is None
+    assert scheduler.next([request(2)], False) is not None
+    assert scheduler.results.best("val_loss", 1.0, History([{"epoch": 1}])) is None
 
 
 def test_ranks_take_what_belongs_to_their_weights() -> None:
     history = History([{"epoch": 1}, {"epoch": 2, "restarts": 1}, {"epoch": 3, "restarts": 1}])
     results = Results()
     for epoch, generation in ((3, 0), (1, 0), (2, 1), (4, 0)):
-        results.add(ticket(epoch, generation), {"val_loss": float(epoch)})
+        results.add(request(epoch, generation), {"val_loss": float(epoch)})
     # Restarted after epoch 1: the third was trained again, and the old result belongs to other weights.
     assert list(results.of(history)) == [1, 2]
     assert results.best("val_loss", -1.0, history) == -2.0
-    results.add(ticket(3, 1), {"val_loss": 0.5})
+    results.add(request(3, 1), {"val_loss": 0.5})
     assert results.of(history) == {1: {"val_loss": 1.0}, 2: {"val_loss": 2.0}, 3: {"val_loss": 0.5}}
     assert results.best("val_loss", 1.0, history) == 0.5
 
@@ -95,24 +100,25 @@ def test_ranks_bear_a_store_that_fails_for_a_moment_and_a_driver_that_is_silent(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(
-        "spark_hvd.estimators.training.late.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+        "spark_hvd.estimators.training.background_validation.time",
+        SimpleNamespace(monotonic=lambda: now, time=time.time),
     )
-    place = MeetingPlace(Store.create(tmp_path), "run")
-    ranks = LateValidation(place, says=True)
-    place.publish(Results({1: (0, {"val_loss": 1.0})}))
+    folder = ValidationFolder(Store.create(tmp_path), "run")
+    ranks = ValidationClient(folder, verbose=True)
+    folder.publish(Results({1: (0, {"val_loss": 1.0})}))
     assert ranks._results().epochs == {1: (0, {"val_loss": 1.0})}
 
-    def fails(place: MeetingPlace) -> Results:
+    def fails(folder: ValidationFolder) -> Results:
         raise StoreError("no content")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MeetingPlace, "results", fails)
+        patch.setattr(ValidationFolder, "results", fails)
         assert ranks._results() == Results()
         now = 61.0
         with pytest.raises(StoreError, match="no content"):
             ranks._results()
     now = 500.0
-    place.publish(Results())  # the same as before, but sent again
+    folder.publish(Results())  # the same as before, but sent again
     assert not ranks._results().ended
     now = 1000.0
     assert not ranks._results().ended
@@ -125,35 +131,35 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store.create(tmp_path)
-    place, go = MeetingPlace(store, "run", "this"), threading.Event()
+    folder, go = ValidationFolder(store, "run", "this"), threading.Event()
 
     def leave(epoch: int) -> None:
-        store.write_bytes(store.checkpoint_path("run", ticket(epoch).name), b"weights")
+        store.write_bytes(store.checkpoint_path("run", request(epoch).name), b"weights")
 
-    def validate(results: Results, begun: Any) -> tuple[Ticket, dict[str, float]]:
+    def validate(results: Results, begun: Any) -> tuple[ValidationRequest, dict[str, float]]:
         begun.start({})
         go.wait(60)
-        newest = place.waiting()[-1]
+        newest = folder.waiting()[-1]
         return newest, {"val_loss": float(newest.epoch)}
 
     leave(9)  # left by a driver that was killed
-    place.publish(Results({1: (0, {"val_loss": 7.0}), 4: (0, {"val_loss": 4.0})}, ended=True))
+    folder.publish(Results({1: (0, {"val_loss": 7.0}), 4: (0, {"val_loss": 4.0})}, ended=True))
     rows = History([{"epoch": 1, "loss": 1.0}])
-    with Beside(place, validate, rows, lambda fn: fn):
-        LateValidation(place, says=False).begin()
-        assert place.results() == Results()
-        place.owner.claim()
-        wait_until(lambda: bool(place.results().epochs))
-        assert place.results() == Results({1: (0, {"val_loss": 7.0})}), "of epochs that the history has"
+    with BackgroundValidator(folder, validate, rows, lambda fn: fn):
+        ValidationClient(folder, verbose=False).begin()
+        assert folder.results() == Results()
+        folder.owner.claim()
+        wait_until(lambda: bool(folder.results().epochs))
+        assert folder.results() == Results({1: (0, {"val_loss": 7.0})}), "of epochs that the history has"
         leave(2)
         wait_until(lambda: threading.active_count() and any("validate" in t.name for t in threading.enumerate()))
         monkeypatch.setattr(Store, "write_bytes", lambda *_: (_ for _ in ()).throw(store_error()))
         go.set()
         wait_until(lambda: "it is tried again" in caplog.text)
         monkeypatch.undo()
-        wait_until(lambda: 2 in place.results().epochs)
-        place.ask_for_no_more()
-        wait_until(lambda: place.results().ended)
+        wait_until(lambda: 2 in folder.results().epochs)
+        folder.request_end()
+        wait_until(lambda: folder.results().ended)
     assert [path.name for path in Path(store.run_path("run")).iterdir()] == ["owner"]
     assert not [t for t in threading.enumerate() if "spark_hvd-valid" in t.name]
 
@@ -162,7 +168,7 @@ def test_the_driver_tries_again_what_a_store_did_not_take(
 def test_the_driver_leaves_another_fits_files_alone(tmp_path: Path, other: str) -> None:
     """The other one trains while this fit waits for slots, or has begun after it."""
     store = Store.create(tmp_path)
-    this, theirs = (MeetingPlace(store, "run", fit) for fit in ("this", other))
+    this, theirs = (ValidationFolder(store, "run", fit) for fit in ("this", other))
 
     def validate(results: Results, begun: Any) -> None:
         raise AssertionError("it validated another fit's checkpoint")
@@ -170,14 +176,14 @@ def test_the_driver_leaves_another_fits_files_alone(tmp_path: Path, other: str) 
     if other == "next":
         this.owner.claim()
     theirs.owner.claim()
-    store.write_bytes(store.checkpoint_path("run", ticket(2).name), b"weights")
+    store.write_bytes(store.checkpoint_path("run", request(2).name), b"weights")
     theirs.publish(Results({1: (0, {"val_loss": 7.0})}))
-    theirs.ask_for_no_more()
+    theirs.request_end()
     before = theirs.results()
-    with Beside(this, validate, History(), lambda fn: fn):
+    with BackgroundValidator(this, validate, History(), lambda fn: fn):
         pass
-    Beside(this, validate, History(), lambda fn: fn)._look()
-    assert (theirs.results(), theirs.waiting(), theirs.wants_no_more) == (before, [ticket(2)], True)
+    BackgroundValidator(this, validate, History(), lambda fn: fn)._look()
+    assert (theirs.results(), theirs.waiting(), theirs.end_requested) == (before, [request(2)], True)
     assert theirs.results().at == before.at
 
 
@@ -207,7 +213,7 @@ def test_early_stopping_counts_what_it_knows_and_says_how_late() -> None:
 
 def test_what_comes_late_is_known_beforehand() -> None:
     row = {"epoch": 1, "loss": 1.0, "accuracy": 0.5, "lr": 0.1}
-    assert [monitored(row, name, late=True) for name in (None, "val_accuracy", "loss")] == [
+    assert [monitored(row, name, in_background=True) for name in (None, "val_accuracy", "loss")] == [
         "val_loss",
         "val_accuracy",
         "loss",
@@ -216,7 +222,7 @@ def test_what_comes_late_is_known_beforehand() -> None:
     with pytest.raises(
         ValueError, match=r"monitor='val_lr': expected one of \['accuracy', 'epoch', 'loss', 'lr', 'val_ac"
     ):
-        monitored(row, "val_lr", late=True)
+        monitored(row, "val_lr", in_background=True)
 
 
 def test_what_is_logged_of_a_history_comes_once_and_in_order() -> None:

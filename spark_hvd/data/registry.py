@@ -1,4 +1,4 @@
-"""The data sets that a rank received with its order, by their names in ``data=``."""
+"""The registry of the data sets that a rank has received, by their names in ``data=``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from spark_hvd.world.words import nearest
 if TYPE_CHECKING:
     from spark_hvd.data.shard import DatasetShard
 
-_handed: dict[str, bytes] = {}
+_sources: dict[str, bytes] = {}
 
 
-def hand(sources: Mapping[str, bytes]) -> None:
-    """Keep the sources of this rank's data sets, by name. They stay pickled, as few ranks read all of them."""
-    _handed.clear()
-    _handed.update(sources)
+def register(sources: Mapping[str, bytes]) -> None:
+    """Register the pickled sources of this rank's data sets, by name, instead of earlier ones.
+
+    They stay pickled until they are read, as few ranks read all of them.
+    """
+    _sources.clear()
+    _sources.update(sources)
 
 
 def source_of(name: str) -> Any:
@@ -26,13 +29,13 @@ def source_of(name: str) -> Any:
     Raises:
         DataError: There is no data set of this name. The message lists those that exist.
     """
-    if name in _handed:
-        return pickle.loads(_handed[name])
+    if name in _sources:
+        return pickle.loads(_sources[name])
     from spark_hvd.data.readers.errors import DataError
 
-    known = f"this run has {', '.join(map(repr, _handed))}" if _handed else "this run was given none"
+    known = f"this run has {', '.join(map(repr, _sources))}" if _sources else "this run was given none"
     raise DataError(
-        f"no data set {name!r}: {known}.{nearest(name, _handed)} Data sets are named where ranks are started: "
+        f"no data set {name!r}: {known}.{nearest(name, _sources)} Data sets are named where ranks are started: "
         f"spark_hvd.run(fn, data={{{name!r}: df}})"
     )
 

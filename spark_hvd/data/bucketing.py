@@ -1,8 +1,8 @@
 """The order of a DataFrame's rows in an epoch, and the rank of each row. Pure functions of numbers.
 
-Every row belongs to one of :data:`UNITS` units. The concatenated units are cut into one share per rank; shares
-differ by one row at most. Each epoch has its own order of the units. So the order of an epoch depends neither on the
-order in which rows arrive nor on the number of ranks.
+A hash of its number puts every row into one of :data:`BUCKETS` buckets, as Spark's bucketing does. The concatenated
+buckets are cut into one share per rank; shares differ by one row at most. Each epoch has its own order of the buckets.
+So the order of an epoch depends neither on the order in which rows arrive nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import numpy as np
 
 from spark_hvd.data.readers.sharding import Ints, stretches
 
-UNITS = 4096
+BUCKETS = 4096
+"""Number of hash buckets of a data set; they have nothing to do with the buckets of gradients."""
 STRIDE = 2531
-"""Step between the units of consecutive rows: odd, and the golden section of UNITS, so that few rows spread evenly."""
+"""Step between the buckets of consecutive rows: odd and the golden section of BUCKETS, which spreads even few rows."""
 
-UNIT, ID, SOURCE = "__unit", "__id", "__source"
+BUCKET, ID, SOURCE = "__bucket", "__id", "__source"
 """The columns that Spark passes to tasks besides :func:`struct_of`. SOURCE is the number of the row's data set."""
 
 ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; higher bits number partitions."""
 
 Piece = tuple[int, int, int, int]
-"""A range of rows of a unit: the unit, the first row, how many rows from there on are done, and how many there are.
+"""A range of rows of a bucket: the bucket, the first row, how many rows from there on are done, and how many there are.
 
-The rows of a unit are counted in the unit's order, which differs in each epoch.
+The rows of a bucket are counted in the bucket's order, which differs in each epoch.
 """
 
 Seed = tuple[int, int]
@@ -39,91 +40,91 @@ def struct_of(source: int) -> str:
     return f"__row{source}"
 
 
-OURS = {UNIT, ID, SOURCE, struct_of(0)}
+OURS = {BUCKET, ID, SOURCE, struct_of(0)}
 """Reserved names, which no user's column may have."""
 
 
 class Owned(NamedTuple):
-    """The rows of the units that a rank takes in every epoch, in ascending order; none is empty.
+    """The rows of the buckets that a rank takes in every epoch, in ascending order; none is empty.
 
     Attributes:
-        units: The numbers of the units.
-        firsts: The first row of each unit that the rank takes, in the order of the epoch.
+        buckets: The numbers of the buckets.
+        firsts: The first row of each bucket that the rank takes, in the order of the epoch.
         lengths: The number of rows that it takes from there on.
     """
 
-    units: Ints
+    buckets: Ints
     firsts: Ints
     lengths: Ints
 
 
 def owned_by(part: int, parts: int, counts: Ints) -> Owned:
-    """Return the share of one of ``parts`` ranks in units with these numbers of rows; ranks differ by at most one row.
+    """Return the share of one of ``parts`` ranks in buckets with these numbers of rows; shares differ by a row at most.
 
-    Two ranks share the units at the border between them: one takes the first rows, the other takes the last ones.
+    Two ranks share the buckets at the border between them: one takes the first rows, the other takes the last ones.
     """
     ends = np.cumsum(counts)
     each, more = divmod(int(ends[-1]), parts)
     low, high = part * each + min(part, more), (part + 1) * each + min(part + 1, more)
     firsts, stops = (np.clip(edge - (ends - counts), 0, counts) for edge in (low, high))
-    units = np.flatnonzero(firsts < stops)
-    return Owned(units, firsts[units], (stops - firsts)[units])
+    buckets = np.flatnonzero(firsts < stops)
+    return Owned(buckets, firsts[buckets], (stops - firsts)[buckets])
 
 
-def units_of(part: int, parts: int) -> range:
-    """Return the units whose rows Spark brings to one of ``parts`` ranks."""
-    return range(-(-part * UNITS // parts), -(-(part + 1) * UNITS // parts))
+def buckets_of(part: int, parts: int) -> range:
+    """Return the buckets whose rows Spark brings to one of ``parts`` ranks."""
+    return range(-(-part * BUCKETS // parts), -(-(part + 1) * BUCKETS // parts))
 
 
 class Move(NamedTuple):
-    """Rows of a unit that one rank sends to another.
+    """Rows of a bucket that one rank sends to another.
 
     ``first`` is the number of the first one, in the order of the DataFrame.
     """
 
     source: int
     target: int
-    unit: int
+    bucket: int
     first: int
     rows: int
 
 
 def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[range], most: int) -> Iterator[list[Move]]:
-    """Yield, in rounds, the rows that ranks send each other: units that Spark brought to the neighbouring task.
+    """Yield, in rounds, the rows that ranks send each other: buckets that Spark brought to the neighbouring task.
 
     Spark places rows before they are counted, so tasks have unequal shares. Once all ranks know the number of rows of
-    each unit, each can work out which rank lacks which rows.
+    each bucket, each can work out which rank lacks which rows.
 
-    A unit is sent whole, because each epoch draws anew which ranks take which of its rows.
+    A bucket is sent whole, because which ranks take which of its rows differs in each epoch.
 
     Args:
-        weights: The number of rows or windows of each unit, whichever are shared equally.
-        rows: The number of rows of each unit.
+        weights: The number of rows or windows of each bucket, whichever are shared equally.
+        rows: The number of rows of each bucket.
         parts: The part of each rank. Ranks and parts are numbered differently.
-        held: The units whose rows each rank can read.
+        held: The buckets whose rows each rank can read.
         most: Maximum number of rows that a rank sends to another in a round.
     """
     size, has = len(parts), {part: rank for rank, part in enumerate(parts)}
     pending: dict[tuple[int, int], list[Move]] = {}
     for target, part in enumerate(parts):
-        for unit in owned_by(part, size, weights).units.tolist():
-            if unit in held[target]:
+        for bucket in owned_by(part, size, weights).buckets.tolist():
+            if bucket in held[target]:
                 continue
-            source = has[unit * size // UNITS]
+            source = has[bucket * size // BUCKETS]
             of_pair = pending.setdefault((source, target), [])
-            for first in range(0, int(rows[unit]), most):
-                of_pair.append(Move(source, target, unit, first, min(most, int(rows[unit]) - first)))
+            for first in range(0, int(rows[bucket]), most):
+                of_pair.append(Move(source, target, bucket, first, min(most, int(rows[bucket]) - first)))
     for number in range(max(map(len, pending.values()), default=0)):
         yield [moves[number] for moves in pending.values() if number < len(moves)]
 
 
 def order_of(seed: Seed | None) -> Ints:
-    """Return the units in the order of an epoch; ascending for None."""
-    return np.arange(UNITS) if seed is None else np.random.default_rng(seed).permutation(UNITS)
+    """Return the buckets in the order of an epoch; ascending for None."""
+    return np.arange(BUCKETS) if seed is None else np.random.default_rng(seed).permutation(BUCKETS)
 
 
 def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return the keys that order the rows of a unit, all different; without a seed, the ids themselves."""
+    """Return the keys that order the rows of a bucket, all different; without a seed, the ids themselves."""
     if seed is None:
         return ids
     keys = ids.view(np.uint64) ^ np.random.default_rng(seed).integers(1 << 64, dtype=np.uint64, endpoint=False)
@@ -134,8 +135,8 @@ def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.
     return keys
 
 
-def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed: Seed | None) -> Ints:
-    """Return the order of rows: by the places of their units, and within each unit by :func:`keys_of`.
+def order_in_buckets(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed: Seed | None) -> Ints:
+    """Return the order of rows: by the places of their buckets, and within each bucket by :func:`keys_of`.
 
     One integer per row holds its place, as many bits of its key as fit, and its own number. Sorting these takes a third
     of the time of an argsort.
@@ -179,11 +180,11 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-    """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated units.
+    """Return the order in which a rank takes the rest of a window, as row numbers in its concatenated buckets.
 
-    The rows of a unit keep their order, mixed with those of the other units. The order depends only on lengths, so
-    every rank knows how far another is in its units, and finished rows do not change the order of the rest. ``pieces``
-    and ``number`` are those of the window. Without a seed, units come one after the other.
+    The rows of a bucket keep their order, mixed with those of the other buckets. The order depends only on lengths, so
+    every rank knows how far another is in its buckets, and finished rows do not change the order of the rest.
+    ``pieces`` and ``number`` are those of the window. Without a seed, buckets come one after the other.
     """
     _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))

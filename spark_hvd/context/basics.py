@@ -7,8 +7,8 @@ import importlib.util
 import torch
 import torch.distributed as dist
 
-from spark_hvd.context import standing
-from spark_hvd.context.standing import current, in_world, place
+from spark_hvd.context import global_state
+from spark_hvd.context.global_state import current, in_world, rank_info
 from spark_hvd.transport.distributed import MPI_BACKEND
 
 __all__ = [
@@ -35,38 +35,38 @@ __all__ = [
 
 def rank() -> int:
     """Return this process's rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
-    return place().rank
+    return rank_info().rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return place().size
+    return rank_info().size
 
 
 def local_rank() -> int:
     """Return this rank's position among the ranks of its host; commonly the number of its GPU."""
-    return place().local_rank
+    return rank_info().local_rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this rank's host."""
-    return place().local_size
+    return rank_info().local_size
 
 
 def cross_rank() -> int:
     """Return the position of this rank's host among the hosts that have a rank with the same local rank."""
-    return place().cross_rank
+    return rank_info().cross_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank with the same local rank as this one."""
-    return place().cross_size
+    return rank_info().cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether every host has the same number of ranks."""
     if not in_world():
-        return place().local_size * place().cross_size == place().size
+        return rank_info().local_size * rank_info().cross_size == rank_info().size
     return current().layout.is_homogeneous
 
 
@@ -75,7 +75,7 @@ def generation() -> int:
 
     It starts at 0, and is the same on all ranks of a world.
     """
-    return standing.generation()
+    return global_state.generation()
 
 
 def mpi_threads_supported() -> bool:

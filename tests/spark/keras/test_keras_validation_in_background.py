@@ -12,7 +12,7 @@ import pytest
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import LocalBackend, Store
-from spark_hvd.estimators.training.late import MeetingPlace
+from spark_hvd.estimators.training.background_validation import ValidationFolder
 from tests.conftest import wait_until
 from tests.spark.estimator_support import means
 from tests.spark.keras.support import estimator, keras, net
@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
 
-def hearing(place: MeetingPlace, path: Path) -> Any:
+def hearing(folder: ValidationFolder, path: Path) -> Any:
     """A callback that begins an epoch when the one before has been validated, and writes down what it hears of them.
 
     It loads other weights on one rank before the training, and looks whether ranks have the same after each epoch.
@@ -38,7 +38,7 @@ def hearing(place: MeetingPlace, path: Path) -> Any:
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if hvd.rank() == 0:
-                wait_until(lambda: max(place.results().epochs, default=0) >= epoch, 300)
+                wait_until(lambda: max(folder.results().epochs, default=0) >= epoch, 300)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.heard.append(logs.get("val_loss"))
@@ -56,7 +56,7 @@ def test_a_history_is_as_if_ranks_had_validated(df: DataFrame, tmp_path: Path) -
     ordinary = estimator(net(), **settings, store=Store.create(tmp_path / "one")).fit(df)
     store, path = Store.create(tmp_path / "two"), tmp_path / "heard.json"
     settings |= {"store": store, "run_id": "late", "validation_in_background": True}
-    late = estimator(net(), **settings, callbacks=[hearing(MeetingPlace(store, "late"), path)]).fit(df)
+    late = estimator(net(), **settings, callbacks=[hearing(ValidationFolder(store, "late"), path)]).fit(df)
     history = late.getHistory()
     for row, wanted in zip(history, ordinary.getHistory(), strict=True):
         assert means(row) == pytest.approx(means(wanted), rel=1e-6)
@@ -71,11 +71,11 @@ def test_early_stopping_hears_of_an_earlier_epoch(
     df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store, path = Store.create(tmp_path), tmp_path / "heard.json"
-    place = MeetingPlace(store, "worse")
+    folder = ValidationFolder(store, "worse")
     settings: dict[str, Any] = {"validation": "held", "validation_in_background": True, "epochs": 9, "store": store}
     settings |= {"optimizer": keras.optimizers.SGD(0.0), "run_id": "worse", "backend": LocalBackend(2)}  # no better
     stopping = keras.callbacks.EarlyStopping("val_loss", patience=1)
-    history = estimator(net(), **settings, callbacks=[hearing(place, path), stopping]).fit(df).getHistory()
+    history = estimator(net(), **settings, callbacks=[hearing(folder, path), stopping]).fit(df).getHistory()
     assert len(history) == 3
     assert all("val_loss" in row for row in history), "ranks have validated the last one"
     assert json.loads(path.read_text()) == [None, history[0]["val_loss"], history[1]["val_loss"]]

@@ -1,18 +1,18 @@
-"""How often to ask MPI whether an operation has ended: without pause while bytes move, ever less often otherwise."""
+"""How often to poll MPI for the end of an operation: without pause while bytes move, with growing pauses otherwise."""
 
 from __future__ import annotations
 
 _MOVED_SECONDS = 4e-6
 """A call that finds nothing to do takes a tenth of this; a longer one has copied something."""
 _SPIN_SECONDS = 3e-4
-"""How long to ask without pause; with less, a sleep would slow down small collectives."""
+"""How long to poll without pause; with less, a sleep would slow down small collectives."""
 _FIRST_PAUSE = 2e-5
 _LAST_PAUSE = 1e-3
 _GROWTH = 1.05
 """Growth of the pauses, from the first to the last in about 20 ms: a peer that late is usually much later."""
 
 
-class PollingPace:
+class PollingBackoff:
     """Decides how long a polling thread pauses between two polls.
 
     For ``patience`` seconds without progress it polls without a pause.

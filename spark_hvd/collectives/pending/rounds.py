@@ -1,12 +1,12 @@
-"""Calls of known names in memory that the ranks of one host share: begins them, waits for them, or moves them.
+"""Calls of known names in memory that the ranks of one host share, without messages.
 
 Each known name has a slot in that memory, and each call of the name is a round of its slot; `slots` has the protocol. A
-call is begun, then published (copied into the memory, together with other calls of the same moment), and ends once all
-ranks have entered its round.
+call is begun, then published: it is copied into the memory, together with other calls of the same moment. It ends once
+all ranks have entered its round.
 
-A call waits in memory for a moment only. Then this rank withdraws it, and it moves to the coordinator, which knows
-which ranks are missing, have joined or are gone, and which has the other ranks move that name too. So slow calls are
-reported, and fail, as if there were no such memory.
+A call waits in memory for a moment only. Then this rank withdraws it and passes it to the coordinator, which knows
+which ranks are missing, have joined or are gone. The coordinator then takes over the other ranks' calls of that name,
+too. So slow calls are reported, and fail, as if there were no such memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from spark_hvd.collectives.underway.slots import RoundState, Slot, Slots
-from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.collectives.pending.slots import RoundState, Slot, Slots
+from spark_hvd.collectives.pending.use import SlotUse
 
 _SLEEP_SECONDS = 0.01
 """How long to sleep before checking again, in case nobody wakes this rank."""
@@ -69,7 +69,7 @@ class RoundsOwner(Protocol[C_in]):
         """Pass the call of a handle to the coordinator."""
 
     def watch(self) -> None:
-        """Call :meth:`MemoryRounds.look` in :data:`MEMORY_SECONDS`, and then as often as it says: a call has begun."""
+        """Call :meth:`MemoryRounds.check` in :data:`MEMORY_SECONDS`, and then as often as it says: a call has begun."""
 
 
 class MemoryRounds(Generic[C]):
@@ -83,11 +83,11 @@ class MemoryRounds(Generic[C]):
         self._lock = lock
         self._owner = owner
         self._unpublished: list[tuple[Slot, C]] = []
-        self._under_way: dict[Slot, C] = {}
+        self._in_flight: dict[Slot, C] = {}
         """The published calls, in their order."""
         self._watched = False
-        """Whether the engine's thread will call :meth:`look` again."""
-        self._published_since_look = False
+        """Whether the engine's thread will call :meth:`check` again."""
+        self._published_since_check = False
 
     @property
     def ids(self) -> int:
@@ -111,9 +111,9 @@ class MemoryRounds(Generic[C]):
                 self.slots.has_run(ids)
 
     @property
-    def under_way(self) -> list[C]:
+    def in_flight(self) -> list[C]:
         """The calls that are in memory."""
-        return [*self._under_way.values()]
+        return [*self._in_flight.values()]
 
     def last(self, place: int) -> tuple[float, str] | None:
         """Return when a rank made its latest call in memory, on the monotonic clock, and that call's name."""
@@ -136,7 +136,7 @@ class MemoryRounds(Generic[C]):
         return len(unpublished) == 1
 
     def publish(self) -> None:
-        """Show the other ranks the calls of the last moment."""
+        """Publish the calls of the last moment to the other ranks."""
         if self._unpublished:  # read without the lock, to save taking it; _publish looks again
             with self._lock:
                 self._publish()
@@ -147,14 +147,14 @@ class MemoryRounds(Generic[C]):
         if not calls:
             return
         self._unpublished = []
-        self.slots.come([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
-        self._under_way.update(calls)
-        self._published_since_look = True
+        self.slots.enter([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
+        self._in_flight.update(calls)
+        self._published_since_check = True
         if not self._watched:
             self._watched = True
             self._owner.watch()
 
-    def meet(self, handle: C, timeout: float | None) -> None:
+    def wait_for(self, handle: C, timeout: float | None) -> None:
         """Wait for the end of a call, or move it to the coordinator. A timeout of 0 only checks."""
         self.publish()
         slot = handle.slot
@@ -167,8 +167,8 @@ class MemoryRounds(Generic[C]):
         with self._lock:
             self._settle(handle, withdraw=late)
             # As a rule, the following calls are waited for next, and ending them together costs less.
-            if handle.done and (ended := self.slots.ended(self._under_way)):
-                self._end(list(itertools.islice(self._under_way.items(), ended)))
+            if handle.done and (ended := self.slots.ended(self._in_flight)):
+                self._end(list(itertools.islice(self._in_flight.items(), ended)))
 
     def _waited(self, handle: C, slot: Slot, limit: float) -> bool:
         """Wait for the end of a round; return whether it has ended."""
@@ -177,7 +177,7 @@ class MemoryRounds(Generic[C]):
         def ended() -> bool:
             return slot.handle is not handle or handle.done or slots.state(slot) is not RoundState.WAITS
 
-        if limit and slots.spin.sees(ended):
+        if limit and slots.spin.until(ended):
             return True
         while not ended():
             left = until - time.monotonic()
@@ -199,8 +199,8 @@ class MemoryRounds(Generic[C]):
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
-    def look(self) -> float | None:
-        """Move calls that have waited for long to the coordinator, even if no thread waits for them here.
+    def check(self) -> float | None:
+        """Move calls that have waited long to the coordinator, even if no thread waits for them here.
 
         Returns:
             Seconds until the next check; None: not before :meth:`RoundsOwner.watch`.
@@ -208,32 +208,32 @@ class MemoryRounds(Generic[C]):
         with self._lock:
             self._publish()
             before = time.monotonic() - MEMORY_SECONDS
-            for handle in list(self._under_way.values()):
+            for handle in list(self._in_flight.values()):
                 if handle.since > before:
                     break  # the following calls are younger still
                 self._settle(handle, withdraw=True)
-            # Go on for one more look after the last call, so that a busy queue does not start the watch at each call.
-            self._watched = self._published_since_look or bool(self._under_way)
-            self._published_since_look = False
+            # Check once more after the last call, so that a busy queue does not start the watch at each call.
+            self._watched = self._published_since_check or bool(self._in_flight)
+            self._published_since_check = False
             return MEMORY_SECONDS if self._watched else None
 
     def recall(self, ids: int) -> None:
         """Move these names' unfinished and next calls to the coordinator; under the lock."""
         self._publish()
         for slot in self.slots.numbered(ids) if ids & self.ids else ():
-            handle = self._under_way.get(slot)
+            handle = self._in_flight.get(slot)
             if handle is not None:
                 self._settle(handle, withdraw=True)
             if slot.handle is None:
                 self.slots.close(slot)
 
-    def gone(self) -> None:
-        """Begin nothing more: end the rounds that all ranks have entered, and drop the rest; under the lock."""
-        for handle in list(self._under_way.values()):
+    def abandon(self) -> None:
+        """Begin nothing more. End the rounds that all ranks have entered, and drop the rest; under the lock."""
+        for handle in list(self._in_flight.values()):
             self._settle(handle, withdraw=False)
-        for slot, handle in [*self._under_way.items(), *self._unpublished]:
+        for slot, handle in [*self._in_flight.items(), *self._unpublished]:
             slot.handle = handle.slot = None
-        self._under_way.clear()
+        self._in_flight.clear()
         self._unpublished.clear()
 
     # ---- both, under the lock -------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class MemoryRounds(Generic[C]):
             if not withdrawn:
                 self.slots.leave(slot)
             slot.handle = handle.slot = None
-            del self._under_way[slot]
+            del self._in_flight[slot]
             self._owner.withdrawn(handle)
 
     def _end(self, calls: list[tuple[Slot, C]], *, kept: bool = True) -> None:
@@ -266,10 +266,10 @@ class MemoryRounds(Generic[C]):
                     self._end([call], kept=False)
                 return
             error = caught
-        under_way = self._under_way
+        in_flight = self._in_flight
         for slot, handle in calls:
             slot.handle = handle.slot = None
-            del under_way[slot]
+            del in_flight[slot]
             handle.complete(error=error)
         self._owner.forget([handle for _, handle in calls])
 

@@ -15,16 +15,15 @@ import struct
 
 import zmq
 
-_STRANGERS = 1000
-_ENOUGH = 1 << 16
-
+_MAX_EXTRA = 1000
+_MAX_DESCRIPTORS = 1 << 16
 
 SOCKETS = 24
 """Files that a ZeroMQ context with a few sockets opens at once. If it cannot open them, libzmq ends the process."""
 
 
-class Newcomers:
-    """Cuts the oldest silent connections if there are too many.
+class UnauthenticatedConnections:
+    """The connections over which no message has come yet; cuts the oldest if there are too many.
 
     ``listener`` must not be bound yet. ``expected`` is the number of legitimate connections, all of which may be silent
     for a moment. Only the socket's thread may use this object.
@@ -33,11 +32,11 @@ class Newcomers:
     def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:
         self._listener = listener
         self.events = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        """Readable when :meth:`look` should be called."""
-        self._most = expected + min(_STRANGERS, _descriptors() // 4)
+        """Readable when :meth:`process_events` should be called."""
+        self._most = expected + min(_MAX_EXTRA, _descriptors() // 4)
         self._silent: dict[int, None] = {}  # descriptors, the oldest first
 
-    def look(self) -> None:
+    def process_events(self) -> None:
         """Handle new and closed connections, and cut the oldest if there are too many."""
         while self.events.poll(0):
             # zmq_socket_monitor(3). pyzmq's own parser of these events would load asyncio.
@@ -51,7 +50,7 @@ class Newcomers:
             del self._silent[oldest]
             self._cut(oldest)
 
-    def heard(self, descriptor: int) -> None:
+    def authenticated(self, descriptor: int) -> None:
         """Note that a message has arrived over this connection, so the other end holds a key."""
         self._silent.pop(descriptor, None)
 
@@ -71,7 +70,7 @@ class Newcomers:
 def _descriptors() -> int:
     """Return this process's limit of descriptors, after raising it as far as allowed: a large run needs many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     try:

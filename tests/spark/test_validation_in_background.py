@@ -17,8 +17,8 @@ from torch import nn
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint import background
 from spark_hvd.estimators import Callback, CSVLogger, EarlyStopping, LocalBackend, Store, TrainState
+from spark_hvd.estimators.training.background_validation import ValidationFolder, ValidationRequest
 from spark_hvd.estimators.training.checkpoint import Checkpoints
-from spark_hvd.estimators.training.late import MeetingPlace, Ticket
 from spark_hvd.runner.stopping import stopped_by
 from tests.conftest import start_session, wait_until
 from tests.spark.estimator_support import estimator, frame, means, same
@@ -48,8 +48,8 @@ class Waits(Callback):
 
     def on_epoch_begin(self, state: TrainState) -> None:
         if state.rank == 0 and state.validation_in_background and state.epoch >= self.behind:
-            place = MeetingPlace(state.store, state.run_id)
-            wait_until(lambda: max(place.results().epochs, default=0) > state.epoch - self.behind, 300)
+            folder = ValidationFolder(state.store, state.run_id)
+            wait_until(lambda: max(folder.results().epochs, default=0) > state.epoch - self.behind, 300)
 
 
 class Held:
@@ -61,13 +61,13 @@ class Held:
         self.folder = folder
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        if beside():
+        if is_validating():
             (self.folder / "held").touch()
             wait_until(lambda: (self.folder / "go").exists(), 300)
         return (output - label).square().mean()
 
 
-def beside() -> bool:
+def is_validating() -> bool:
     """Return whether this rank validates while two others train."""
     return hvd.is_initialized() and hvd.size() == 1
 
@@ -118,8 +118,8 @@ class Lets(Callback):
             wait_until(lambda: (self.folder / "held").exists(), 120)
         if state.rank == 0 and state.epoch == state.epochs - 1:
             background.ended()
-            waiting = MeetingPlace(state.store, state.run_id).waiting()
-            (self.folder / "waiting").write_text(" ".join(ticket.name for ticket in waiting))
+            waiting = ValidationFolder(state.store, state.run_id).waiting()
+            (self.folder / "waiting").write_text(" ".join(request.name for request in waiting))
             (self.folder / "go").touch()
 
 
@@ -130,7 +130,7 @@ def test_a_training_does_not_wait_for_a_validation_that_is_slower(
     settings["store"] = Store.create(tmp_path / "store")
     fitted = estimator(**settings, validation="held", progress="off", validation_in_background=True).fit(df)
     assert [row["epoch"] for row in fitted.getHistory() if "val_loss" in row] == [1, 6]
-    assert (tmp_path / "waiting").read_text() == Ticket(0, 5).name, "one, the newest"
+    assert (tmp_path / "waiting").read_text() == ValidationRequest(0, 5).name, "one, the newest"
     out = capfd.readouterr().out
     lines = [line for line in out.splitlines() if "val_held" in line]
     assert ["validated in the background" in line for line in lines] == [True, False], lines
@@ -188,7 +188,7 @@ class Dies:
         self.folder = folder
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        if beside():
+        if is_validating():
             (self.folder / str(os.getpid())).touch()
             if len(list(self.folder.iterdir())) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The order for a rank's process, sent as the header of its first frame."""
+"""The specification of a rank, sent to its process as the header of the first frame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_hvd.world.ports import PortRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOrder:
+class RankSpec:
     """The settings that a rank needs before it runs the user's function.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankOrder:
         return {**asdict(self), "secret": self.secret.hex(), "data": data}
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> RankOrder:
+    def from_message(cls, message: Mapping[str, Any]) -> RankSpec:
         """Invert :meth:`to_message`."""
         made = {
             "me": RankInfo(**message["me"]),

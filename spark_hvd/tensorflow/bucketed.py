@@ -10,16 +10,16 @@ import tensorflow as tf
 import torch
 
 from spark_hvd.tensorflow.tensors import through
-from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
+from spark_hvd.torch.optimizer.recipe import ExternalGradients, Recipe, placeholder
 
 
 def reduced(
-    handed: HandedGradients, places: Sequence[int], gradients: Sequence[Any], *, for_the_step: bool
+    external: ExternalGradients, places: Sequence[int], gradients: Sequence[Any], *, for_the_step: bool
 ) -> list[Any]:
     """Return the gradients of all ranks, as one operation of a graph or eagerly; None for those missing on this rank.
 
     ``gradients`` are this rank's, None where it has none; IndexedSlices are made dense. ``places`` lists the parameters
-    of ``handed`` to which they belong. Gradients ``for_the_step`` are used before the next ones arrive, and need no
+    of ``external`` to which they belong. Gradients ``for_the_step`` are used before the next ones arrive, and need no
     memory of their own.
     """
     present = [place for place, gradient in enumerate(gradients) if gradient is not None]
@@ -27,11 +27,11 @@ def reduced(
     parameters = [places[place] for place in present]
 
     def exchanged(*values: torch.Tensor) -> list[torch.Tensor]:
-        if handed.ready() is None:  # the graph moves between worlds
+        if external.ready() is None:  # the graph moves between worlds
             return list(values)
-        found = [each for each in handed.reduce(parameters, values) if each is not None]
+        found = [each for each in external.reduce(parameters, values) if each is not None]
         results = found if for_the_step else [each.clone() for each in found]
-        handed.forget()
+        external.forget()
         return results
 
     found: list[Any] = [None] * len(gradients)
@@ -59,10 +59,10 @@ def fits(gradient: Any, variable: Any) -> bool:
     )
 
 
-_handed: dict[Hashable, HandedGradients] = {}
+_external: dict[Hashable, ExternalGradients] = {}
 
 
-def handed_of(variables: Sequence[Any], recipe: Recipe) -> HandedGradients:
+def external_gradients_of(variables: Sequence[Any], recipe: Recipe) -> ExternalGradients:
     """Return the reduction of these variables' gradients by this recipe; the same object while the variables exist.
 
     A tape exists for one step, and a function is traced more than once, on some ranks more often than on others.
@@ -74,9 +74,9 @@ def handed_of(variables: Sequence[Any], recipe: Recipe) -> HandedGradients:
         recipe.gradient_predivide_factor,
         id(recipe.process_set),
     )
-    if key not in _handed:
+    if key not in _external:
         params = [placeholder(each.shape, getattr(torch, each.dtype.name), torch.device("cpu")) for each in variables]
-        _handed[key] = HandedGradients(recipe, params)
+        _external[key] = ExternalGradients(recipe, params)
         for each in variables:  # another variable may get the id of one that is gone
-            weakref.finalize(each, _handed.pop, key, None)
-    return _handed[key]
+            weakref.finalize(each, _external.pop, key, None)
+    return _external[key]
