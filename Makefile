@@ -91,17 +91,20 @@ setup: $(READY)
 $(DEMO): EXTRA := examples
 $(READY): EXTRA := dev
 # constraints.txt is what [dev] needs, no more and no less: four pips with a part each download and unpack at the same time.
-# They are quieter: each warns of packages that another one is installing. The pip after them sees what is missing; on some
-# systems that is a part which has a package of another system.
+# They are quieter: each warns of packages that another one is installing. If nothing is missing then, as .ci/missing says in
+# two seconds, only spark_hvd itself is installed. Otherwise, as on some systems, where a part has a package of another system,
+# pip looks for all that [dev] needs.
 $(READY): BESIDE = awk '!/^\#/ {print > ("$(VENV)/part" NR % 4)}' constraints.txt && \
 	ls $(VENV)/part? | xargs -P 4 -n 1 $(BIN)/python -m pip install $(PIP) --quiet --no-deps -r
+$(READY): THERE = $(BIN)/python -m pip install $(PIP) --no-index --no-deps --no-build-isolation --check-build-dependencies -e . && \
+	$(BIN)/python .ci/missing $(EXTRA) ||
 PIP := --quiet --disable-pip-version-check --no-compile
 
 $(DEMO) $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing spark_hvd[$(EXTRA)] into $(VENV) (minutes the first time)"
 	-@$(BESIDE)
-	@$(BIN)/python -m pip install $(PIP) -e '.[$(EXTRA)]' -c constraints.txt
+	@$(THERE) $(BIN)/python -m pip install $(PIP) -e '.[$(EXTRA)]' -c constraints.txt
 	@$(BIN)/python -c "import pyspark.sql, spark_hvd.estimators, spark_hvd.torch, torch._dynamo"
 	@touch $(DEMO) $@
 

@@ -76,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _TOGETHER = {
     **dict.fromkeys(("contract/test_keras.py", "contract/test_tensorflow.py", "oracle/test_taping.py"), "tensorflow"),
     **dict.fromkeys(("unit/test_docs_site.py", "unit/test_doors.py", "unit/test_modules.py"), "frameworks"),
+    **dict.fromkeys(("unit/test_mlflow_tracker.py", "unit/test_tuning.py"), "mlflow"),
     **dict.fromkeys(("walk/test_mistakes.py", "walk/test_pages.py"), "walk"),
 }
 """Files that share what takes long to load: ranks with TensorFlow, all frameworks in pytest's process, a program."""

@@ -29,7 +29,7 @@ _SET_BY_LIBRARIES = {  # when torch._dynamo, Lightning, OpenCV, TensorFlow, Kera
     "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "LD_LIBRARY_PATH",
     "TF2_BEHAVIOR", "TF_FORCE_GPU_ALLOW_GROWTH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
 }  # fmt: skip
-_SEEN_BY_FORKS = {"HOME", *_SET_BY_LIBRARIES}
+_SEEN_BY_FORKS = {"HOME", "SPARK_HVD_PRELOAD", *_SET_BY_LIBRARIES}
 
 # Modules that many ranks import. The first optimizer of a process imports torch._dynamo: two seconds of CPU.
 # Test functions import pytest, a fifth of a second, if they contain an assert.
@@ -176,6 +176,8 @@ def _serve_runs(environ: dict[str, str], path: list[str], given: Any, folder: st
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
     arguments = [folder, str(given.detach()), anchor, linger]
+    os.set_inheritable(int(arguments[1]), True)  # a server that begins again executes itself with its arguments
+    sys.argv[1:] = arguments
     _show_as([sys.executable, "-m", of_runs.__name__, *arguments])
     multiprocessing.set_start_method(None, force=True)
     of_process: Any = process

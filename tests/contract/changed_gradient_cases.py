@@ -140,8 +140,8 @@ def changed_between_two_steps(rank: int, size: int) -> None:
 
 
 def changed_in_many_small_buckets(rank: int, size: int) -> None:
-    for change, to_none in itertools.product(CHANGES, (True, False)):
-        _trained_alike(rank, size, change, 2, to_none=to_none, cap_mb=1e-5)
+    for number, change in enumerate(CHANGES):
+        _trained_alike(rank, size, change, 2, to_none=number % 2 == 0, cap_mb=1e-5)
 
 
 def stepped_within_backward(rank: int, size: int) -> None:

@@ -295,7 +295,9 @@ def test_a_program_ends_when_its_checkpoint_is_whole(tmp_path: Path) -> None:
         run_local(fn, (3, False), verbose=0)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "share", [*(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.3, 0.9)), 0.01, 0.6, 1.0]
+)
 def test_whoever_is_killed_while_it_writes_leaves_the_former_one(tmp_path: Path, share: float) -> None:
     def fn() -> None:
         save(tmp_path, 1.0, 1).wait()

@@ -154,8 +154,10 @@ PLANS: dict[str, Plan] = {
 }
 
 
+SLOW = {"one leaves by notice, at the end", "one joins in the middle, without a commit"}
+"""By day, one leaves a loader of numpy arrays at the end, and ranks join where they change in each epoch."""
 CASES = [
-    *(("torch", plan) for plan in PLANS),
+    *(pytest.param("torch", plan, marks=pytest.mark.slow if plan in SLOW else ()) for plan in PLANS),
     ("counting", "one leaves at the end, without a commit"),
     ("counting", "a lost one's successor joins later"),
     ("sampler", "changes in each epoch"),

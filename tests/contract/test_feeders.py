@@ -6,12 +6,12 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ from spark_hvd.engine.curve import Keys, url
 from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.outcome.payload import dump_exception
 from tests.conftest import wait_until
+from tests.forked import fork
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, AT_ONCE = 230, 7
-_RUN = "import cloudpickle, sys; fn, args = cloudpickle.load(sys.stdin.buffer); fn(*args)"
 
 
 def changed(rows: pa.RecordBatch) -> dict[str, Any]:
@@ -63,18 +63,14 @@ class Feeders:
         self.address: FeedAddress = self._directory.address
         self._map, self.processes = row_map, [self.start(row_map) for _ in range(feeders)]
 
-    def start(self, row_map: RowMap) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", _RUN], stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        call = serve, (self.address, uuid.uuid4().hex, "127.0.0.1", None, {"train": row_map}, dump_exception)
-        process.stdin.write(cloudpickle.dumps(call))
-        process.stdin.close()
-        return process
+    def start(self, row_map: RowMap) -> ForkServerProcess:
+        return fork(serve, self.address, uuid.uuid4().hex, "127.0.0.1", None, {"train": row_map}, dump_exception)
 
     def close(self) -> None:
         self._directory.end()
         for process in self.processes:
-            assert process.wait(20) in (0, -signal.SIGKILL)
+            process.join(20)
+            assert process.exitcode in (0, -signal.SIGKILL)
         self._directory.close()
 
 
@@ -174,7 +170,7 @@ def test_what_a_killed_feeder_had_others_do(world: None, path: str, tmp_path: Pa
         reads.start()
         wait_until(lambda: len(list(folder.iterdir())) == 2)  # each has its requests, and processes one
         os.kill(feeders.processes[0].pid, signal.SIGKILL)
-        feeders.processes[0].wait()
+        feeders.processes[0].join()
         feeders.processes.append(feeders.start(row_map))  # like Spark
         (folder / "go").touch()
         reads.join(60)

@@ -381,6 +381,7 @@ def test_a_rank_that_leaves_and_a_world_after_it(world: Ranks) -> None:
     assert world.run(fn) == [3.0, 3.0]
 
 
+@pytest.mark.slow  # it loads torch
 def test_a_program_that_ends_ends_mpi() -> None:
     program = """
 import atexit, sys

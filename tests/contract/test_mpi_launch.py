@@ -114,6 +114,7 @@ dist.all_reduce(torch.ones(3))  # of torch's own, which nobody negotiates
 """
 
 
+@pytest.mark.slow  # by day: an exception within MPI in test_mpi_runs.py
 def test_an_exception_ends_all(tmp_path: Path) -> None:
     code, output, seconds = run(FAILING, 2, tmp_path, "raises")
     assert code != 0

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from spark_hvd.runner import Network, RankFailedError, run_local
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.supervise.mpi.shim import FOLDER
 from tests.conftest import wait_until
+from tests.ranks import ranks
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_mpi_left")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -197,8 +197,13 @@ def test_mpi4py_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_an_mpi_library_that_no_launcher_of_its_own_has_started_is_named() -> None:
-    code = "from spark_hvd.transport.mpi import backend; backend.use(None, 0, 2)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
-    assert re.search(
-        r"rank 0 of 2 .* rank 0 of 1 for MPI. mpi4py has loaded MPICH [0-9.]+\. .*mpi='openmpi'", done.stderr
-    )
+    def fn() -> str:
+        from spark_hvd.transport.mpi import backend
+
+        with pytest.raises(RuntimeError) as caught:
+            backend.use(None, 0, 2)
+        return str(caught.value)
+
+    with ranks(1, join=False) as world:
+        (said,) = world.run(fn)
+    assert re.search(r"rank 0 of 2 .* rank 0 of 1 for MPI. mpi4py has loaded MPICH [0-9.]+\. .*mpi='openmpi'", said)

@@ -195,11 +195,9 @@ OFTEN = [
     ("killed", 3, 0, "before"),
     ("killed", 3, 0, "large in flight"),
     ("killed", 3, 1, "small in flight"),
-    ("killed", 3, 1, "large in flight"),
     ("exits", 2, 0, "small in flight"),
     ("exits", 2, 1, "submitted"),
     ("leaves", 3, 0, "adasum in flight"),
-    ("leaves", 3, 1, "small in flight"),
     ("leaves", 3, 1, "large in flight"),
 ]
 """Each case takes a second or two; the others run at night."""

@@ -269,11 +269,23 @@ quick = settings(derandomize=True, database=None, suppress_health_check=[HealthC
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@settings(quick, max_examples=20)
+@settings(quick, max_examples=12)
 @given(data=st.data())
 def test_any_order(worlds: dict[int, LastingWorld], size: int, data: st.DataObject) -> None:
-    program = data.draw(programs(size))
-    worlds[size].run(play, program, data.draw(st.sampled_from([0, 2000, 128 << 20])))
+    play_one(worlds[size], data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@settings(quick, max_examples=20)
+@given(data=st.data())
+def test_other_programs_in_any_order(worlds: dict[int, LastingWorld], size: int, data: st.DataObject) -> None:
+    play_one(worlds[size], data)
+
+
+def play_one(world: LastingWorld, data: st.DataObject) -> None:
+    program = data.draw(programs(world.size))
+    world.run(play, program, data.draw(st.sampled_from([0, 2000, 128 << 20])))
 
 
 def play_uneven(steps: list[int], counts: list[bool], seed: int) -> int:
@@ -318,7 +330,7 @@ def generator_of(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(numbers))
 
 
-@settings(quick, max_examples=20)
+@settings(quick, max_examples=12)
 @given(
     steps=st.lists(st.integers(0, 4), min_size=3, max_size=3),
     counts=st.lists(st.booleans(), min_size=3, max_size=3),
@@ -351,7 +363,7 @@ def test_overlapping_sets_in_opposite_orders(worlds: dict[int, LastingWorld]) ->
     assert sorted(two) == [4.0] * 50 + [5.0] * 50
 
 
-@settings(quick, max_examples=5)
+@settings(quick, max_examples=3)
 @given(seed=st.integers(0, 999), count=st.integers(2, 8))
 def test_adasum_among_others(worlds: dict[int, LastingWorld], seed: int, count: int) -> None:
     def fn() -> None:

@@ -40,6 +40,7 @@ def check_trace(packed: bytes, began: float) -> None:
         assert all(began < event["ts"] / 1e6 < time.time() for event in steps)
 
 
+@pytest.mark.slow  # by day: the next tests, and tests/unit/test_page.py
 def test_a_run_is_seen_and_asked_and_leaves_its_last_picture(
     capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,9 @@ import pytest
 
 from tests.conftest import wait_until
 
+# By day: named_lifecycle (no shared memory), private_sockets and scratch (folders), lookups (names).
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 REFUSING = r"""
 #define _GNU_SOURCE
@@ -256,27 +259,20 @@ def kill_fork_server(program: Program) -> None:
 JUMPS = ["clock ahead", "clock back"]
 """By an hour, in the middle of the run."""
 SURVIVED = ["flock", "owner", "memfd", "memory", "mmap", "name is loopback", *JUMPS]
+SURVIVED += ["40 descriptors", "ipv6", "dns", "fork server"]
 FEW = {"8 descriptors": "8", "20 descriptors": "20", "40 descriptors": "40"}
 NAMED = {"proc": "/proc/net/dev", "space": "No usable temporary directory", "8 descriptors": "more open files"}
 """What the error says; the next run is a sound one."""
-SURVIVED_TOO = ["40 descriptors", "ipv6", "dns", "fork server"]
-NAMED_TOO = {"20 descriptors": NAMED["8 descriptors"], "writing": NAMED["space"], "access": NAMED["space"]}
+NAMED |= {"20 descriptors": NAMED["8 descriptors"], "writing": NAMED["space"], "access": NAMED["space"]}
 
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def cases(survived: list[str], named: dict[str, str]) -> list[tuple[str, str | None]]:
-    return [*((what, None) for what in survived), *named.items()]
-
-
 @pytest.mark.parametrize(
     ("what", "says"),
-    [
-        *cases(SURVIVED, NAMED),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in cases(SURVIVED_TOO, NAMED_TOO)),
-    ],
+    [*((what, None) for what in SURVIVED), *NAMED.items()],
 )
 def test_a_result_or_a_named_error_and_nothing_left(program: Program, what: str, says: str | None) -> None:
     before = shared_memory()

@@ -56,7 +56,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+@pytest.mark.parametrize(
+    "wait", [pytest.param(True, id="waiting"), pytest.param(False, id="in the background", marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wait: bool
 ) -> None:

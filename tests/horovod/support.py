@@ -20,6 +20,8 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 REDUCIBLE = [*INTEGERS, *FLOATS]
 MOVABLE = [*INTEGERS, *FLOATS, torch.bool, torch.complex64]
+DIMS = (1, 3)
+"""Numbers of dimensions. What is above one makes no difference; 0 does, where a call takes it."""
 OPS = [hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product]
 
 _TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}

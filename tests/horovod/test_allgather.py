@@ -10,14 +10,14 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
-from tests.horovod.support import MOVABLE, LastingWorld, check, everyones, needs_gpus
+from tests.horovod.support import DIMS, MOVABLE, LastingWorld, check, everyones, needs_gpus
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_equal_rows(three: LastingWorld) -> None:
     def fn() -> None:
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             tensors = everyones(dtype, *[5] * dim)
             mine = tensors[hvd.rank()].clone()
             gathered = hvd.allgather(mine)
@@ -30,7 +30,7 @@ def test_equal_rows(three: LastingWorld) -> None:
 def test_other_rows_on_every_rank(three: LastingWorld) -> None:
     def fn() -> None:
         rank = hvd.rank()
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             for counts in ([17, 32, 81], [0, 3, 1], [2, 0, 0], [0, 0, 0]):
                 wholes = everyones(dtype, *[max(counts), *[3] * (dim - 1)])
                 tensors = [whole[:count] for whole, count in zip(wholes, counts, strict=True)]
@@ -72,7 +72,7 @@ def test_any_stride(three: LastingWorld) -> None:
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
         in_flight = []
-        for number, (dtype, dim) in enumerate(itertools.product(MOVABLE, (1, 2, 3))):
+        for number, (dtype, dim) in enumerate(itertools.product(MOVABLE, DIMS)):
             tensors = everyones(dtype, *[7] * dim, seed=number)
             in_flight.append((hvd.allgather_async(tensors[hvd.rank()]), torch.cat(tensors)))
         for handle, expected in in_flight:
@@ -118,7 +118,7 @@ def test_another_order_on_every_rank(three: LastingWorld) -> None:
 def test_gpu(gpus: LastingWorld) -> None:
     def fn() -> None:
         device = torch.device("cuda", hvd.local_rank())
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             wholes = everyones(dtype, *[5] * dim)
             tensors = [whole[: rank + 1] for rank, whole in enumerate(wholes)]
             gathered = hvd.allgather(tensors[hvd.rank()].to(device))

@@ -14,6 +14,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import (
+    DIMS,
     FLOATS,
     INTEGERS,
     OPS,
@@ -34,7 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.lower())
 def test_every_dtype_and_dimension(three: LastingWorld, op: Any) -> None:
     def fn() -> None:
-        for dtype, dim in itertools.product(REDUCIBLE, range(4)):
+        for dtype, dim in itertools.product(REDUCIBLE, (0, *DIMS)):
             tensors = everyones(dtype, *[5] * dim, most=3)
             mine = tensors[hvd.rank()]
             before = mine.clone()
@@ -88,7 +89,7 @@ def test_bool_and_complex(three: LastingWorld) -> None:
 
 def test_in_place(three: LastingWorld) -> None:
     def fn() -> None:
-        for dtype, dim in itertools.product(REDUCIBLE, range(4)):
+        for dtype, dim in itertools.product(REDUCIBLE, (0, *DIMS)):
             tensors = everyones(dtype, *[5] * dim)
             mine = tensors[hvd.rank()].clone()
             assert hvd.allreduce_(mine, op=hvd.Sum) is mine
@@ -121,7 +122,7 @@ def test_any_stride(three: LastingWorld) -> None:
 def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
         in_flight = []
-        for number, (dtype, dim, op) in enumerate(itertools.product(REDUCIBLE, (1, 2, 3), (hvd.Sum, hvd.Average))):
+        for number, (dtype, dim, op) in enumerate(itertools.product(REDUCIBLE, DIMS, (hvd.Sum, hvd.Average))):
             tensors = everyones(dtype, *[7] * dim, seed=number)
             in_flight.append((hvd.allreduce_async(tensors[hvd.rank()], op=op), reduced(tensors, op)))
         for handle, expected in in_flight:
@@ -253,7 +254,7 @@ def test_small_and_large(three: LastingWorld) -> None:
 @pytest.mark.parametrize("where", ["prescale_factor", "postscale_factor"])
 def test_scales(three: LastingWorld, where: str) -> None:
     def fn() -> None:
-        for dtype, dim, factor in itertools.product([*INTEGERS, *FLOATS], (1, 2, 3), (0.375, 1.7)):
+        for dtype, dim, factor in itertools.product([*INTEGERS, *FLOATS], DIMS, (0.375, 1.7)):
             tensors = everyones(dtype, *[5] * dim, most=10)
             result = hvd.allreduce(tensors[hvd.rank()], op=hvd.Sum, **{where: factor})
             if where == "prescale_factor":
@@ -348,7 +349,7 @@ def test_sparse(three: LastingWorld) -> None:
 def test_gpu(gpus: LastingWorld) -> None:
     def fn() -> None:
         device = torch.device("cuda", hvd.local_rank())
-        for dtype, dim, op in itertools.product((*INTEGERS, *FLOATS), (1, 2, 3), OPS):
+        for dtype, dim, op in itertools.product((*INTEGERS, *FLOATS), DIMS, OPS):
             tensors = everyones(dtype, *[5] * dim, most=3)
             result = hvd.allreduce(tensors[hvd.rank()].to(device), op=op)
             assert result.device == device

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from tests.horovod.support import MOVABLE, LastingWorld, alive, check, everyones, needs_gpus, same_everywhere
+from tests.horovod.support import DIMS, MOVABLE, LastingWorld, alive, check, everyones, needs_gpus, same_everywhere
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -25,7 +25,7 @@ def exchanged(tensors: list[torch.Tensor], splits: list[list[int]]) -> torch.Ten
 def test_given_splits(three: LastingWorld) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             splits = [[sender + 1] * size for sender in range(size)]
             wholes = everyones(dtype, size * size, *[2] * (dim - 1))
             tensors = [whole[: sum(counts)] for whole, counts in zip(wholes, splits, strict=True)]
@@ -60,7 +60,7 @@ def test_any_splits(three: LastingWorld) -> None:
 def test_equal_shares(three: LastingWorld) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             splits = [[sender + 1] * size for sender in range(size)]
             wholes = everyones(dtype, size * size, *[2] * (dim - 1))
             tensors = [whole[: sum(counts)] for whole, counts in zip(wholes, splits, strict=True)]
@@ -149,7 +149,7 @@ def test_gpu(gpus: LastingWorld) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
         device = torch.device("cuda", hvd.local_rank())
-        for dtype, dim, where in itertools.product(MOVABLE, (1, 2, 3), ("cpu", device)):
+        for dtype, dim, where in itertools.product(MOVABLE, DIMS, ("cpu", device)):
             splits = [[sender + 1] * size for sender in range(size)]
             wholes = everyones(dtype, size * size, *[2] * (dim - 1))
             tensors = [whole[: sum(counts)] for whole, counts in zip(wholes, splits, strict=True)]

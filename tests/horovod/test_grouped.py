@@ -13,6 +13,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import (
+    DIMS,
     FLOATS,
     INTEGERS,
     MOVABLE,
@@ -44,7 +45,7 @@ def mine_of(group: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 def test_allreduce(three: LastingWorld) -> None:
     def fn() -> None:
-        for dtype, dim, op in itertools.product(REDUCIBLE, (1, 2, 3), OPS):
+        for dtype, dim, op in itertools.product(REDUCIBLE, DIMS, OPS):
             group = groups(dtype, *[5] * dim, most=3)
             results = hvd.grouped_allreduce(mine_of(group), op=op)
             assert isinstance(results, list)
@@ -71,7 +72,7 @@ def test_allreduce_of_mixed_dtypes_and_shapes(three: LastingWorld) -> None:
 
 def test_allreduce_in_place(three: LastingWorld) -> None:
     def fn() -> None:
-        for dtype, dim in itertools.product(REDUCIBLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(REDUCIBLE, DIMS):
             group = groups(dtype, *[5] * dim)
             for asynchronous in (False, True):
                 mine = mine_of(group)
@@ -137,7 +138,7 @@ def test_no_member_runs_before_all_are_ready(three: LastingWorld) -> None:
 
 def test_allgather(three: LastingWorld) -> None:
     def fn() -> None:
-        for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(MOVABLE, DIMS):
             group = groups(dtype, *[5] * dim)
             for result, member in zip(hvd.grouped_allgather(mine_of(group)), group, strict=True):
                 check(result, torch.cat(member))
@@ -164,7 +165,7 @@ def test_allgather_of_other_row_counts(three: LastingWorld) -> None:
 def test_reducescatter(three: LastingWorld, op: Any) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
-        for dtype, dim in itertools.product(REDUCIBLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(REDUCIBLE, DIMS):
             group = groups(dtype, *[2 * size] * dim)
             share = rows_of_rank(2 * size, size, rank)
             for result, member in zip(hvd.grouped_reducescatter(mine_of(group), op=op), group, strict=True):

@@ -33,9 +33,8 @@ class Branches(nn.Module):
 
 def test_parameters_that_one_rank_does_not_use(three: LastingWorld) -> None:
     def fn() -> None:
-        for cls, options in itertools.product(
-            optimizer_classes(), ({"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1, "centered": True}, {"lr": 0.2})
-        ):
+        options = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1, "centered": True}
+        for cls in optimizer_classes():
             model = Branches()
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             inner = cls(model.parameters(), **accepted(cls, options))

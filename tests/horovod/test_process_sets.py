@@ -13,6 +13,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import (
+    DIMS,
     MOVABLE,
     OPS,
     REDUCIBLE,
@@ -92,7 +93,7 @@ def test_ranks_that_do_not_exist(three: LastingWorld) -> None:
 def test_allreduce(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for dtype, dim, op in itertools.product(REDUCIBLE, (1, 2, 3), OPS):
+            for dtype, dim, op in itertools.product(REDUCIBLE, DIMS, OPS):
                 tensors = everyones(dtype, *[5] * dim, most=3)
                 result = hvd.allreduce(tensors[hvd.rank()], op=op, process_set=mine)
                 check(result, reduced(of_members(tensors, mine), op))
@@ -106,7 +107,7 @@ def test_allreduce(three: LastingWorld) -> None:
 def test_grouped_allreduce(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for dtype, dim in itertools.product(REDUCIBLE, (1, 2, 3)):
+            for dtype, dim in itertools.product(REDUCIBLE, DIMS):
                 group = [everyones(dtype, *[5] * dim, seed=member) for member in range(5)]
                 results = hvd.grouped_allreduce([member[hvd.rank()] for member in group], op=hvd.Sum, process_set=mine)
                 for result, member in zip(results, group, strict=True):
@@ -118,7 +119,7 @@ def test_grouped_allreduce(three: LastingWorld) -> None:
 def test_allgather(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+            for dtype, dim in itertools.product(MOVABLE, DIMS):
                 wholes = everyones(dtype, *[5] * dim)
                 tensors = [whole[: rank + 1] for rank, whole in enumerate(wholes)]
                 gathered = hvd.allgather(tensors[hvd.rank()], process_set=mine)
@@ -133,7 +134,7 @@ def test_allgather(three: LastingWorld) -> None:
 def test_broadcast(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for root, dtype, dim in itertools.product(mine.ranks, MOVABLE, (1, 2, 3)):  # roots are global ranks
+            for root, dtype, dim in itertools.product(mine.ranks, MOVABLE, DIMS):  # roots are global ranks
                 tensors = everyones(dtype, *[5] * dim)
                 check(hvd.broadcast(tensors[hvd.rank()], root, process_set=mine), tensors[root])
                 own = tensors[hvd.rank()].clone()
@@ -149,7 +150,7 @@ def test_broadcast(three: LastingWorld) -> None:
 def test_alltoall(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for dtype, dim in itertools.product(MOVABLE, (1, 2, 3)):
+            for dtype, dim in itertools.product(MOVABLE, DIMS):
                 count = mine.size()
                 wholes = everyones(dtype, 9, *[2] * (dim - 1))
                 tensors = [whole[: (rank + 1) * count] for rank, whole in enumerate(wholes)]
@@ -166,7 +167,7 @@ def test_alltoall(three: LastingWorld) -> None:
 def test_reducescatter(three: LastingWorld) -> None:
     def fn() -> None:
         with halves() as mine:
-            for dtype, dim, op in itertools.product(REDUCIBLE, (1, 2, 3), (hvd.Sum, hvd.Average)):
+            for dtype, dim, op in itertools.product(REDUCIBLE, DIMS, (hvd.Sum, hvd.Average)):
                 share = rows_of_rank(5, mine.size(), mine.rank())
                 tensors = everyones(dtype, *[5] * dim)
                 expected = reduced(of_members(tensors, mine), op)[share]

@@ -13,6 +13,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from tests.horovod.support import (
+    DIMS,
     FLOATS,
     INTEGERS,
     OPS,
@@ -36,7 +37,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def test_every_dtype_and_dimension(three: LastingWorld, op: Any) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
-        for dtype, dim in itertools.product(REDUCIBLE, (1, 2, 3)):
+        for dtype, dim in itertools.product(REDUCIBLE, DIMS):
             tensors = everyones(dtype, *[2 * size] * dim, most=3)
             mine = tensors[rank].clone()
             check(hvd.reducescatter(mine, op=op), reduced(tensors, op)[rows_of_rank(2 * size, size, rank)])
@@ -89,7 +90,7 @@ def test_many_in_flight(three: LastingWorld) -> None:
     def fn() -> None:
         size, rank = hvd.size(), hvd.rank()
         in_flight = []
-        for number, (dtype, dim) in enumerate(itertools.product(REDUCIBLE, (1, 2, 3))):
+        for number, (dtype, dim) in enumerate(itertools.product(REDUCIBLE, DIMS)):
             tensors = everyones(dtype, *[2 * size] * dim, seed=number)
             expected = reduced(tensors, hvd.Sum)[rows_of_rank(2 * size, size, rank)]
             in_flight.append((hvd.reducescatter_async(tensors[rank], op=hvd.Sum), expected))

@@ -29,6 +29,7 @@ TOGETHER = 6
 """Maximum number of data sets in a run: hypothesis' first example has only one, the simplest."""
 
 
+@pytest.mark.slow  # by day: tests/spark/test_data.py
 @pytest.mark.timeout(36_000 if NIGHT else 300)
 @settings(
     max_examples=-(-NIGHT // 10 // TOGETHER) or 2,

@@ -129,9 +129,8 @@ def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.timeout(36_000 if NIGHT else 400)
-@settings(
-    max_examples=NIGHT or 40,
+some = settings(
+    max_examples=NIGHT or 20,
     derandomize=not NIGHT,
     database=None,
     deadline=None,
@@ -140,6 +139,19 @@ def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.timeout(36_000 if NIGHT else 400)
+@some
 @given(cases())
 def test_as_one_process(worlds: Worlds, case: Case) -> None:
+    check(worlds, case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NIGHT > 0, reason="a night has other cases, and one test for all of them")
+@pytest.mark.timeout(400)
+@some
+@given(cases())
+def test_other_cases_as_one_process(worlds: Worlds, case: Case) -> None:
     check(worlds, case)

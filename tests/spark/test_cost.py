@@ -28,6 +28,7 @@ def train(steps: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow  # by day: the next test, and tests/unit/test_cost.py
 def test_the_line_at_the_end(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
     result = spark_hvd.run(train, [60], num_proc=2, reporting=spark_hvd.Reporting(price_per_hour=3.6, progress="plain"))
     assert result.summary is not None

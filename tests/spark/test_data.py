@@ -51,7 +51,7 @@ def folder_of(name: str) -> str:
     return str(source.folder)
 
 
-@pytest.mark.parametrize("aqe", ["true", "false"])
+@pytest.mark.parametrize("aqe", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_every_row_comes_to_one_rank(spark: SparkSession, aqe: str) -> None:
     with_aqe = spark.conf.get("spark.sql.adaptive.enabled")
     spark.conf.set("spark.sql.adaptive.enabled", aqe)
@@ -79,16 +79,27 @@ def partitions(spark: SparkSession, sizes: list[int]) -> DataFrame:
     return spark.createDataFrame(rows, "id long")
 
 
-@pytest.mark.parametrize("sizes", [[0, 0], [1], [0, 1, 0], [3], [0, 400, 0], [1, 1000, 2, 0]])
-def test_partitions_of_any_size(spark: SparkSession, sizes: list[int]) -> None:
-    def fn() -> tuple[list[int], list[str]]:
-        table = table_of("train")
-        return [int(each) for each in table.column("id").to_pylist()], [str(field) for field in table.schema]
+SIZES = {
+    f"d{number}": sizes for number, sizes in enumerate([[0, 0], [1], [0, 1, 0], [3], [0, 400, 0], [1, 1000, 2, 0]])
+}
 
-    (one, fields), (other, others) = run(fn, num_proc=2, data={"train": partitions(spark, sizes)}, spark=spark)
-    assert sorted(one + other) == list(range(sum(sizes)))
-    assert abs(len(one) - len(other)) <= 2 * len(sizes) + 2
-    assert fields == others == ["pyarrow.Field<id: int64>"]
+
+def test_partitions_of_any_size(spark: SparkSession) -> None:
+    def fn() -> dict[str, tuple[list[int], list[str]]]:
+        tables = {name: table_of(name) for name in names}
+        return {
+            name: ([int(each) for each in table.column("id").to_pylist()], [str(field) for field in table.schema])
+            for name, table in tables.items()
+        }
+
+    names = list(SIZES)
+    frames = {name: partitions(spark, sizes) for name, sizes in SIZES.items()}
+    first, second = run(fn, num_proc=2, data=frames, spark=spark)
+    for name, sizes in SIZES.items():
+        (one, fields), (other, others) = first[name], second[name]
+        assert sorted(one + other) == list(range(sum(sizes))), sizes
+        assert abs(len(one) - len(other)) <= 2 * len(sizes) + 2, sizes
+        assert fields == others == ["pyarrow.Field<id: int64>"]
 
 
 def ids_of_shards() -> list[list[list[int]]]:
@@ -241,18 +252,20 @@ def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Pat
 
 
 def test_fewer_rows_than_ranks(spark: SparkSession) -> None:
-    def fn() -> str:
+    def fn() -> list[str]:
         import spark_hvd.torch as hvd
 
         hvd.init()
-        with pytest.raises(DataError) as caught:
-            list(hvd.get_dataset_shard("train").arrow_batches())
-        return str(caught.value)
+        texts = []
+        for name in ("one", "none"):
+            with pytest.raises(DataError) as caught:
+                list(hvd.get_dataset_shard(name).arrow_batches())
+            texts.append(str(caught.value))
+        return texts
 
-    for text in run(fn, num_proc=2, data={"train": spark.range(1)}, spark=spark):
-        assert text.startswith("data set 'train' has 1 row for 2 ranks: expected at least one for each")
-    for text in run(fn, num_proc=2, data={"train": spark.range(0)}, spark=spark, verbose=0):
-        assert text.startswith("data set 'train' has no rows: expected at least one for each rank. Next: check")
+    for one, none in run(fn, num_proc=2, data={"one": spark.range(1), "none": spark.range(0)}, spark=spark, verbose=0):
+        assert one.startswith("data set 'one' has 1 row for 2 ranks: expected at least one for each")
+        assert none.startswith("data set 'none' has no rows: expected at least one for each rank. Next: check")
 
 
 def test_directories_of_partitions_are_columns(spark: SparkSession, tmp_path: Path) -> None:
@@ -281,7 +294,7 @@ def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:
 
 
 def test_a_run_need_not_read_its_data(spark: SparkSession) -> None:
-    df = spark.range(0, 100_000, 1, 2).selectExpr("id", "repeat('x', 200) as text")  # 20 MB in ten batches
+    df = spark.range(0, 40_000, 1, 2).selectExpr("id", "repeat('x', 500) as text")  # 20 MB in four batches
     assert run(lambda: 1, num_proc=2, data={"train": df}, spark=spark) == [1, 1]
 
 

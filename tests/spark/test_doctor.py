@@ -40,6 +40,7 @@ def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> Non
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow  # by day: tests/unit/test_doctor_*.py
 def test_errors_are_collected_and_named(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("zmq", "torch"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('a shadow of it')")

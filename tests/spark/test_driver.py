@@ -242,7 +242,8 @@ def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
 
 
 @pytest.mark.parametrize(
-    ("host", "warns"), [("localhost", False), ("192.0.2.77", True), ("no-such-host.invalid", True)]
+    ("host", "warns"),
+    [("localhost", False), ("192.0.2.77", True), pytest.param("no-such-host.invalid", True, marks=pytest.mark.slow)],
 )
 def test_a_driver_host_that_is_a_name_or_no_address_of_the_driver(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warns: bool
@@ -344,7 +345,7 @@ def test_run_under_spark_submit_with_py_files(tmp_path: Path) -> None:
     assert "values [40, 41]" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_large_arguments_and_values_go_around_the_heap(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:

@@ -56,7 +56,7 @@ def estimator(**params: Any) -> TorchEstimator:
     return TorchEstimator(**{**settings, **params})
 
 
-@pytest.mark.parametrize("kind", ["double", "decimal(20,0)", "bigint"])
+@pytest.mark.parametrize("kind", ["double", pytest.param("decimal(20,0)", marks=pytest.mark.slow), "bigint"])
 def test_the_numbers_themselves(spark: SparkSession, tmp_path: Path, kind: str) -> None:
     rows = [(each, Decimal("12345678901.25"), 1.0) for each in IDS]
     df = spark.createDataFrame(rows, "id long, amount decimal(20,2), y double").selectExpr(

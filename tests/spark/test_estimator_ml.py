@@ -108,9 +108,3 @@ def test_an_estimator_is_saved_and_loaded(spark: SparkSession, tmp_path: Path) -
     assert loaded.getBatchSize() == 16
     assert loaded.getStore().url == str(tmp_path / "store")
     same(loaded.fit(frame(spark)).getModel(), reference(mse))
-
-
-def test_plot_of_the_history(df: DataFrame) -> None:
-    assembled = VectorAssembler(inputCols=["x0", "x1", "x2"], outputCol="features").transform(df)
-    figure = estimator(epochs=3, validation=0.3).fit(assembled).plot_loss(["loss"])
-    assert [len(line.get_xdata()) for line in figure.axes[0].lines] == [3, 3]

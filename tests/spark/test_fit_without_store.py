@@ -65,7 +65,7 @@ def df(spark: SparkSession) -> DataFrame:
     return spread.select(F.col("id").cast("float").alias("x"), (F.col("id") * 0.5).alias("value"), "id").cache()
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -> None:
     fitted = estimator(Recorder(tmp_path), feature_cols=["x"], shuffle=shuffle, batch_size=50, epochs=2).fit(df)
     assert seen(tmp_path, "train") == dict.fromkeys(range(ROWS), 2)
@@ -107,7 +107,7 @@ def filled(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(value=rows["value"].fillna(0.5), features=features)
 
 
-@pytest.mark.parametrize("made", [estimator, ordered])
+@pytest.mark.parametrize("made", [estimator, pytest.param(ordered, marks=pytest.mark.slow)])
 def test_nulls_are_for_transformation_fn_to_fill(spark: SparkSession, made: Callable[..., TorchEstimator]) -> None:
     whole = frame(spark)
     odd = F.col("row") % 7 == 6

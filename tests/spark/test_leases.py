@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
 from tests.spark.estimator_support import estimator, frame
-from tests.spark.test_reuse import ROWS, write
+from tests.spark.test_reuse import write, written
 
 DAY = 86400.0
 
@@ -48,10 +49,9 @@ def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "store")
 
 
-@pytest.fixture
-def path(spark: SparkSession, tmp_path: Path) -> str:
-    spark.createDataFrame(ROWS, "a int, b double").write.parquet(f"{tmp_path}/in")
-    return f"{tmp_path}/in"
+@pytest.fixture(scope="module")
+def path(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(spark, tmp_path_factory.mktemp("rows"))
 
 
 def lease_of(store: Store) -> float:
@@ -178,10 +178,12 @@ def test_a_clean_up_that_is_cut_off_is_finished_by_the_next(
     def fail() -> None:
         raise StoreError("the network is down")
 
+    write(spark.read.parquet(path), Store.create(tmp_path / "once", train_path=tmp_path / "train once"))
+    clock.now += 7.1 * DAY
     for place in range(20):
         store = Store.create(tmp_path / f"{place}", train_path=tmp_path / f"train{place}")
-        write(spark.read.parquet(path), store)
-        clock.now += 7.1 * DAY
+        shutil.copytree(tmp_path / "once", store.url, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "train once", tmp_path / f"train{place}", dirs_exist_ok=True)
         cut = Interrupted(store.url, train_path=store.train_path, calls=[None] * place + [fail])
         delete_unused(cut)
         delete_unused(store)

@@ -97,7 +97,7 @@ def test_multiclass(adapter: str, numbers: DataFrame) -> None:
     assert MulticlassClassificationEvaluator(metricName="logLoss").evaluate(result) == pytest.approx(surprise)
 
 
-@pytest.mark.parametrize("scores", ["logits", "probabilities", "logits (rows,)"])
+@pytest.mark.parametrize("scores", ["logits", "probabilities", pytest.param("logits (rows,)", marks=pytest.mark.slow)])
 def test_binary(scores: str, numbers: DataFrame) -> None:
     module, loss = net(1, seed=3), nn.BCELoss() if scores == "probabilities" else nn.BCEWithLogitsLoss()
     with torch.no_grad():  # outputs on both sides of zero

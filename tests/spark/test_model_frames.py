@@ -67,12 +67,11 @@ def numbers(spark: SparkSession) -> DataFrame:
     return hundred_rows(spark)
 
 
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_partitions_and_batches(numbers: DataFrame, partitions: int) -> None:
+def test_partitions_and_batches(numbers: DataFrame) -> None:
     model = TorchModel(model=Rows(), feature_columns=["a"], label_columns=["label"], batch_size=8)
     sizes = Counter(row[0] for row in model.transform(numbers.coalesce(1)).select("label__output").collect())
     assert sizes == {8.0: 96, 4.0: 4}
-    spread = model.transform(numbers.repartition(partitions)).select("id", "label__output").collect()
+    spread = model.transform(numbers.repartition(3)).select("id", "label__output").collect()
     assert sorted(row.id for row in spread) == list(range(100))
     assert max(row.label__output for row in spread) == 8
 

@@ -146,6 +146,7 @@ def test_pipeline_in_another_process(
     assert [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])] == expected
 
 
+@pytest.mark.slow  # by day: a pipeline, above
 def test_cross_validator_model(spark: SparkSession, model: TorchModel, tmp_path: Path) -> None:
     path = str(tmp_path / "cv")
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")

@@ -36,10 +36,15 @@ def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "store")
 
 
-@pytest.fixture
-def path(spark: SparkSession, tmp_path: Path) -> str:
-    spark.createDataFrame(ROWS, "a int, b double").write.parquet(f"{tmp_path}/in")
-    return f"{tmp_path}/in"
+@pytest.fixture(scope="module")
+def path(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(spark, tmp_path_factory.mktemp("rows"))
+
+
+def written(spark: SparkSession, folder: Path) -> str:
+    """Write the rows as Parquet."""
+    spark.createDataFrame(ROWS, "a int, b double").write.parquet(f"{folder}/in")
+    return f"{folder}/in"
 
 
 def write(df: DataFrame, store: Store, names: tuple[str, ...] = ("a", "b"), **options: Any) -> DatasetMeta:
@@ -54,25 +59,27 @@ def test_the_same_data_in_another_dataframe_object_are_found(spark: SparkSession
     assert write(spark.read.parquet(path).where(F.col("a") > 1), store) == filtered
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"names": ("a",)},
-        {"names": ("b", "a")},
-        {"validation": 0.5},
-        {"seed": 1},
-        {"num_proc": 2},
-        {"partitions_per_process": 3},
-    ],
-)
-def test_other_options_are_other_data(spark: SparkSession, store: Store, path: str, options: dict[str, Any]) -> None:
-    first = write(spark.read.parquet(path), store)
-    other = write(spark.read.parquet(path), store, **options)
-    assert other.url != first.url
-    assert write(spark.read.parquet(path), store, **options) == other
+OPTIONS: list[dict[str, Any]] = [
+    {"names": ("a",)},
+    {"names": ("b", "a")},
+    {"validation": 0.5},
+    {"seed": 1},
+    {"num_proc": 2},
+    {"partitions_per_process": 3},
+]
 
 
-def test_changed_files_at_the_same_path(spark: SparkSession, store: Store, path: str) -> None:
+def test_other_options_are_other_data(spark: SparkSession, store: Store, path: str) -> None:
+    urls = {write(spark.read.parquet(path), store).url}
+    for options in OPTIONS:
+        other = write(spark.read.parquet(path), store, **options)
+        assert other.url not in urls, options
+        assert write(spark.read.parquet(path), store, **options) == other, options
+        urls.add(other.url)
+
+
+def test_changed_files_at_the_same_path(spark: SparkSession, store: Store, tmp_path: Path) -> None:
+    path = written(spark, tmp_path)
     old = spark.read.parquet(path)
     first = write(old, store)
     spark.createDataFrame([(9, 9.0)], "a int, b double").write.mode("overwrite").parquet(path)
@@ -122,8 +129,14 @@ def test_settings_of_the_session_count(spark: SparkSession, path: str) -> None:
     assert fingerprint(df) == first
 
 
-@pytest.mark.parametrize("arrow", ["true", "false"])
-@pytest.mark.parametrize("pandas", [False, True])
+@pytest.mark.parametrize(
+    ("pandas", "arrow"),
+    [
+        (False, "true"),
+        (True, "false"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, "false"), (True, "true"))),
+    ],
+)
 def test_created_dataframes_are_the_same_only_as_one_object(
     spark: SparkSession, store: Store, arrow: str, pandas: bool
 ) -> None:
@@ -212,22 +225,23 @@ def test_without_fingerprint_nothing_is_found(spark: SparkSession, store: Store,
     assert write(df, store).url != write(df, store).url
 
 
-@pytest.mark.parametrize("damage", ["gone", "longer", "manifest", "version"])
-def test_damaged_data_are_written_anew(spark: SparkSession, store: Store, path: str, damage: str) -> None:
-    first = write(spark.read.parquet(path), store)
-    file, manifest = Path(first.row_groups[0].file), next(Path(store.url).rglob("_spark_hvd.json"))
-    if damage == "gone":
-        file.unlink()
-    elif damage == "longer":
-        file.write_bytes(file.read_bytes() + b"x")
-    elif damage == "manifest":
-        manifest.write_text(manifest.read_text()[:-20])
-    else:
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": reuse.FORMAT + 1}))
-    second = write(spark.read.parquet(path), store)
-    assert second.url != first.url
-    assert all(Path(group.file).exists() for group in second.row_groups)
-    assert write(spark.read.parquet(path), store) == second
+def test_damaged_data_are_written_anew(spark: SparkSession, store: Store, path: str) -> None:
+    data = write(spark.read.parquet(path), store)
+    for damage in ("gone", "longer", "manifest", "version"):
+        first, file = data, Path(data.row_groups[0].file)
+        (manifest,) = Path(store.url).rglob("_spark_hvd.json")
+        if damage == "gone":
+            file.unlink()
+        elif damage == "longer":
+            file.write_bytes(file.read_bytes() + b"x")
+        elif damage == "manifest":
+            manifest.write_text(manifest.read_text()[:-20])
+        else:
+            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": reuse.FORMAT + 1}))
+        data = write(spark.read.parquet(path), store)
+        assert data.url != first.url, damage
+        assert all(Path(group.file).exists() for group in data.row_groups), damage
+        assert write(spark.read.parquet(path), store) == data, damage
 
 
 def test_two_threads_write_once(spark: SparkSession, store: Store, path: str) -> None:

@@ -272,67 +272,59 @@ def test_fewer_rows_than_ranks(df: DataFrame) -> None:
         estimator().fit(df.limit(1))
 
 
-@pytest.mark.parametrize("made", [estimator, ordered])
-@pytest.mark.parametrize("column", ["features", "value"])
-def test_nulls_are_counted(spark: SparkSession, column: str, made: Callable[[], TorchEstimator]) -> None:
-    holes = frame(spark).withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
+@pytest.mark.parametrize(("column", "made"), [("features", estimator), ("value", ordered)])
+def test_nulls_are_counted(df: DataFrame, column: str, made: Callable[[], TorchEstimator]) -> None:
+    holes = df.withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
     with pytest.raises(DataError, match=rf"column '{column}' has 2 null\(s\) in 240 rows.*na\.drop"):
         made().fit(holes)
 
 
-@pytest.mark.parametrize("made", [estimator, ordered])
+NEGATIVE = (
+    "if(row < 200, 1.0, -0.25)",
+    "has 40 of 240 rows whose weight is negative, NaN or infinite, such as -0.25",
+)
+ZERO = ("0", "all weights of the rows for training are 0")
+
+
 @pytest.mark.parametrize(
-    ("weight", "message"),
+    ("weight", "message", "made"),
     [
-        ("if(row < 200, 1.0, -0.25)", "has 40 of 240 rows whose weight is negative, NaN or infinite, such as -0.25"),
-        ("0", "all weights of the rows for training are 0"),
+        (*NEGATIVE, estimator),
+        (*ZERO, ordered),
+        pytest.param(*NEGATIVE, ordered, marks=pytest.mark.slow),
+        pytest.param(*ZERO, estimator, marks=pytest.mark.slow),
     ],
 )
-def test_weights_that_are_none(
-    spark: SparkSession, weight: str, message: str, made: Callable[..., TorchEstimator]
-) -> None:
-    df = frame(spark).withColumn("weight", F.expr(weight))
+def test_weights_that_are_none(df: DataFrame, weight: str, message: str, made: Callable[..., TorchEstimator]) -> None:
     with pytest.raises(DataError, match=f"sample_weight_col='weight'.*{message}"):
-        made(sample_weight_col="weight").fit(df)
+        made(sample_weight_col="weight").fit(df.withColumn("weight", F.expr(weight)))
 
 
 NAN = "float('nan')"
 
 
-@pytest.mark.parametrize(
-    ("features", "remedy"),
-    [
-        (f"if(row = 7, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
-        (f"if(row = 99, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
-    ],
-)
-def test_nan_in_lists_is_told_with_a_remedy_that_works(spark: SparkSession, features: str, remedy: str) -> None:
-    df = frame(spark).withColumn("features", F.expr(features))
-    # The driver reports the first 32 rows, and the rank that has the row reports others: in the same words.
-    error = DataError if "= 7," in features else NotFiniteLossError
-    where = (
-        "the first, nan, in row 7 of the batch" if error is DataError else r"the first, nan, in row \d+ of the batch"
-    )
-    text = f"the loss is nan.* column 'features' has 1 value NaN or infinite, {where}.*{remedy}"
-    with pytest.raises(error, match=text):
-        estimator().fit(df)
-    assert estimator(epochs=1).fit(df.where(F.forall("features", lambda value: F.abs(value) < float("inf"))))
+def test_nan_in_lists_is_told_with_a_remedy_that_works(df: DataFrame) -> None:
+    """The driver reports the first 32 rows, and the rank that has the row reports others: in the same words."""
+    for row, error, where in ((7, DataError, "7"), (99, NotFiniteLossError, r"\d+")):
+        odd = df.withColumn("features", F.expr(f"if(row = {row}, array({NAN}, 1f, 2f), features)"))
+        told = f"column 'features' has 1 value NaN or infinite, the first, nan, in row {where} of the batch"
+        with pytest.raises(error, match=f"the loss is nan.* {told}.*into arrays: .*df.where.*F.forall.'features'"):
+            estimator().fit(odd)
+    assert estimator(epochs=1).fit(odd.where(F.forall("features", lambda value: F.abs(value) < float("inf"))))
 
 
-def test_nan_in_vectors_is_told_before_ranks_start(spark: SparkSession) -> None:
-    df = frame(spark).select(
+def test_nan_in_vectors_is_told_before_ranks_start(df: DataFrame) -> None:
+    vectors = df.select(
         array_to_vector(F.expr(f"array(float(row), if(row = 7, {NAN}, 1f), 2f)")).alias("features"), "value"
     )
     text = "before ranks were started: column 'features' has 1 value .*Imputer, .*VectorAssembler.handleInvalid='skip'"
     with pytest.raises(DataError, match=text):
-        estimator().fit(df)
+        estimator().fit(vectors)
 
 
 @pytest.mark.parametrize("made", [estimator, ordered])
-def test_arrays_of_two_lengths(spark: SparkSession, made: Callable[[], TorchEstimator]) -> None:
-    ragged = frame(spark).withColumn(
-        "features", F.when(F.col("row") == 200, F.array(F.lit(1.0))).otherwise(F.col("features"))
-    )
+def test_arrays_of_two_lengths(df: DataFrame, made: Callable[[], TorchEstimator]) -> None:
+    ragged = df.withColumn("features", F.when(F.col("row") == 200, F.array(F.lit(1.0))).otherwise(F.col("features")))
     with pytest.raises(DataError, match=r"'features'.*(3.*1|1.*3)"):
         made().fit(ragged)
 

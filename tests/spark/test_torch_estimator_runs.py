@@ -71,9 +71,6 @@ def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> No
     plain = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in whole.getHistory()]
     again = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in resumed.getHistory()]
     assert plain == again
-    # all epochs are done: nothing is trained, the same model is returned
-    third = estimator(network(), **settings, epochs=4, run_id="broken").fit(df)
-    same(third.getModel(), dict(whole.getModel().state_dict()), 1e-12)
 
 
 @pytest.mark.slow
@@ -93,22 +90,16 @@ def test_resuming_with_another_model_or_optimizer(df: DataFrame, store: Store) -
     assert Checkpoints(store, "other", "another").owner() == owner, "a refused fit ends no other one"
 
 
-def test_a_half_written_checkpoint_is_refused(df: DataFrame, store: Store) -> None:
+def test_a_checkpoint_that_is_half_written_or_of_a_newer_version_is_refused(df: DataFrame, store: Store) -> None:
     estimator(store=store, epochs=1, run_id="cut").fit(df)
     path = store.checkpoint_path("cut")
-    data = store.read_bytes(path)
+    state, data = torch.load(path, weights_only=True), store.read_bytes(path)
     store.write_bytes(path, data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=r"last\.ckpt .* is damaged.*another run_id"):
         estimator(store=store, epochs=2, run_id="cut").fit(df)
-
-
-def test_a_checkpoint_of_a_newer_version_is_refused(df: DataFrame, store: Store) -> None:
-    estimator(store=store, epochs=1, run_id="newer").fit(df)
-    path = store.checkpoint_path("newer")
-    state = torch.load(path, weights_only=True)
     torch.save({**state, "format": 99}, path)
     with pytest.raises(CheckpointError, match="format 99, written by a newer spark_hvd"):
-        estimator(store=store, epochs=2, run_id="newer").fit(df)
+        estimator(store=store, epochs=2, run_id="cut").fit(df)
 
 
 class Breaks(Callback):
@@ -293,6 +284,7 @@ def test_steps_that_are_not_finite_can_be_left_out(df: DataFrame) -> None:
     assert history[1]["val_loss"] < history[0]["val_loss"]
 
 
+@pytest.mark.slow
 def test_without_a_tracker_no_optimizer_is_made_to_be_told_of(df: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEstimator, "_optimizer_facts", lambda *_: pytest.fail("nobody asks for them"))
     assert len(estimator(epochs=1).fit(df).getHistory()) == 1

@@ -70,7 +70,14 @@ class SameBuffers(Callback):
         assert all(torch.equal(mine, other) for other in others)
 
 
-@pytest.mark.parametrize("params", [{}, {"validation": 0.3}, {"validation": 0.3, "validation_in_background": True}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        pytest.param({"validation": 0.3}, marks=pytest.mark.slow),
+        {"validation": 0.3, "validation_in_background": True},
+    ],
+)
 def test_ranks_begin_an_epoch_with_the_same_buffers(df: DataFrame, tmp_path: Path, params: dict[str, Any]) -> None:
     backend = LocalBackend(2)
     settings: dict[str, Any] = {"backend": backend, "num_proc": None, "store": Store.create(str(tmp_path)), **params}

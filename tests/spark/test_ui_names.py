@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -38,20 +39,25 @@ class Shown:
     details: str
 
 
-def shown(spark: SparkSession, after: int = -1) -> list[Shown]:
+def jobs(spark: SparkSession) -> Iterator[Any]:
+    """Yield the jobs of the application, newest first. Asking for all of them would take seconds."""
+    context: Any = spark.sparkContext._jsc.sc()
+    context.listenerBus().waitUntilEmpty()
+    found = context.statusStore().jobsList(None)
+    yield from map(found.apply, range(found.size()))
+
+
+def shown(spark: SparkSession, after: int) -> list[Shown]:
     """Return jobs with greater numbers, oldest first."""
 
     def value(option: Any) -> Any:
         return option.get() if option.isDefined() else None
 
-    context: Any = spark.sparkContext._jsc.sc()
-    context.listenerBus().waitUntilEmpty()
-    store = context.statusStore()
     found = []
-    for job in items(store.jobsList(None)):
+    for job in takewhile(lambda job: job.jobId() > after, jobs(spark)):
         stages = items(job.stageIds())  # a job without tasks has none
-        if job.jobId() > after and stages:
-            stage = store.lastStageAttempt(max(stages))
+        if stages:
+            stage = spark.sparkContext._jsc.sc().statusStore().lastStageAttempt(max(stages))
             found.append(
                 Shown(job.jobId(), value(job.jobGroup()), value(job.description()), stage.name(), stage.details())
             )
@@ -63,7 +69,7 @@ def before(spark: SparkSession) -> Iterator[int]:
     """Return the last job of other tests; afterwards this thread must have its earlier names."""
     context = spark.sparkContext
     names = [context.getLocalProperty(name) for name in (GROUP, DESCRIPTION, PLACE)]
-    yield max((job.number for job in shown(spark)), default=-1)
+    yield next((job.jobId() for job in jobs(spark)), -1)
     assert [context.getLocalProperty(name) for name in (GROUP, DESCRIPTION, PLACE)] == names
 
 

@@ -65,7 +65,7 @@ DECISIONS: st.SearchStrategy[Decision] = st.one_of(
 )
 
 
-@given(st.lists(DECISIONS, max_size=5))
+@given(st.lists(DECISIONS, max_size=3))
 def test_round_trip(decisions: list[Decision]) -> None:
     there = decode(encode(decisions))
     assert there == decisions

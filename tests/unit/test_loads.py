@@ -16,12 +16,9 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
     ("module", "most", "not_these"),
     [
         ("runner.rank.main", 16, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.static", 74, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        pytest.param(
-            "runner.rank.elastic",
-            75,
-            ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE),
-            marks=pytest.mark.slow,
+        *(  # they import torch, and so does test_imports_load_no_spark by day
+            pytest.param(module, most, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE), marks=pytest.mark.slow)
+            for module, most in (("runner.rank.static", 74), ("runner.rank.elastic", 75))
         ),
         ("runner.supervise.task", 26, ("torch", "pyspark", "asyncio", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),

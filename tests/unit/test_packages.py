@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,18 @@ def test_what_is_wrong_with_a_line_is_noticed(project: dict[str, Any]) -> None:
         assert fault(token, project), token
     for token in (".", '".[torch,spark]"', "'petastorm<0.13'", "keras", "--no-deps", "./examples/horovod_package"):
         assert fault(token, project) is None, token
+
+
+def test_what_setup_finds_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = runpy.run_path(str(ROOT / ".ci" / "missing"))["missing"]
+    found = missing.__globals__["distribution"]
+
+    def without_cloudpickle(name: str) -> Any:
+        return found("no-such-package" if name == "cloudpickle" else name)
+
+    assert missing("torch", "") == []
+    lines = missing("torch", "numpy==0.1")
+    assert lines
+    assert all(re.fullmatch(r"numpy.*: \S+ is installed", line) for line in lines), lines
+    monkeypatch.setitem(missing.__globals__, "distribution", without_cloudpickle)
+    assert any(line.startswith("cloudpickle") and line.endswith(": not installed") for line in missing("torch", ""))

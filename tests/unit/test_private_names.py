@@ -217,6 +217,7 @@ def privates(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_each_package_has_one_file_for_them_and_the_page_lists_them() -> None:
     files = [ROOT / "spark_hvd" / "transport" / "torch_private.py"]
     files += [ROOT / "runner" / "spark" / "private.py", ROOT / "spark_hvd" / "jax" / "private.py"]

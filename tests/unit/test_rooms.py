@@ -20,6 +20,7 @@ assert _spec.loader is not None
 rooms = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(rooms)
 
+pytestmark = pytest.mark.slow  # it parses all files
 REBUILD = "run python docs/rooms.py"
 
 

@@ -350,6 +350,7 @@ print(len(store.list(store.url)), store.read_bytes(store.join("child3")))
 """
 
 
+@pytest.mark.slow  # by day: a forked child in tests/contract/test_stores.py
 def test_s3_works_in_forks_and_in_the_process_that_forked(s3: dict[str, Any]) -> None:
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
     start = time.monotonic()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 from spark_hvd.runner.launch.data import run_data_of
 from spark_hvd.runner.launch.stored import stored
@@ -24,6 +25,7 @@ with stored(run_data_of({"train": pa.table({"x": [1, 2]})}), sys.argv[1]):
 """
 
 
+@pytest.mark.slow  # by day: what a killed process left, in tests/contract/test_scratch.py
 def test_rows_of_a_killed_program_go_with_the_next_run(tmp_path: Path) -> None:
     elsewhere = tmp_path / "run_data-elsewhere"
     elsewhere.mkdir()

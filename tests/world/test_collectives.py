@@ -12,7 +12,7 @@ from spark_hvd.engine import coordinator
 from tests.world.collectives import Collectives
 from tests.world.programs import Call, epoch_of
 
-SEEDS = 200
+SEEDS, PARTS = 200, 2
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 
 
@@ -55,8 +55,9 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.timeout(7200 if NIGHT else 600)  # on a busy machine
-def test_seeds() -> None:
-    for seed in range(SEEDS + NIGHT):
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+def test_seeds(part: int) -> None:
+    for seed in range(part, SEEDS + NIGHT, PARTS):
         try:
             check(seed)
         except Exception as error:

@@ -73,7 +73,7 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.timeout(600)  # on a busy machine
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_seeds(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
         check(seed)
