@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,13 @@ class Described:
         config: What Keras serialises.
         own: Name -> class for classes that ranks cannot import.
         undecayed: A regular expression for variables without weight decay, which Keras does not serialize.
+        arguments: Those of the function behind a loss or metric, of which Keras serializes not all: Huber's ``delta``.
     """
 
     config: Any
     own: Mapping[str, Any]
     undecayed: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -183,7 +185,8 @@ class Described:
 
             config = keras.saving.serialize_keras_object(value)
             used = [value, getattr(value, "inner_optimizer", value)]
-            return cls(config, _own_objects(str(config), used), _undecayed(value))
+            arguments = dict(getattr(value, "_fn_kwargs", {}))
+            return cls(config, _own_objects(str(config), used), _undecayed(value), arguments)
         return value
 
     @classmethod
@@ -201,6 +204,8 @@ class Described:
             made = keras.saving.deserialize_keras_object(config, custom_objects={**value.own, **custom_objects})
             if value.undecayed:
                 getattr(made, "inner_optimizer", made).exclude_from_weight_decay(var_names=[value.undecayed])
+            if value.arguments:
+                made._fn_kwargs = dict(value.arguments)
             return made
         return value
 

@@ -271,16 +271,18 @@ def rename(params: Params, uid: str) -> None:
 
 
 def fits_several_maps() -> bool:
-    """Return whether this thread fits an estimator for one of several maps of parameters.
+    """Return whether this thread fits an estimator for one of several maps of parameters, or several data sets.
 
-    CrossValidator, TrainValidationSplit, OneVsRest, and ``fit`` with a list of maps do that. An estimator within a
-    Pipeline cannot tell otherwise.
+    CrossValidator, TrainValidationSplit, OneVsRest, and ``fit`` with a list of several maps do that. An estimator
+    within a Pipeline cannot tell otherwise.
     """
-    fits = {("pyspark.ml.base", "fitSingleModel"), ("pyspark.ml.classification", "trainSingleClass")}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in fits:
-            return True
+        match frame.f_globals.get("__name__"), frame.f_code.co_name:
+            case ("pyspark.ml.tuning", "singleTask") | ("pyspark.ml.classification", "trainSingleClass"):
+                return True
+            case ("pyspark.ml.base", "fitSingleModel") if len(frame.f_locals["paramMaps"]) > 1:
+                return True
         frame = frame.f_back
     return False
 

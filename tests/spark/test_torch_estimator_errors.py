@@ -210,8 +210,11 @@ class Wraps(Estimator[TorchModel], HasLabelCol, HasFeaturesCol, HasPredictionCol
 def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, Any]) -> None:
     made = estimator(**given)
     with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
-        made.fit(df, [{made.batch_size: 8, **({} if given else {made.run_id: "one"})}])
-    if given:  # within a Pipeline, too, which Spark ML's tuning fits
+        made.fit(df, [{made.batch_size: size, **({} if given else {made.run_id: "one"})} for size in (8, 16)])
+    if not given:  # but one map is one run
+        (fitted,) = made.fit(df, [{made.epochs: 1, made.run_id: "alone"}])
+        assert len(fitted.getHistory()) == 1
+    else:  # within a Pipeline, too, which Spark ML's tuning fits
         tuned = CrossValidator(
             estimator=Pipeline(stages=[made]),
             estimatorParamMaps=[{}],

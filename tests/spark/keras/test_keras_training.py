@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from spark_hvd.estimators import LocalBackend, ModelError
 from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.training.head import Head
+from spark_hvd.world.pickles import dumps
 from tests.spark.estimator_support import ROWS, frame, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
 
@@ -256,6 +258,16 @@ def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
     facts = estimator(net())._optimizer_facts(plan)
     assert facts["opt_learning_rate"] == 0.25
     assert "opt_inner_optimizer" not in facts
+
+
+def test_arguments_of_losses_and_metrics_that_are_in_no_config_of_keras() -> None:
+    """Keras serializes neither Huber's delta nor the axis of a cosine."""
+    label, output = np.array([[0.0, 3.0], [0.0, 4.0]]), np.array([[4.0, 3.0], [0.0, 0.0]])
+    given = {"huber": keras.losses.Huber(0.25), "cosine": [keras.metrics.CosineSimilarity(axis=0)]}
+    described = pickle.loads(dumps(Described.of(given)))
+    made = Described.made(described, {})
+    assert float(made["huber"](label, output)) == pytest.approx(0.25 * (4 - 0.125) / 2)
+    assert float(made["cosine"][0](label, output)) == pytest.approx(0.6 / 2)
 
 
 def test_a_checkpoint_describes_optimizers_without_a_learning_rate() -> None:
