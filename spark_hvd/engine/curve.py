@@ -16,7 +16,7 @@ import zmq.utils.z85
 
 _HEARTBEAT_MS = 1000
 _SILENT_AFTER_MS = 7000
-"""As for the hub (`runner.channel.liveness`): TCP has repeated lost data by then, so a network may be down for five seconds."""
+"""As for the hub (`runner.channel.liveness`): TCP repeats lost data within this time after a gap of five seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def url(host: str, port: int) -> str:
 
 
 def send_heartbeats(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Let ZeroMQ end a connection whose peer has answered nothing for 7 s. This does not need the peer's interpreter."""
+    """Let ZeroMQ end a connection whose peer answers nothing for 7 s. This does not need the peer's interpreter."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENT_AFTER_MS
     return socket
 
