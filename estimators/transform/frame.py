@@ -9,6 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import UserDefinedType
 
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.transform.feeds import TensorFeed
 from spark_hvd.estimators.transform.outputs import Output
 from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function
 from spark_hvd.runner.spark.session import tells_case_apart
@@ -67,8 +68,19 @@ def _predicted(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
         return F.arrow_udf(arrow_function(job), ddl)(F.struct(*columns))  # type: ignore[no-any-return]
     for i, name in enumerate(job.feed.columns):  # pandas would turn null into NaN
         message = f"column {name!r} has nulls: fill or drop them before transform or predict"
-        columns[i] = F.coalesce(columns[i], F.raise_error(F.lit(message))).alias(f"c{i}")
+        refused = F.raise_error(F.lit(message))
+        column = F.coalesce(columns[i], refused)
+        if isinstance(job.feed, TensorFeed) and (depth := job.feed.inputs[i].column.spark_type.count("array<")):
+            column = F.when(_has_nulls(column, depth), refused).otherwise(column)
+        columns[i] = column.alias(f"c{i}")
     return F.pandas_udf(pandas_function(job), ddl)(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]
+
+
+def _has_nulls(lists: SparkColumn, depth: int) -> SparkColumn:
+    """Return whether lists, nested to this depth, have nulls at any level below the first."""
+    if depth == 1:
+        return F.exists(lists, lambda each: each.isNull())
+    return F.exists(lists, lambda each: each.isNull() | _has_nulls(each, depth - 1))
 
 
 def _taken_out(field: SparkColumn, output: Output) -> SparkColumn:

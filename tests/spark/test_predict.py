@@ -301,6 +301,10 @@ def test_nulls(spark: SparkSession) -> None:
                      said(spark_hvd.predict(frame, lambda: abs, columns="x", outputs="float")))  # fmt: skip
     text = said(spark_hvd.predict(frame.coalesce(1), lambda: abs, columns="v", outputs="float"))
     assert "lists of different lengths" in text
+    for lists in ("array(x, 1D)", "array(array(1D, x))", "array(array(1D), IF(x IS NULL, NULL, array(x)))"):
+        rows = frame.coalesce(1).selectExpr(f"{lists} AS v")
+        text = said(spark_hvd.predict(rows, lambda: lambda v: v.flatten(1).sum(1), columns="v", outputs="float"))
+        assert re.search(r"column 'v'.* has (1 null\(s\) in|nulls: fill or drop)", text), text
 
 
 def test_a_loader_that_fails_or_loads_nothing(texts: DataFrame) -> None:
