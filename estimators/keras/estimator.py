@@ -31,6 +31,7 @@ from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.runner.config import PRELOAD
 
 _log = logging.getLogger(__name__)
+_DESCRIBED = frozenset({"loss", "metrics", "optimizer"})
 _REGRESSION = (
     "mean_squared_error mean_absolute_error mean_squared_logarithmic_error mean_absolute_percentage_error log_cosh "
     "huber poisson mse mae msle mape"  # the user's functions may have the short names, too
@@ -129,6 +130,15 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         "optimizer": "an optimizer of Keras, or its name",
         "loss": "a loss of Keras, its name, or a function of (label, output)",
     }
+
+    def _before_saving(self, objects: dict[str, Any]) -> dict[str, Any]:
+        # Pickles of Keras lack what its configurations lack: Huber's delta, what has no weight decay.
+        return objects | {name: Described.of(objects[name]) for name in _DESCRIBED & objects.keys()}
+
+    @classmethod
+    def _after_loading(cls, objects: dict[str, Any]) -> dict[str, Any]:
+        custom = objects.get("custom_objects") or {}
+        return objects | {name: Described.made(objects[name], custom) for name in _DESCRIBED & objects.keys()}
 
     def _check(self, settings: Settings) -> None:
         from spark_hvd.keras.backend import require_backend

@@ -60,7 +60,7 @@ class ParamsWriter(MLWriter):
             for name, value in values.items()
         }
         objects = {name: value for name, value in values.items() if not _is_plain(plain[name])}
-        packed = pack(objects, type(instance).__name__)
+        packed = pack(instance._before_saving(objects), type(instance).__name__)
         store = Store.create(_qualified(path, self.sparkSession))
         if self.shouldOverwrite:
             store.delete(store.url)
@@ -108,7 +108,7 @@ class ParamsReader(MLReader[Any], Generic[T]):
         known = {row.name for row in cls._table}  # the parameters of other versions may no longer exist
         defaults = {name: value for name, value in metadata["defaultParamMap"].items() if name in known}
         spark_private.set_defaults(instance, defaults)
-        instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
+        instance.setParams(**plain, **cls._after_loading(_unpacked(packed, store.join(STRUCTURE), metadata)))
         return instance
 
 
@@ -125,6 +125,15 @@ class SavedParams(TableParams, MLWritable, MLReadable[Any]):
     def read(cls) -> ParamsReader[Self]:
         """Return a reader: ``read().load(path)``."""
         return ParamsReader(cls)
+
+    def _before_saving(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """Return what to pickle for parameters that JSON cannot hold, by name."""
+        return objects
+
+    @classmethod
+    def _after_loading(cls, objects: dict[str, Any]) -> dict[str, Any]:
+        """Do the inverse of :meth:`_before_saving`."""
+        return objects
 
 
 def _metadata(cls: type[TableParams], path: str, spark: SparkSession) -> dict[str, Any]:

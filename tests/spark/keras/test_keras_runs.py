@@ -151,9 +151,11 @@ def test_saved_and_loaded(df: DataFrame, tmp_path: Path, elsewhere: bool) -> Non
     model = keras.Sequential(
         [keras.layers.Input((3,)), Doubled(), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(1)]
     )
-    fitting = estimator(model, custom_objects={"tests>Doubled": Doubled}, epochs=1)
+    fitting = estimator(model, custom_objects={"tests>Doubled": Doubled}, loss=keras.losses.Huber(0.25), epochs=1)
     fitting.save(str(tmp_path / "estimator"))
-    assert KerasEstimator.load(str(tmp_path / "estimator")).getOptimizer().momentum == 0.9
+    loaded = KerasEstimator.load(str(tmp_path / "estimator"))
+    assert loaded.getOptimizer().momentum == 0.9
+    assert float(loaded.getLoss()(np.array([[0.0]]), np.array([[4.0]]))) == pytest.approx(0.25 * (4 - 0.125))
     fitted = Pipeline(stages=[fitting]).fit(df)
     fitted.save(str(tmp_path / "model"))
     wanted = fitted.stages[0].getModel().predict(np.array([[1.0, 2.0, 3.0]], "float32"), verbose=0)
