@@ -92,8 +92,8 @@ $(DEMO): EXTRA := examples
 $(READY): EXTRA := dev
 # constraints.txt is what [dev] needs, no more and no less: four pips with a part each download and unpack at the same time.
 # They are quieter: each warns of packages that another one is installing. If nothing is missing then, as .ci/missing says in
-# two seconds, only spark_hvd itself is installed. Otherwise, as on some systems, where a part has a package of another system,
-# pip looks for all that [dev] needs.
+# two seconds, only spark_hvd itself is installed. Otherwise pip looks for all that [dev] needs: on some systems a part has a
+# package of another system.
 $(READY): BESIDE = awk '!/^\#/ {print > ("$(VENV)/part" NR % 4)}' constraints.txt && \
 	ls $(VENV)/part? | xargs -P 4 -n 1 $(BIN)/python -m pip install $(PIP) --quiet --no-deps -r
 $(READY): THERE = $(BIN)/python -m pip install $(PIP) --no-index --no-deps --no-build-isolation --check-build-dependencies -e . && \

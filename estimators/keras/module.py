@@ -161,6 +161,8 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 class Described:
     """A loss, metric or optimizer of Keras in serialised form, from which ranks make equal objects.
 
+    Saved estimators hold it, too: unpickling must work with fewer attributes.
+
     Attributes:
         config: What Keras serialises.
         own: Name -> class for classes that ranks cannot import.

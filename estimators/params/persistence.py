@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 STRUCTURE, WEIGHTS = "structure.pkl", "weights.safetensors"
-T = TypeVar("T", bound=TableParams)
+T = TypeVar("T", bound="SavedParams")
 
 
 class ParamsWriter(MLWriter):
-    """Saves the parameters that are set on ``instance``, except those in ``skip``, and its defaults."""
+    """Saves the parameters that are set on ``instance``, and its defaults."""
 
-    def __init__(self, instance: TableParams, skip: Collection[str] = ()) -> None:
+    def __init__(self, instance: SavedParams) -> None:
         super().__init__()
-        self._instance, self._skip = instance, skip
+        self._instance = instance
 
     def save(self, path: str) -> None:
         """Save to ``path``: a local path, or a URL that both Spark and fsspec know.
@@ -52,7 +52,7 @@ class ParamsWriter(MLWriter):
         """
         instance = self._instance
         values, defaults = (
-            {name: value for name, value in params.items() if name not in self._skip}
+            {name: value for name, value in params.items() if name not in instance._not_saved}
             for params in spark_private.values_and_defaults(instance)
         )
         plain = {
@@ -119,7 +119,7 @@ class SavedParams(TableParams, MLWritable, MLReadable[Any]):
 
     def write(self) -> ParamsWriter:
         """Return a writer: ``write().overwrite().save(path)``."""
-        return ParamsWriter(self, self._not_saved)
+        return ParamsWriter(self)
 
     @classmethod
     def read(cls) -> ParamsReader[Self]:

@@ -44,7 +44,7 @@ class CoordinatorSockets:
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys, ports: PortRange | None = None
     ) -> None:
         self.requests = context.socket(zmq.PULL)
-        self.decisions = send_heartbeats(context.socket(zmq.XPUB))
+        self.decisions = send_heartbeats(context.socket(zmq.XPUB))  # one of two is enough, and they are not free
         self.endpoints: list[str] = []
         self._connected: set[int] = set()
         for each in (self.requests, self.decisions):

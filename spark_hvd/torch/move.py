@@ -18,7 +18,7 @@ from spark_hvd.collectives.start import (
     start_broadcast,
 )
 from spark_hvd.context.global_state import speaks_horovod
-from spark_hvd.context.join import join as join_world
+from spark_hvd.context.join import join as shadow_others
 from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply, gradients_by
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
@@ -216,4 +216,4 @@ def join(device: int = -1, *, count_in_average: bool | None = None) -> int:
         CollectiveError: A peer or the network failed.
         AssertionError: Gradients of this rank are being reduced; call `step` or `synchronize` first.
     """
-    return join_world(counts=speaks_horovod() if count_in_average is None else count_in_average)
+    return shadow_others(counts=speaks_horovod() if count_in_average is None else count_in_average)

@@ -181,7 +181,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 [0, 1] 1"] * 2
 
 
-@pytest.mark.slow  # by day: it loads torch
+@pytest.mark.slow  # it loads torch
 def test_exit_without_shutdown() -> None:
     done = python("-c", "import spark_hvd.torch as hvd; hvd.init(); print(hvd.size())")
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

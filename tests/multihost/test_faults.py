@@ -57,14 +57,13 @@ def reduce_by_name_for_ever(started: str) -> None:
 class Background:
     """A run in its own thread: the error with which it ends, and when."""
 
-    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any, ports: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any, network: Network | None = None) -> None:
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
         self.ended = 0.0
 
         def body() -> None:
             try:
-                network = Network(ports=ports)
                 self.values = run(fn, args, num_proc=2, spark=cluster.session, start_timeout=60, network=network)
             except BaseException as error:
                 self.error = error
@@ -97,8 +96,9 @@ def wait_started(cluster: Cluster, folder: Path) -> dict[int, Host]:
     return {int(rank): hosts[name] for rank, name in (note.name.split("@") for note in notes)}
 
 
-def test_a_lost_host_is_named_where_named_collectives_notice_first(cluster: Cluster, tmp_path: Path) -> None:
-    training = Background(cluster, reduce_by_name_for_ever, str(tmp_path))
+def test_a_lost_host_is_named_where_collectives_fail_first(cluster: Cluster, tmp_path: Path) -> None:
+    network = Network(collective_timeout=5)  # less than the hub waits
+    training = Background(cluster, reduce_by_name_for_ever, str(tmp_path), network=network)
     victim = wait_started(cluster, tmp_path)[1]
     cluster.net.cut(victim)
     cut = time.monotonic()
@@ -177,7 +177,7 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
     ports = "64000-64100"  # the kernel gives none of these to Spark's own connections
     cluster.net.block(cluster.net[0], cluster.net.driver, ports)
-    training = Background(cluster, reduce_for_ever, str(tmp_path), ports=ports)
+    training = Background(cluster, reduce_for_ever, str(tmp_path), network=Network(ports=ports))
     victim = wait_started(cluster, tmp_path)[1]  # they have connected through rank 0
     cluster.net.cut(victim)
     cut = time.monotonic()

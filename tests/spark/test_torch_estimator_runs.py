@@ -56,7 +56,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 
 
-def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> None:
+def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     settings = {
         "optimizer": lambda params: torch.optim.Adam(params, lr=0.01),
         "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
@@ -71,6 +71,9 @@ def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> No
     plain = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in whole.getHistory()]
     again = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in resumed.getHistory()]
     assert plain == again
+    done = estimator(network(), **settings, epochs=4, run_id="broken").fit(df)
+    same(done.getModel(), dict(whole.getModel().state_dict()), 1e-12)
+    assert "run_id='broken' has its 4 epochs: its model is returned, nothing is trained" in caplog.text
 
 
 @pytest.mark.slow

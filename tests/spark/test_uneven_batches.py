@@ -77,7 +77,7 @@ def test_a_step_is_that_of_all_rows(spark: SparkSession, nine: DataFrame, rows: 
             lambda output, label: functional.cross_entropy(output, label.long(), reduction="sum"),
             id="a sum that does not tell",
         ),
-        *(  # by day: test_a_loss_tells_its_divisor, and the ones above
+        *(  # by day: unit/test_weighted_losses.py, and the ones above
             pytest.param(loss, id=name, marks=pytest.mark.slow)
             for name, loss in {
                 "labels are left out": nn.CrossEntropyLoss(ignore_index=1),

@@ -17,7 +17,7 @@ from spark_hvd.transport.mpi.start import is_mpi_communicator
 from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
 
 
-def test_pace_asks_at_once_while_bytes_move() -> None:
+def test_backoff_asks_at_once_while_bytes_move() -> None:
     backoff = PollingBackoff()
     now = 100.0
     for _ in range(1000):  # ten seconds of calls that take a millisecond each
@@ -25,7 +25,7 @@ def test_pace_asks_at_once_while_bytes_move() -> None:
         now += 1e-2
 
 
-def test_pace_of_a_waiter() -> None:
+def test_backoff_of_a_waiter() -> None:
     backoff = PollingBackoff()
     now, pauses = 100.0, []
     while now < 100.2:
@@ -41,7 +41,7 @@ def test_pace_of_a_waiter() -> None:
     assert backoff.after(now + 1e-4, now + 1.01e-4) == 0.0
 
 
-def test_pace_without_patience() -> None:
+def test_backoff_without_patience() -> None:
     backoff = PollingBackoff(patience=0.0)
     assert backoff.after(5.0, 5.000_001) > 0.0
     assert backoff.after(6.0, 6.001) == 0.0

@@ -50,6 +50,7 @@ CASES: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
     (functional.mse_loss, SCORES, TARGETS),
     (functional.cross_entropy, SCORES, NUMBERS),
     (partial(functional.mse_loss, reduction="sum"), SCORES, TARGETS),
+    (partial(partial(functional.cross_entropy, reduction="sum"), label_smoothing=0.1), SCORES, NUMBERS),
     (partial(functional.cross_entropy, weight=BY_CLASS, ignore_index=1), SCORES, INSIDE),
     (partial(functional.kl_div, reduction="batchmean"), LOG_SHARES, SHARES),
 ]

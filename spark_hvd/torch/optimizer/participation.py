@@ -1,7 +1,7 @@
 """Which ranks take part in a step of a gradient reducer; they learn it from what they exchange in the step anyway.
 
 After the gradients of the first bucket come a few elements that are summed with them: how many ranks make the step,
-whether one of them trains parameters without a fitting place, whether a rank that has called join() stands in, and how
+whether one of them trains parameters without a fitting place, whether a rank that has called join() takes part, and how
 many of those ranks Average does not count. All but the first are nearly always zero. Each element is a sum of ones. A
 bucket may be sent in bf16, where 256 + 1 is 256, and NCCL's averages are not exact. So each element counts at most 32
 ranks.
