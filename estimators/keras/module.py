@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 class Described:
     """A loss, metric or optimizer of Keras in serialised form, from which ranks make equal objects.
 
-    Saved estimators hold it, too: unpickling must work with fewer attributes.
+    Saved estimators hold it, too: attributes that later versions add need a default that is not made by a factory, as
+    unpickling does not set them.
 
     Attributes:
         config: What Keras serialises.
@@ -173,7 +174,7 @@ class Described:
     config: Any
     own: Mapping[str, Any]
     undecayed: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -187,7 +188,7 @@ class Described:
 
             config = keras.saving.serialize_keras_object(value)
             used = [value, getattr(value, "inner_optimizer", value)]
-            arguments = dict(getattr(value, "_fn_kwargs", {}))
+            arguments = dict(getattr(value, "_fn_kwargs", {}))  # it is a dict of Keras, which cannot be pickled
             return cls(config, _own_objects(str(config), used), _undecayed(value), arguments)
         return value
 

@@ -268,6 +268,9 @@ def test_arguments_of_losses_and_metrics_that_are_in_no_config_of_keras() -> Non
     made = Described.made(described, {})
     assert float(made["huber"](label, output)) == pytest.approx(0.25 * (4 - 0.125) / 2)
     assert float(made["cosine"][0](label, output)) == pytest.approx(0.6 / 2)
+    older = Described.of(keras.losses.Huber(0.25))
+    del vars(older)["arguments"]
+    assert isinstance(Described.made(pickle.loads(dumps(older)), {}), keras.losses.Huber)
 
 
 def test_a_checkpoint_describes_optimizers_without_a_learning_rate() -> None:
