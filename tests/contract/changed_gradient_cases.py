@@ -15,7 +15,7 @@ from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.torch.outer.local_sgd import LocalSGD
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import PlanMismatchError
-from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, loss_of, net, reducer_of
+from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, loss_of, net, reducer_of, sgd
 
 STEPS = 6
 Change = Callable[[nn.Sequential], object]
@@ -285,6 +285,49 @@ def cast_to_different_dtypes_is_an_error_on_all(rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 _loss(model, rank, step).backward()
                 optimizer.step()
+
+
+def parameters_put_into_groups(rank: int, size: int) -> None:
+    """A parameter that a program puts into a group by itself is not reduced, so there is no step."""
+    puts: tuple[Callable[[torch.optim.Optimizer, nn.Parameter], object], ...] = (
+        lambda optimizer, param: optimizer.param_groups[0]["params"].append(param),
+        lambda optimizer, param: optimizer.param_groups[0].update(params=[param]),
+        lambda optimizer, param: optimizer.param_groups.append({**optimizer.param_groups[0], "params": [param]}),
+    )
+    for put in puts:
+        model, extra = net(), nn.Parameter(torch.ones(3))
+        optimizer = DistributedOptimizer(_sgd(model))
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        put(optimizer, extra)
+        (loss_of(model, batch(rank, 1)) + extra.sum()).backward()
+        for step in (optimizer.step, optimizer.synchronize, lambda own=optimizer: own.step(lambda: 0.0)):
+            with pytest.raises(ValueError, match=r"\(3,\) in param_groups\[[01]\].*add_param_group"):
+                step()
+
+
+def a_parameter_of_two_optimizers(rank: int, size: int) -> None:
+    """Only the later optimizer reduces its gradient; the earlier one steps from that, or raises on all ranks."""
+    model, oracle = net(), net()
+    makers = [sgd, lambda params: torch.optim.AdamW(params, eps=1e-3)]
+    first, second = [DistributedOptimizer(make(model.parameters())) for make in makers]
+    plain = [make(oracle.parameters()) for make in makers]
+    for step in range(STEPS):
+        for optimizer in (second, plain[0]):
+            optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
+        plain[step % 2].step()
+        if step % 2:
+            second.step()
+            continue
+        with pytest.raises(RuntimeError, match="made later trains a parameter of this one"):
+            first.step()
+        second.synchronize()
+        with first.skip_synchronize():
+            first.step()
+    assert_matches(model, oracle, 1e-5)
 
 
 def copies(rank: int, size: int) -> None:

@@ -106,18 +106,22 @@ def handed_over_by_some_ranks(rank: int, size: int) -> None:
 
 
 def two_losses(rank: int, size: int) -> None:
-    model, oracle = Branches(), Branches()
-    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(rank, step), right=False).square().mean().backward()
-        model(batch(rank, step), left=False).square().mean().backward()
-        optimizer.step()
-        plain.zero_grad()
-        joined = torch.cat([batch(r, step) for r in range(size)])
-        (oracle(joined, right=False).square().mean() + oracle(joined, left=False).square().mean()).backward()
-        plain.step()
-    assert_matches(model, oracle)
+    """They have different parameters; `never` has none, or does not exist."""
+    for all_used in (False, True):
+        model, oracle = Branches(), Branches()
+        if all_used:
+            del model.never, oracle.never
+        optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(rank, step), right=False).square().mean().backward()
+            model(batch(rank, step), left=False).square().mean().backward()
+            optimizer.step()
+            plain.zero_grad()
+            joined = torch.cat([batch(r, step) for r in range(size)])
+            (oracle(joined, right=False).square().mean() + oracle(joined, left=False).square().mean()).backward()
+            plain.step()
+        assert_matches(model, oracle)
 
 
 def clip_after_backward(rank: int, size: int) -> None:
@@ -242,13 +246,21 @@ def grad_scaler_and_unused_parameters(rank: int, size: int) -> None:
     assert_matches(model, oracle, 1e-5)
 
 
-def a_backward_after_synchronize_is_an_error(rank: int, size: int) -> None:
-    model = Branches()
-    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    model(batch(rank, 0), right=False).square().mean().backward()
-    optimizer.synchronize()
-    with pytest.raises(AssertionError, match=r"right.*after synchronize\(\)"):
-        model(batch(rank, 0), left=False).square().mean().backward()
+def a_backward_after_the_reduction_is_an_error(rank: int, size: int) -> None:
+    """It comes after synchronize(), or after the only backward() of a step if the first step had one."""
+    for synchronizes in (True, False):
+        model = Branches()
+        del model.never
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        if not synchronizes:
+            model(batch(rank, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(batch(rank, 1), right=False).square().mean().backward()
+        if synchronizes:
+            optimizer.synchronize()
+        with pytest.raises(AssertionError, match=r"'right\.\w+' got .* reduced, by synchronize\(\).* once, on the sum"):
+            model(batch(rank, 1), left=False).square().mean().backward()
 
 
 def overlap(rank: int, size: int) -> None:
@@ -324,29 +336,6 @@ def a_dropped_optimizer_lets_go(rank: int, size: int) -> None:
     loss_of(oracle, torch.cat([batch(r, 0) for r in range(size)])).backward()
     plain.step()
     assert_matches(model, oracle)
-
-
-def a_parameter_of_two_optimizers(rank: int, size: int) -> None:
-    """Only the later optimizer reduces its gradient; the earlier one steps from that, or raises on all ranks."""
-    model, oracle = net(), net()
-    makers = [sgd, lambda params: torch.optim.AdamW(params, eps=1e-3)]
-    first, second = [DistributedOptimizer(make(model.parameters())) for make in makers]
-    plain = [make(oracle.parameters()) for make in makers]
-    for step in range(STEPS):
-        for optimizer in (second, plain[0]):
-            optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
-        plain[step % 2].step()
-        if step % 2:
-            second.step()
-            continue
-        with pytest.raises(RuntimeError, match="made later trains a parameter of this one"):
-            first.step()
-        second.synchronize()
-        with first.skip_synchronize():
-            first.step()
-    assert_matches(model, oracle, 1e-5)
 
 
 def checkpointing(rank: int, size: int) -> None:

@@ -50,6 +50,8 @@ class ReducedOptimizer(DistributedOptimizerBase):
     """Why gradients cannot be reduced now; None if they can."""
     _synchronized: bool
     """Whether synchronize() was called after the last step."""
+    _known: dict[int, torch.nn.Parameter]
+    """By id, the parameters that it was made with or got by `add_param_group`."""
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -67,12 +69,12 @@ class ReducedOptimizer(DistributedOptimizerBase):
             CollectiveError: A peer or the network failed.
             NotInitializedError: This is an elastic rank outside its worlds.
             RuntimeError: A DistributedOptimizer that was made later trains a parameter of this one.
+            ValueError: A parameter was put into param_groups by other means than `add_param_group`.
         """
         require_bound(self)
         if self._reducer is not None:
-            self._reducer.synchronize()
+            _synchronize(self, self._reducer)
             self._synchronized = True
-            _fill_missing(self)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -125,6 +127,7 @@ class ReducedOptimizer(DistributedOptimizerBase):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number]["params"]
+        self._known.update((id(param), param) for param in added)
         replace_owners(added, by=self)
         names = [f"group{number}.param{i}" for i in range(len(added))]
         self._recipe.names += names
@@ -271,6 +274,7 @@ def _make_distributed(
     optimizer._unbound = unbound
     optimizer._spans_worlds = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
+    optimizer._known = {id(param): param for param in _params_of(optimizer)}
     recipe.scale_gradients(optimizer)
     register_optimizer(optimizer)
     optimizer.register_step_pre_hook(_before_step)
@@ -306,8 +310,7 @@ def _before_step(
     # Optimizer pre-hooks get the optimizer itself as the first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        reducer.synchronize()
-        _fill_missing(optimizer)
+        _synchronize(optimizer, reducer)
         _make_sparse_again(optimizer)
         return None
     if reducer.started:
@@ -321,12 +324,31 @@ def _before_step(
 def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: GradientReducer) -> Callable[[], Any]:
     def reduced() -> Any:
         loss = closure()
-        reducer.synchronize()
-        _fill_missing(optimizer)
+        _synchronize(optimizer, reducer)
         _make_sparse_again(optimizer)
         return optimizer._recipe.agreed(loss)
 
     return reduced
+
+
+def _synchronize(optimizer: ReducedOptimizer, reducer: GradientReducer) -> None:
+    known = optimizer._known
+    if not known.keys() >= {id(param) for group in optimizer.param_groups for param in group["params"]}:
+        _require_known(optimizer)
+    reducer.synchronize()
+    _fill_missing(optimizer)
+
+
+def _require_known(optimizer: ReducedOptimizer) -> None:
+    """Raise a ValueError for a parameter that is trained with the gradient of this rank alone."""
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad and id(param) not in optimizer._known:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} in param_groups[{number}] was put there after the "
+                    "optimizer was made distributed, so its gradient is not reduced: use optimizer.add_param_group() "
+                    "on every rank, or make a new optimizer and pass it to hvd.DistributedOptimizer"
+                )
 
 
 def _fill_missing(optimizer: ReducedOptimizer) -> None:

@@ -27,12 +27,19 @@ class Backward(Protocol):
         """Handle a parameter that got one gradient more than its step should have."""
 
 
-def overrun(name: str, passes: int) -> NoReturn:
-    """Raise because a parameter got one gradient more than expected.
+def overrun(name: str, passes: int, *, missing: bool) -> NoReturn:
+    """Raise because a parameter got a gradient that its step no longer takes; `missing` says whether it lacks one.
 
     Raises:
         AssertionError: Always.
     """
+    if missing:
+        raise AssertionError(
+            f"parameter {name!r} got a gradient after those of its step had been reduced, by synchronize() or because "
+            f"every parameter of the first step had its own after backward_passes_per_step={passes} calls of "
+            f"backward(): later steps do not wait for more calls. Call backward() once, on the sum of the losses; to "
+            f"begin another step, call optimizer.zero_grad()"
+        )
     raise AssertionError(
         f"parameter {name!r} got more than backward_passes_per_step={passes} gradients before step(), or after "
         f"synchronize(). To accumulate gradients over n calls of backward(), pass backward_passes_per_step=n; to drop "

@@ -253,8 +253,8 @@ class GradientReducer:
             pipeline.launch_next(self._presence())
 
     def overrun(self, index: int) -> NoReturn:
-        """Raise the AssertionError of a parameter that got one gradient more than expected."""
-        overrun(self._specs[index].name, self._passes)
+        """Raise the AssertionError of a parameter whose gradient comes too late."""
+        overrun(self._specs[index].name, self._passes, missing=self._progress.left[index] > 0)
 
     def _end_backward(self) -> None:
         if self._progress.idle:
@@ -316,7 +316,7 @@ class GradientReducer:
         elif not any(fact["any"] for fact in facts):
             self.phase = Phase.LEARNING  # a step without a backward teaches nothing
         else:
-            if complete:
+            if not last_chance:  # or else a step takes several calls of backward()
                 self.phase = Phase.EAGER
             self._place(facts[0]["order"], facts)
 
