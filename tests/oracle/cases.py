@@ -79,7 +79,8 @@ class Case:
         ranks: World size.
         seed: Seed of weights and rows.
         dtype: "float64" or "mixed".
-        parts: Parts of the model, see :class:`tests.oracle.training.Net`.
+        parts: Parts of the model, see :class:`tests.oracle.training.Net`; "ema": weights are averaged; "split": each
+            backward has two calls, for different parameters.
         loss: Name of a loss in torch.nn.functional.
         reduction: Reduction of the loss.
         optimizer: Name of an optimizer in torch.optim.
@@ -124,7 +125,7 @@ STEPS = st.builds(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Generate any case."""
-    parts = draw(st.sets(st.sampled_from(("tied", "sparse", "frozen norm", "sync norm", "checkpoint", "ema"))))
+    parts = draw(st.sets(st.sampled_from(("tied", "sparse", "frozen norm", "sync norm", "checkpoint", "ema", "split"))))
     optimizer = draw(st.sampled_from(FOR_SPARSE if "sparse" in parts else DENSE))
     return Case(
         ranks=draw(st.sampled_from((2, 2, 3))),

@@ -171,7 +171,12 @@ class Training:
                     self._do(action)
             loss = self._loss(*self._rows(number, turn), self._branches(step.branch))
             self.losses.append(loss.item())
-            loss.backward()
+            if "split" in self.case.parts:
+                trained = [param for param in self.model.parameters() if param.requires_grad]
+                loss.backward(inputs=trained[::2], retain_graph=True)
+                loss.backward(inputs=trained[1::2])
+            else:
+                loss.backward()
         return loss
 
     def _rows(self, number: int, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
