@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -340,6 +340,15 @@ def fork_servers() -> list[psutil.Process]:
 def ranks_alive() -> list[psutil.Process]:
     """Return the processes that the fork servers have forked."""
     return _servers_and_ranks()[1]
+
+
+def have_ended(pids: Iterable[int]) -> bool:
+    """Return whether no such process runs. One that nobody has waited for has ended: tests.cost adopts orphans."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
 
 
 def listening() -> list[str]:

@@ -20,7 +20,7 @@ from spark_hvd.estimators.torch.learning_rate import (
     options_of,
 )
 from spark_hvd.estimators.torch.measure import Measure
-from spark_hvd.estimators.torch.objective import Sums
+from spark_hvd.estimators.torch.objective import Sums, ValidationSums
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.inputs import outputs_of
@@ -130,7 +130,7 @@ class _Loop(Measure):
         seconds = time.monotonic() - began
         validated = job.validates
         self._share_buffers()
-        validation = self._validate() if validated else Sums(self.metrics.names, job.device)
+        validation = self._validate() if validated else self.no_validation()
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
         # The only exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
         total = hvd.allreduce(torch.cat([sums.values, validation.values, stop]), op=hvd.Sum, name="spark_hvd.epoch")
@@ -138,7 +138,7 @@ class _Loop(Measure):
         width = len(sums.values)
         means = Sums.means(sums.names, values[:width])
         if validated:
-            means |= Sums.means(sums.names, values[width : 2 * width], "val_")
+            means |= validation.means_of(values[width:-1])
         skipped = {"skipped_steps": self.skipped} if self.skipped else {}
         job.add(means, lr=rate, **speed(seconds, values[0]), **skipped)
         self._schedule("epoch", job.history[-1], *job.delayed_rows)
@@ -196,7 +196,7 @@ class _Loop(Measure):
             if last:
                 self._schedule("step")
         elif len(inputs[0]):
-            outputs, labels, loss = self._forward(inputs, labels, weights)
+            outputs, labels, loss = self._forward(inputs, labels, weights, self.objective)
             torch.autograd.backward(self.scaler.scale(loss / passes))
             if last:
                 self._step()
@@ -249,7 +249,7 @@ class _Loop(Measure):
             else:
                 self.scheduler.step()
 
-    def _validate(self) -> Sums:
+    def _validate(self) -> ValidationSums:
         if self.job.background_validation is not None:
             self.job.background_validation.end()
         return self.validated()

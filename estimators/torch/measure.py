@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
+from spark_hvd.estimators.torch.objective import Metrics, Objective, ValidationSums
 from spark_hvd.estimators.torch.weighted import Shares
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import losses_of
 from spark_hvd.estimators.training.train import Job
+
+LossT = TypeVar("LossT")
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,51 +35,33 @@ class Measure:
         self.shares = Shares(self.objective.losses, lowest, spec.reductions, counted)
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
 
-    def validated(self, ranks: int | None = None) -> Sums:
-        """Return the sums over this rank's validation rows. All ranks must call this.
+    def validated(self, ranks: int | None = None) -> ValidationSums:
+        """Return the sums over this rank's validation rows.
 
         With ``ranks``, the batches are those of that many ranks, and each of ours takes the batches of some of them.
         """
         assert self.job.validation is not None
         self.model.eval()
-        sums, size = Sums(self.metrics.names, self.job.device), ranks or hvd.size()
-        mine = range(hvd.rank(), size, hvd.size())
-        totals = self._totals(mine, size) if ranks is not None and size > 1 and self.shares.counts else {}
+        sums, size = self.no_validation(), ranks or hvd.size()
         with torch.no_grad():
-            for rank in mine:
+            for rank in range(hvd.rank(), size, hvd.size()):
                 weights = self.job.validation.weights(rank, size)
-                batches = zip(self.job.validation_batches(rank, size), weights, strict=False)
-                for step, (batch, weight) in enumerate(batches):
+                for batch, weight in zip(self.job.validation_batches(rank, size), weights, strict=False):
                     inputs, labels, row_weights = self._on_device(batch)
-                    rows = len(inputs[0])
-                    if ranks is None:
-                        self.objective.factors = self.shares.of(labels, rows, weight)
-                    else:
-                        part = self.shares.part(labels, rows)
-                        self.objective.factors = self.shares.factors(part, totals.get(step), size, weight)
-                    if rows:
-                        outputs, labels, loss = self._forward(inputs, labels, row_weights)
-                        sums.add(rows, self._by_row(loss), self.metrics(outputs, labels))
+                    if rows := len(inputs[0]):
+                        outputs, labels, losses = self._forward(inputs, labels, row_weights, self.objective.parts)
+                        losses, divisors = self.shares.in_validation(losses, labels, rows, weight, size)
+                        sums.add(rows, losses, divisors, self.metrics(outputs, labels))
         return sums
 
-    def means(self, sums: Sums) -> dict[str, float]:
+    def no_validation(self) -> ValidationSums:
+        """Return the sums over no rows."""
+        return ValidationSums(self.metrics.names, self.objective.weights, self.job.device)
+
+    def means(self, sums: ValidationSums) -> dict[str, float]:
         """Return the means of a validation, as the history has them; all ranks must call this."""
         total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.validated")
-        return Sums.means(sums.names, total.tolist(), "val_")
-
-    def _totals(self, mine: range, size: int) -> dict[int, torch.Tensor]:
-        """Return, by step, the common divisor of the losses of all batches; all ranks must call this."""
-        totals: dict[int, torch.Tensor] = {}
-        parts = [
-            (step, self.shares.part(labels, len(inputs[0])))
-            for rank in mine
-            for step, batch in enumerate(self.job.validation_batches(rank, size))
-            for inputs, labels, _ in [self._on_device(batch)]
-        ]
-        for step, part in itertools.chain.from_iterable(hvd.allgather_object(parts, name="spark_hvd.shares")):
-            if part is not None:
-                totals[step] = totals[step] + part if step in totals else part
-        return totals
+        return sums.means_of(total.tolist())
 
     def _on_device(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
         spec, device = self.spec, self.job.device
@@ -85,17 +70,21 @@ class Measure:
         return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
 
     def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the value whose mean over the rows of all batches and ranks is the loss."""
+        """Return the value whose mean over the rows of a batch on all ranks is the loss."""
         weight = self.shares.weight
         return loss.detach() / weight if weight not in (0.0, 1.0) else loss.detach()
 
     def _forward(
-        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        self,
+        inputs: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        weights: torch.Tensor | None,
+        loss_of: Callable[..., LossT],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], LossT]:
         half = _HALF.get(self.spec.precision)
         with torch.autocast(self.job.device.type, dtype=half, enabled=half is not None):
             outputs, labels = self.objective.transform_outputs(outputs_of(self.model(*inputs)), labels)
-            return outputs, labels, self.objective(outputs, labels, weights)
+            return outputs, labels, loss_of(outputs, labels, weights)
 
 
 def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

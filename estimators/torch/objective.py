@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,14 +75,7 @@ class Objective:
 
         Outputs and labels are (rows, ...), one for each label; ``sample_weights`` are (rows,).
         """
-        if sample_weights is None:
-            parts = [loss(output, label) for loss, output, label in zip(self.losses, outputs, labels, strict=True)]
-        else:
-            self._weighted = self._weighted or [WeightedLoss(loss) for loss in self.losses]
-            parts = [
-                loss(output, label, sample_weights)
-                for loss, output, label in zip(self._weighted, outputs, labels, strict=True)
-            ]
+        parts = self.parts(outputs, labels, sample_weights)
         # A loss with factor 0, all of whose labels are ignored, may be NaN.
         parts = [
             part if factor else (output * 0).sum()
@@ -92,6 +86,18 @@ class Objective:
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = total + part * weight
         return total
+
+    def parts(
+        self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], sample_weights: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return each label's loss, for the arguments of a call."""
+        if sample_weights is None:
+            return [loss(output, label) for loss, output, label in zip(self.losses, outputs, labels, strict=True)]
+        self._weighted = self._weighted or [WeightedLoss(loss) for loss in self.losses]
+        return [
+            loss(output, label, sample_weights)
+            for loss, output, label in zip(self._weighted, outputs, labels, strict=True)
+        ]
 
 
 class Metrics:
@@ -153,3 +159,42 @@ class Sums:
         """Turn sums over all ranks into means by name."""
         rows = values[0]
         return {f"{prefix}{name}": value / rows for name, value in zip(names, values[1:], strict=True)}
+
+
+class ValidationSums:
+    """Sums over the rows of a validation on this rank: those of metrics, and each label's loss and its divisor.
+
+    So the loss is that of all rows, whichever form a batch. A mean over batches would not be that, if classes have
+    weights or labels are ignored.
+
+    Args:
+        names: Names of the metrics.
+        weights: The weight of each label's loss.
+        device: The device of losses and metrics.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float], device: torch.device) -> None:
+        self._weights, self._metrics = weights, Sums(names, device)
+        self._losses = torch.zeros(len(weights), dtype=torch.float64, device=device)
+        self._divisors = [0.0] * len(weights)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All sums, of which those of the ranks are to be added up."""
+        return torch.cat([self._metrics.values, self._losses, self._losses.new_tensor(self._divisors)])
+
+    def add(
+        self, rows: int, losses: Sequence[torch.Tensor], divisors: Sequence[float], metrics: Sequence[torch.Tensor]
+    ) -> None:
+        """Add a batch: for each label a sum of losses and its divisor, and means of metrics."""
+        self._metrics.add(rows, losses[0], metrics)
+        self._losses += torch.stack(list(losses))
+        self._divisors = [before + more for before, more in zip(self._divisors, divisors, strict=True)]
+
+    def means_of(self, total: Sequence[float]) -> dict[str, float]:
+        """Turn the sum of all ranks' :attr:`values` into means, by name in the history."""
+        number = len(self._weights)
+        metrics, losses, divisors = total[: -2 * number], total[-2 * number : -number], total[-number:]
+        means = [loss / divisor if divisor else math.nan for loss, divisor in zip(losses, divisors, strict=True)]
+        loss = sum(weight * mean for weight, mean in zip(self._weights, means, strict=True))
+        return Sums.means(self._metrics.names, metrics, "val_") | {"val_loss": loss}

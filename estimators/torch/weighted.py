@@ -195,43 +195,46 @@ class Shares:
         self._lowest = list(lowest)
         self._counted, self.weight = counted, 1.0
 
-    @property
-    def counts(self) -> bool:
-        """Whether the planned number of rows may not suffice to weight a loss."""
-        return self._counted or any(map(_has_divisor, self._losses, self._lowest))
-
-    def part(self, labels: Sequence[torch.Tensor], rows: int) -> torch.Tensor | None:
-        """Return this rank's rows and its part of each loss's divisor; None if the planned rows suffice.
-
-        ``rows`` is the number of this rank's rows that arrived.
-        """
-        divisors = [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
-        if not self._counted and divisors == [None] * len(divisors):
-            return None
-        mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
-        return torch.tensor(mine, dtype=torch.float64, device="cpu")
-
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """Return the factor of each loss. If ranks need the exchange, all of them must call this.
 
-        Row weights have no influence: a weighted loss has the same divisor as without them. ``weight`` is the weight of
-        a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
+        Row weights have no influence: a weighted loss has the same divisor as without them. ``rows`` is the number of
+        this rank's rows that arrived, ``weight`` the weight of a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
         """
         size = hvd.size()
         if size == 1:
             return [1.0] * len(self._losses)
-        mine = self.part(labels, rows)
-        total = None if mine is None else hvd.allreduce(mine, op=hvd.Sum, name="spark_hvd.share")
-        return self.factors(mine, total, size, weight)
-
-    def factors(self, mine: torch.Tensor | None, total: torch.Tensor | None, size: int, weight: float) -> list[float]:
-        """Do :meth:`of`, given a rank's :meth:`part` and the sum of the parts of all ``size`` ranks."""
         self.weight, shares = weight, [weight] * len(self._losses)
-        if mine is not None and total is not None:
+        divisors = self._divisors(labels)
+        if self._counted or divisors != [None] * len(divisors):
+            # The planned rows do not suffice to weight a loss.
+            counts = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
+            mine = torch.tensor(counts, dtype=torch.float64, device="cpu")
+            total = hvd.allreduce(mine, op=hvd.Sum, name="spark_hvd.share")
             self.weight, *shares = (
-                own * size / every if every else 1.0 for own, every in zip(mine.tolist(), total.tolist(), strict=True)
+                own * size / every if every else 1.0 for own, every in zip(counts, total.tolist(), strict=True)
             )
         return [float(size) if loss.kind == "sum" else share for loss, share in zip(self._losses, shares, strict=True)]
+
+    def in_validation(
+        self, losses: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], rows: int, weight: float, size: int
+    ) -> tuple[list[torch.Tensor], list[float]]:
+        """Return each label's sum of losses in a batch, and its divisor in the mean over all batches and ranks.
+
+        ``losses`` are those of the batch, with ``rows`` rows of this rank; sums are float64. A loss that is a sum is
+        summed over the ``size`` ranks, and its mean over batches is weighted by rows.
+        """
+        divisors = [float(rows) if divisor is None else divisor for divisor in self._divisors(labels)]
+        sums = [
+            # All labels of the batch may be ignored: then the loss may be NaN.
+            loss.detach().double() * (rows * size / weight if each.kind == "sum" else divisor) if divisor
+            else loss.new_zeros((), dtype=torch.float64)
+            for each, loss, divisor in zip(self._losses, losses, divisors, strict=True)
+        ]  # fmt: skip
+        return sums, divisors
+
+    def _divisors(self, labels: Sequence[torch.Tensor]) -> list[float | None]:
+        return [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
 
 
 def _has_divisor(reduction: LossReduction, lowest: float | None) -> bool:

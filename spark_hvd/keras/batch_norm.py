@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from spark_hvd.context.global_state import in_world
 from spark_hvd.transport.communicator import ReduceOp
 
 
@@ -14,8 +15,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """``keras.layers.BatchNormalization`` over the joined batch of all ranks, with the same arguments.
 
     In training mode, every rank must call it equally often and in the same order. Forward and backward each cost one
-    small all-reduce. Batches may differ in size. Outside training, nothing is sent. The gradients are those of the sum
-    of all ranks' losses, as for :class:`spark_hvd.torch.SyncBatchNorm`.
+    small all-reduce. Batches may differ in size. Outside training, and before init(), nothing is sent. The gradients are
+    those of the sum of all ranks' losses, as for :class:`spark_hvd.torch.SyncBatchNorm`.
 
     Args:
         fused: Accepted for Horovod's sake; must be False.
@@ -23,7 +24,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     Raises:
         ValueError: ``fused`` is True.
-        NotInitializedError: From calls in training mode before init().
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
     """
 
@@ -37,6 +37,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         # Keras provides this method for it (private, so a test compares with one rank on the joined batch).
         mean, variance = super()._moments(inputs, mask)
+        if not in_world():
+            return mean, variance
         if mask is not None:
             count = keras.ops.sum(keras.ops.cast(mask, mean.dtype))
         else:

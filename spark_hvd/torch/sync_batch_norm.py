@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context import basics
-from spark_hvd.context.global_state import ordinal
+from spark_hvd.context.global_state import in_world, ordinal
 from spark_hvd.torch.reduce import allreduce
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.torch_private import BatchNormBase, children
@@ -24,8 +24,8 @@ class SyncBatchNorm(BatchNormBase):
 
     In training mode, every rank must call it, and run backward through it, equally often and in the same order. Forward
     and backward each cost one small all-reduce. Batches may differ in size, and may be empty on some ranks. In eval
-    mode, and in a world of one, nothing is sent and the module behaves like torch's BatchNorm. Modules of different
-    ranks match by the order in which each rank made its SyncBatchNorms, over all its models.
+    mode, in a world of one, and before init(), nothing is sent and the module behaves like torch's BatchNorm. Modules
+    of different ranks match by the order in which each rank made its SyncBatchNorms, over all its models.
 
     As with torch's SyncBatchNorm, the input's gradient is that of the sum of all ranks' losses. The gradients of weight
     and bias are this rank's share, which DistributedOptimizer reduces as usual. Double backward is not supported.
@@ -44,7 +44,6 @@ class SyncBatchNorm(BatchNormBase):
         ValueError: From calls: the input does not have 2 to 5 dimensions or C channels, the joined batch has only one
             value per channel (on every rank), or this rank is not in the process set.
         TypeError: From calls: the input has another dtype.
-        NotInitializedError: From calls in training mode before init().
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
     """
 
@@ -106,7 +105,7 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize this rank's part of the joined batch; shape, dtype and memory format stay."""
         link = _Link(f"sync_batch_norm.{self._number}", self.process_set or global_process_set)
-        if not self.training or link.size == 1:
+        if not (self.training and in_world()) or link.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         output: torch.Tensor

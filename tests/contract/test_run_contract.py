@@ -18,7 +18,7 @@ import pytest
 from spark_hvd.runner import RankFailedError, RunTimeoutError, UnpicklableError, run, run_local
 from spark_hvd.runner.config import Reporting
 from spark_hvd.runner.outcome.rows import FailureKind
-from tests.conftest import ranks_alive, wait_until
+from tests.conftest import have_ended, ranks_alive, wait_until
 
 Launcher = Callable[..., list[Any]]
 
@@ -304,10 +304,8 @@ def test_grandchildren_go_with_their_rank(launch_any: Launcher) -> None:
 
         return subprocess.Popen(["sleep", "600"]).pid
 
-    import psutil
-
     pids = launch_any(fn, num_proc=2)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: have_ended(pids))
 
 
 def test_fn_that_cannot_be_pickled(launch: Launcher) -> None:

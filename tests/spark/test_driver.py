@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import psutil
 import pytest
 
 from spark_hvd.runner import (
@@ -29,7 +28,7 @@ from spark_hvd.runner import (
 from spark_hvd.runner.launch import attempt as attempt_module
 from spark_hvd.runner.spark import job, slots
 from spark_hvd.runner.spark import session as on_spark
-from tests.conftest import daemon_of, ranks_alive, wait_until
+from tests.conftest import daemon_of, have_ended, ranks_alive, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -304,7 +303,7 @@ def test_ctrl_c_stops_every_rank_and_so_does_the_end_of_the_program(end: signal.
     assert process.wait(30) == -end, errors.read_text()
     assert "interrupted, ranks alive: 0" in lines
     assert "then [0, 1]" in lines
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
+    wait_until(lambda: have_ended(pids))
 
 
 LIBRARY = "def train():\n    import spark_hvd.torch as hvd\n    return hvd.rank() + 40\n"

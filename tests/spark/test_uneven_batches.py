@@ -96,6 +96,18 @@ def test_a_loss_divides_by_what_all_ranks_have(nine: DataFrame, loss: Loss) -> N
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
 
 
+def test_a_validation_divides_by_what_all_batches_have(spark: SparkSession) -> None:
+    """The loss is that of all rows of the validation, whatever its batches."""
+    features, _, late = map(torch.from_numpy, numbers(16))
+    model, loss = linear(2), nn.CrossEntropyLoss(weight=torch.tensor([0.1, 3.0]))
+    df = frame(spark, 16).withColumn("held", F.expr("int(row > 8)"))
+    settings: dict[str, Any] = {"val_batch_size": 2, "validation": "held", "epochs": 1}
+    fitted = estimator(model, loss=loss, label_cols=["late"], batch_size=5, **settings).fit(df)
+    with torch.no_grad():
+        wanted = loss(fitted.getModel()(features[9:]), late[9:].long())
+    assert fitted.getHistory()[0]["val_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("loss", "made"),
     [
