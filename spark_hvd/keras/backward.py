@@ -103,7 +103,7 @@ class FollowedBackward:
         if current_backward() != self._number:
             self._nested = True
             if param.grad is not None:
-                overrun(self._names[place], 1)
+                overrun(self._names[place], 1, missing=False)
         elif self._looked and not self._nested:
             param.grad = variable.grad
             self._taken.append((variable, param))

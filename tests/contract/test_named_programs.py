@@ -268,7 +268,7 @@ def play(program: Program, fusion_threshold: int) -> None:
 quick = settings(derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @settings(quick, max_examples=12)
 @given(data=st.data())
 def test_any_order(worlds: dict[int, LastingWorld], size: int, data: st.DataObject) -> None:

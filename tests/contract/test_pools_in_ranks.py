@@ -40,9 +40,8 @@ def loaded():
 """
 
 
-@pytest.mark.parametrize(
-    ("loader", "values"), [("", "[4, 9, 16]"), pytest.param(LOADER, "[4, 9, 16, [0.0, 1.0]]", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loader", "values"), [("", "[4, 9, 16]"), (LOADER, "[4, 9, 16, [0.0, 1.0]]")])
 def test_what_a_script_defines_reaches_processes_of_a_rank(tmp_path: Path, loader: str, values: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("{loader}", loader))
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=250)

@@ -21,7 +21,7 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with ranks(request.param) as started:
         yield started

@@ -64,6 +64,7 @@ def test_a_run_tells_how_it_went() -> None:
     assert {event["event"] for event in events} >= {"progress", "summary"}
 
 
+@pytest.mark.slow
 def test_horovods_programs_are_seen_by_their_optimizers_steps() -> None:
     result = run_local(train, [20], verbose=0, env={"TZ": "UTC"})  # by a real fork server, no fork of the tests' own
     assert result.summary is not None

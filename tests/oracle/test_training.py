@@ -130,7 +130,7 @@ def _close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 some = settings(
-    max_examples=NIGHT or 20,
+    max_examples=NIGHT or 300,
     derandomize=not NIGHT,
     database=None,
     deadline=None,
@@ -143,15 +143,6 @@ some = settings(
 
 @pytest.mark.timeout(36_000 if NIGHT else 400)
 @some
-@given(cases())
+@given(cases(most_steps=5 if NIGHT else 3))
 def test_as_one_process(worlds: Worlds, case: Case) -> None:
-    check(worlds, case)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NIGHT > 0, reason="a night has other cases, and one test for all of them")
-@pytest.mark.timeout(400)
-@some
-@given(cases())
-def test_other_cases_as_one_process(worlds: Worlds, case: Case) -> None:
     check(worlds, case)

@@ -18,7 +18,7 @@ from spark_hvd.runner.elastic.membership.events import Limits
 from tests.world.plan import Fault, Plan, plan_of
 from tests.world.world import SimulatedWorld, simulated
 
-SEEDS, PARTS = 350, 2
+SEEDS, PARTS = 350, 4
 NIGHT = 10 * int(os.environ.get("SPARK_HVD_NIGHT", "0"))
 
 
