@@ -16,6 +16,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from tests import ranks
 from tests.contract import keras_cases, keras_step_cases
 from tests.contract.optimizer_ranks import Ranks
 from tests.elastic_ranks import elastic_job
@@ -57,6 +58,26 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize("case", CASES + STEPS_BY_HAND, ids=lambda case: case.__name__)
 def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
     two.run(case)
+
+
+def test_before_init_a_batch_is_normalized_by_itself() -> None:
+    """So an estimator can try a model on the driver."""
+
+    def fn() -> list[Any]:
+        import keras
+
+        import spark_hvd.keras as hvd
+
+        rows = np.arange(12.0, dtype="float32").reshape(4, 3) ** 2
+        layers = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
+        return [keras.ops.convert_to_numpy(layer(rows, training=True)).tolist() for layer in layers]
+
+    rank = ranks.Ranks(1, join=False, preload=("keras",))
+    try:
+        ((found, wanted),) = rank.run(fn)
+    finally:
+        rank.close()
+    assert found == wanted
 
 
 ON_TENSORFLOW = [
