@@ -37,7 +37,7 @@ class TrainSpec:
         reshape_labels: Give labels the shape of outputs.
         reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
         keeps_epochs: Whether the weights of each epoch are kept in the store.
-        resume: Whether the run has a checkpoint to resume from.
+        resume: Whether to resume from the run's checkpoint, if there is one.
         fit_id: Identifies the fit among those of the run; None if no other process can reach its checkpoints.
         former_fit: The owner of the run's checkpoints when the driver read them.
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the

@@ -183,10 +183,15 @@ class Job:
         torch.manual_seed(seed % 2**63)  # torch accepts no more bits
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
-        """Append the row of an epoch to the history, and report its means to displays.
+        """Append the row of an epoch to the history, and report its means to displays. Call it before callbacks.
 
         ``means`` are losses and metrics over the rows of all ranks; ``rest`` has the other entries of the row.
+
+        Raises:
+            StoreError: Another fit has begun to train this run: callbacks must not replace its files.
         """
+        if hvd.rank() == 0:
+            self.checkpoints.check_owner()
         if self.background_validation is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
@@ -337,8 +342,9 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     resumed = None if state is None else state.content
     if resumed is not None:
         objects.model.load_state_dict(with_versions(resumed["model"], objects.model))
-    # After a restart, the run has a checkpoint that it did not have at the start, unless it failed before the first.
-    elif spec.resume or (hvd.generation() > 0 and on_rank_0(checkpoints.exists)):
+    # There may be none yet, also after a restart. Or there was none when the driver looked, but a fit that was still
+    # going has written it since.
+    elif (spec.resume or hvd.generation() > 0) and on_rank_0(checkpoints.exists):
         resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
         objects.model.load_state_dict(resumed["model"])
