@@ -98,6 +98,11 @@ class TrainSpec:
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
+    def limits_validation(self) -> bool:
+        """Whether a validation may use the first batches only."""
+        return bool(self.validation_steps_per_epoch) or "limit_val_batches" in self.trainer.get("args", {})
+
+    @property
     def stack(self) -> tuple[str, ...]:
         """Names of the inputs' columns if batches may have them as one tensor; empty if each is needed by itself."""
         names = tuple(each.column.name for each in self.inputs)

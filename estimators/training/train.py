@@ -364,7 +364,9 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             reader = replace(
                 reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
             )
-            validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
+            validation = rows_of(
+                "validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation
+            )
             cleanup.enter_context(closing(validation.reader))
         client = None
         if validation is not None and spec.validation_in_background:

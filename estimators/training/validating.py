@@ -52,7 +52,7 @@ def validate(
         training=False,
         workers=spec.val_reader_num_workers,
     )
-    rows = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
+    rows = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation)
     checkpoints = Checkpoints(spec.store, spec.run_id, spec.fit_id)
     history = History(state["history"])
     with closing(rows.reader):
