@@ -136,6 +136,21 @@ def rows_of(
     return Rows(source.open(options, form_of(spec)), sharding, source.layout, spec.dataset.columns)
 
 
+def validation_rows(spec: TrainSpec, objects: Objects) -> Rows:
+    """Open the rows of a training's validation; see :func:`rows_of`."""
+    assert spec.validation is not None
+    reader = reader_spec(
+        spec,
+        objects,
+        dataset=spec.validation,
+        shuffle=False,
+        seed=spec.seed,
+        training=False,
+        workers=spec.val_reader_num_workers,
+    )
+    return rows_of("validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation)
+
+
 def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) -> ColumnFindings:
     measured = ColumnFindings()
     for batch in spool.batches([column.name for column in columns]):

@@ -23,7 +23,7 @@ from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkp
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
 from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
-from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
+from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of, validation_rows
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -342,8 +342,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     resumed = None if state is None else state.content
     if resumed is not None:
         objects.model.load_state_dict(with_versions(resumed["model"], objects.model))
-    # There may be none yet, also after a restart. Or there was none when the driver looked, but a fit that was still
-    # going has written it since.
+    # There may be none yet; or another fit, which was still going, has written it since the driver looked.
     elif (spec.resume or hvd.generation() > 0) and on_rank_0(checkpoints.exists):
         resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
@@ -361,12 +360,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), position_of(order, resumed))
         validation = None
         if spec.validation is not None:
-            reader = replace(
-                reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
-            )
-            validation = rows_of(
-                "validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation
-            )
+            validation = validation_rows(spec, objects)
             cleanup.enter_context(closing(validation.reader))
         client = None
         if validation is not None and spec.validation_in_background:
@@ -402,7 +396,5 @@ def _short(value: float) -> str:
 
 def device_of(use_gpu: bool) -> torch.device:
     """Return the device on which this rank trains."""
-    # The runner has made this rank's GPU the current one.
-    if use_gpu and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    available = use_gpu and torch.cuda.is_available()  # the runner has made this rank's GPU the current one
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
