@@ -80,11 +80,11 @@ def train_on_ranks(
             raise DataError(too_few(data.rows, what, most))
     checkpoints = Checkpoints(plan.store, spec.run_id, spec.fit_id)
     former = checkpoints.owner()  # before the checkpoint is read, so that one of a fit that begins meanwhile is noticed
-    spec = replace(spec, former_fit=former, resume=plan.settings["run_id"] is not None and checkpoints.exists())
+    spec = replace(spec, former_fit=former, resume=plan.settings["run_id"] is not None)
     if not spec.returns_state:
         plan.store.check_writable()
     history = History()
-    if spec.resume:
+    if spec.resume and checkpoints.exists():
         state = checkpoints.load()
         check_fits(state, plan.objects.model, spec.run_id)
         if plan.settings["random_seed"] is None:  # otherwise the order of rows would differ

@@ -1,9 +1,10 @@
 """Checkpoints of a run: written atomically, by one fit at a time, and verified when read.
 
 A file in the run's folder names the fit that writes there: the one that began last. A fit begins when its ranks have
-made all their checks. It reads the file before each save, and fails once another one has begun. So two programs cannot
-write one run's checkpoints in turn, nor can ranks that have outlived their program. If a program was killed, the next
-one need not wait. The file is no lock: a save that is under way when another fit begins still ends.
+made all their checks. It reads the file after each epoch, before each save, and again before a new file replaces the
+former one, and fails once another fit has begun. So two programs cannot write one run's checkpoints in turn, nor can
+ranks that have outlived their program, or that were stopped for long. If a program was killed, the next one need not
+wait. The file is no lock: a rename or an upload that is under way when another fit begins still ends.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Checkpoints:
             self.check_owner()
             self.store.sweep(self.store.run_path(self.run_id))  # left behind by a killed save
             for name, state in copies.items():
-                write(self.store, self.store.checkpoint_path(self.run_id, name), state)
+                write(self.store, self.store.checkpoint_path(self.run_id, name), state, self.check_owner)
             with suppress(StoreError):  # what remains is deleted with the next ones, or at the end
                 for name in superseded():
                     self.discard(name)

@@ -95,8 +95,16 @@ class Rows:
         return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
 
 
-def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, uses: Uses | None = None) -> Rows:
-    """Open the rows of a data set.
+def rows_of(
+    name: str,
+    spec: ReaderSpec,
+    batch_size: int,
+    drop_last: bool = False,
+    uses: Uses | None = None,
+    *,
+    limited: bool = False,
+) -> Rows:
+    """Open the rows of a data set; ``limited``: for a validation that may use the first batches only.
 
     Collective for a DataFrame in the run's ``data``, for which ``spec.dataset`` has no files.
 
@@ -106,7 +114,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     """
     if spec.dataset.row_groups:
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
-        if not spec.training:  # it does not matter which rows form a batch, so a rank reads adjacent ones
+        if not (spec.training or limited):  # it does not matter which rows form a batch: a rank reads adjacent ones
             sharding = replace(sharding, lanes=0)
         return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
     spooled = source_of(name)
@@ -126,6 +134,21 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     )
     sharding = source.sharding(batch_size, drop_last, options)
     return Rows(source.open(options, form_of(spec)), sharding, source.layout, spec.dataset.columns)
+
+
+def validation_rows(spec: TrainSpec, objects: Objects) -> Rows:
+    """Open the rows of a training's validation; see :func:`rows_of`."""
+    assert spec.validation is not None
+    reader = reader_spec(
+        spec,
+        objects,
+        dataset=spec.validation,
+        shuffle=False,
+        seed=spec.seed,
+        training=False,
+        workers=spec.val_reader_num_workers,
+    )
+    return rows_of("validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation)
 
 
 def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) -> ColumnFindings:

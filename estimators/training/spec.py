@@ -37,7 +37,7 @@ class TrainSpec:
         reshape_labels: Give labels the shape of outputs.
         reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
         keeps_epochs: Whether the weights of each epoch are kept in the store.
-        resume: Whether the run has a checkpoint to resume from.
+        resume: Whether to resume from the run's checkpoint, if there is one.
         fit_id: Identifies the fit among those of the run; None if no other process can reach its checkpoints.
         former_fit: The owner of the run's checkpoints when the driver read them.
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
@@ -96,6 +96,11 @@ class TrainSpec:
     def epoch_steps(self, size: int) -> int:
         """Return the number of batches in an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
+
+    @property
+    def limits_validation(self) -> bool:
+        """Whether a validation may use the first batches only."""
+        return bool(self.validation_steps_per_epoch) or "limit_val_batches" in self.trainer.get("args", {})
 
     @property
     def stack(self) -> tuple[str, ...]:

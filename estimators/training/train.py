@@ -23,7 +23,7 @@ from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkp
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
 from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
-from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of
+from spark_hvd.estimators.training.rows import Rows, check_batches, reader_spec, rows_of, validation_rows
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -183,10 +183,15 @@ class Job:
         torch.manual_seed(seed % 2**63)  # torch accepts no more bits
 
     def add(self, means: Mapping[str, float], **rest: float) -> None:
-        """Append the row of an epoch to the history, and report its means to displays.
+        """Append the row of an epoch to the history, and report its means to displays. Call it before callbacks.
 
         ``means`` are losses and metrics over the rows of all ranks; ``rest`` has the other entries of the row.
+
+        Raises:
+            StoreError: Another fit has begun to train this run: callbacks must not replace its files.
         """
+        if hvd.rank() == 0:
+            self.checkpoints.check_owner()
         if self.background_validation is not None:
             self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
@@ -337,8 +342,8 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     resumed = None if state is None else state.content
     if resumed is not None:
         objects.model.load_state_dict(with_versions(resumed["model"], objects.model))
-    # After a restart, the run has a checkpoint that it did not have at the start, unless it failed before the first.
-    elif spec.resume or (hvd.generation() > 0 and on_rank_0(checkpoints.exists)):
+    # There may be none yet; or another fit, which was still going, has written it since the driver looked.
+    elif (spec.resume or hvd.generation() > 0) and on_rank_0(checkpoints.exists):
         resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
         objects.model.load_state_dict(resumed["model"])
@@ -355,10 +360,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), position_of(order, resumed))
         validation = None
         if spec.validation is not None:
-            reader = replace(
-                reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
-            )
-            validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
+            validation = validation_rows(spec, objects)
             cleanup.enter_context(closing(validation.reader))
         client = None
         if validation is not None and spec.validation_in_background:
@@ -394,7 +396,5 @@ def _short(value: float) -> str:
 
 def device_of(use_gpu: bool) -> torch.device:
     """Return the device on which this rank trains."""
-    # The runner has made this rank's GPU the current one.
-    if use_gpu and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    available = use_gpu and torch.cuda.is_available()  # the runner has made this rank's GPU the current one
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")

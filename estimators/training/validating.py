@@ -15,7 +15,7 @@ from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.training.background_validation import Results, ValidationFolder, ValidationRequest
 from spark_hvd.estimators.training.checkpoint import BEST, Checkpoints
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.rows import reader_spec, rows_of
+from spark_hvd.estimators.training.rows import validation_rows
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Job, Validates, device_of
 from spark_hvd.store.errors import StoreError
@@ -42,17 +42,7 @@ def validate(
         return None
     objects: Objects = unpack(packed)
     objects.model.load_state_dict(state["model"])
-    assert spec.validation is not None
-    reader = reader_spec(
-        spec,
-        objects,
-        dataset=spec.validation,
-        shuffle=False,
-        seed=spec.seed,
-        training=False,
-        workers=spec.val_reader_num_workers,
-    )
-    rows = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
+    rows = validation_rows(spec, objects)
     checkpoints = Checkpoints(spec.store, spec.run_id, spec.fit_id)
     history = History(state["history"])
     with closing(rows.reader):

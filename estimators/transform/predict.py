@@ -60,12 +60,18 @@ def arrow_function(job: Prediction) -> Callable[[Iterator[pa.Array]], Iterator[p
     return predict
 
 
-def pandas_function(job: Prediction) -> Callable[[Iterator[pd.DataFrame]], Iterator[pd.DataFrame]]:
-    """Return ``job`` as a function for ``pandas_udf``, for Spark before 4.1."""
+def pandas_function(
+    job: Prediction, times: Mapping[str, str]
+) -> Callable[[Iterator[pd.DataFrame]], Iterator[pd.DataFrame]]:
+    """Return ``job`` as a function for ``pandas_udf``, for Spark before 4.1.
+
+    ``times`` has the zones of the fields that hold times in microseconds since 1970.
+    """
 
     def predict(batches: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-        for result in predictions(job, map(_from_pandas, batches)):
-            yield pa.Table.from_struct_array(result).to_pandas()
+        for result in predictions(job, (_from_pandas(batch, times) for batch in batches)):
+            columns = zip(result.flatten(), job.plan, strict=True)
+            yield pd.DataFrame({f"c{i}": _to_pandas(*column) for i, column in enumerate(columns)})
 
     return predict
 
@@ -238,7 +244,34 @@ def _resources(use_gpu: bool) -> tuple[int, torch.device]:
     return cores, torch.device("cuda", number)
 
 
-def _from_pandas(frame: pd.DataFrame) -> pa.StructArray:
-    # from numpy arrays, as pandas' own conversion turns NaN into null
-    arrays = [pa.array(frame[name].to_numpy(), from_pandas=False) for name in frame.columns]
+def _from_pandas(frame: pd.DataFrame, times: Mapping[str, str]) -> pa.StructArray:
+    arrays = []
+    for name in frame.columns:
+        array = pa.array(frame[name].to_numpy(), from_pandas=False)  # pandas' own conversion turns NaN into null
+        if name in times:
+            array = array.cast(pa.timestamp("us", times[name]))
+        elif pa.types.is_timestamp(array.type) or pa.types.is_duration(array.type):  # Python has no nanoseconds
+            array = array.cast(pa.timestamp("us") if pa.types.is_timestamp(array.type) else pa.duration("us"))
+        arrays.append(array)
     return pa.StructArray.from_arrays(arrays, names=[str(name) for name in frame.columns])
+
+
+def _to_pandas(array: pa.Array, output: Output) -> Any:
+    """Return a column of outputs. Pandas' own types would make NaN null, and whole numbers beside a null floats.
+
+    Raises:
+        ModelError: Lists of floating point numbers have None, which becomes the same as NaN.
+    """
+    if not output.depth:
+        return pd.Series(pd.arrays.ArrowExtensionArray(array))
+    values = array
+    for _ in range(output.depth):
+        values = values.flatten()
+    if not values.null_count:
+        return array.to_pandas()
+    if pa.types.is_floating(values.type):
+        raise ModelError(
+            f"output {output.name!r} of the model has None within lists of {output.element}, which Spark before 4.1 "
+            "cannot tell from NaN: return NaN instead"
+        )
+    return pd.Series(array.to_pylist(), dtype=object)

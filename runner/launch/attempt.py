@@ -58,7 +58,7 @@ class Attempt:
     resources: TaskResources
     monitor: Monitor
     data: RunData
-    room: SlotAllocation
+    allocation: SlotAllocation
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
@@ -82,8 +82,8 @@ class Attempt:
             if (hub := self._open_hub(size, local)) is not None:
                 closing.callback(hub.close)
             feeding = None
-            if self.room.feeders:
-                feeding = Feeding(session, config, self.data.maps, self.room, self.name, tag)
+            if self.allocation.feeders:
+                feeding = Feeding(session, config, self.data.maps, self.allocation, self.name, tag)
                 closing.callback(feeding.close)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(

@@ -1,4 +1,4 @@
-"""The driver's side of a run's feeders: room for them, their Spark job, and its end."""
+"""The driver's side of a run's feeders: slots for them, their Spark job, and its end."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def allocate_slots(
         mine = task_resources(session, ResourceRequest())
     deadline = time.monotonic() + min(config.start_timeout, _SETTLE)
     while True:
-        slots, room = task_slots(session, of_ranks), task_slots(session, mine)
-        if slots is None or room is None:  # Spark Connect does not say
+        slots, feeder_slots = task_slots(session, of_ranks), task_slots(session, mine)
+        if slots is None or feeder_slots is None:  # Spark Connect does not say
             return SlotAllocation(tasks, feeders, resources=mine)
-        share, left = Fraction(feeders, max(room, 1)), slots_left(feeders, room, slots)
+        share, left = Fraction(feeders, max(feeder_slots, 1)), slots_left(feeders, feeder_slots, slots)
         if left >= (1 if config.num_proc is None else tasks):
             return SlotAllocation(min(tasks, left), feeders, share, mine)
         if on_spark.is_local(session) or time.monotonic() > deadline:
@@ -91,18 +91,18 @@ def allocate_slots(
         check_stop()
         time.sleep(_ASK_EVERY)
     wanted = 1 if config.num_proc is None else tasks
-    most = int((1 - Fraction(wanted, max(slots, 1))) * room)
+    most = int((1 - Fraction(wanted, max(slots, 1))) * feeder_slots)
     fewer = f"feeders={most}" if most > 0 else "no feeders"
     raise NotEnoughSlotsError(
-        f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots needed, {room} available. Each "
-        f"feeder takes a slot besides those of the ranks during the whole run. Ask for fewer, {fewer}, or "
+        f"num_proc={config.num_proc}, feeders={feeders}: {wanted + feeders} slots needed, {feeder_slots} available. "
+        f"Each feeder takes a slot besides those of the ranks during the whole run. Ask for fewer, {fewer}, or "
         + (f'start the session with master("local[{wanted + feeders}]")' if on_spark.is_local(session) else _MORE)
     )
 
 
-def slots_left(feeders: int, room: int, slots: int) -> int:
-    """Return how many of ``slots`` for rank tasks the feeders leave; ``room`` is the number of slots for feeders."""
-    return max(0, int((1 - Fraction(feeders, max(room, 1))) * slots))
+def slots_left(feeders: int, feeder_slots: int, slots: int) -> int:
+    """Return how many of ``slots`` for rank tasks the feeders leave, if there are ``feeder_slots`` for feeders."""
+    return max(0, int((1 - Fraction(feeders, max(feeder_slots, 1))) * slots))
 
 
 _MORE = "give the application more executors or cores (spark.executor.instances, spark.executor.cores, spark.cores.max)"
@@ -122,18 +122,18 @@ class Feeding:
         session: SparkSession,
         config: RunConfig,
         maps: Mapping[str, RowMap],
-        room: SlotAllocation,
+        allocation: SlotAllocation,
         name: str,
         tag: str,
     ) -> None:
         from spark_hvd.data.feeders.directory import Directory
 
-        self._session, self._config, self._maps, self._room = session, config, maps, room
+        self._session, self._config, self._maps, self._allocation = session, config, maps, allocation
         self._name, self._tag = name, f"{tag}.feeders"
         try:
             public, bind = on_spark.driver_hosts(session)
             self._directory = Directory(
-                on_spark.address_of(bind), public, config.port_range, room.feeders, config.start_timeout
+                on_spark.address_of(bind), public, config.port_range, allocation.feeders, config.start_timeout
             )
         except (OSError, zmq.ZMQBaseError) as error:
             raise ClusterError(f"this program cannot listen for its feeders: {error}") from error
@@ -172,14 +172,15 @@ class Feeding:
             self._again(self._job.error)
         elif not self._directory.come and now > self._deadline:
             raise StartTimeoutError(
-                f"none of {self._room.feeders} feeders reported within start_timeout={self._config.start_timeout:g} s "
-                "after the ranks had started. Each needs a task slot besides those of the ranks, and must reach this "
+                f"none of {self._allocation.feeders} feeders reported within "
+                f"start_timeout={self._config.start_timeout:g} s after the ranks had started. "
+                "Each needs a task slot besides those of the ranks, and must reach this "
                 f"program at {self.address.endpoint.host}: wait for the jobs that hold slots, ask for fewer feeders, "
                 "or see spark.driver.host"
             )
 
     def _start(self) -> None:
-        assert self._room.resources is not None
+        assert self._allocation.resources is not None
         from spark_hvd.runner.supervise.feeding import FeederSpec
 
         spec = FeederSpec(self._config, self.address, self._maps)
@@ -187,11 +188,11 @@ class Feeding:
         self._deadline = time.monotonic() + self._config.start_timeout
         self._job = TaskJob(
             self._session,
-            self._room.feeders,
+            self._allocation.feeders,
             task_of("supervise.feeding", "run_feeder", pickle.dumps(spec), b""),
-            f"spark_hvd: {self._room.feeders} feeders of {self._name}",
+            f"spark_hvd: {self._allocation.feeders} feeders of {self._name}",
             self._tag,
-            self._room.resources.profile,
+            self._allocation.resources.profile,
             barrier=False,
         )
 

@@ -86,7 +86,7 @@ def check_least(config: RunConfig, tasks: int) -> None:
 
 
 def tasks_again(
-    session: SparkSession, config: RunConfig, resources: TaskResources, room: SlotAllocation, loss: RunError
+    session: SparkSession, config: RunConfig, resources: TaskResources, allocation: SlotAllocation, loss: RunError
 ) -> int:
     """Return the number of rank tasks for which there is room after a loss, besides the feeders.
 
@@ -97,14 +97,14 @@ def tasks_again(
         NotEnoughSlotsError: There is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
     """
     deadline = time.monotonic() + config.start_timeout
-    each, wanted = config.procs_per_task, room.tasks
+    each, wanted = config.procs_per_task, allocation.tasks
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
         slots = task_slots(session, resources)
         if slots is None:  # Spark Connect does not say
             return wanted
-        if room.resources is not None:
-            slots = slots_left(room.feeders, task_slots(session, room.resources) or 0, slots)
+        if allocation.resources is not None:
+            slots = slots_left(allocation.feeders, task_slots(session, allocation.resources) or 0, slots)
         if slots >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
             return wanted
         if on_spark.is_local(session) or time.monotonic() > deadline:
@@ -115,7 +115,7 @@ def tasks_again(
         ranks = min(slots, wanted) * each
         _log.warning("continuing with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
         return min(slots, wanted)
-    beside, fewer = (f" besides feeders={room.feeders}", " ranks or feeders") if room.feeders else ("", "")
+    beside, fewer = (f" besides feeders={allocation.feeders}", " ranks or feeders") if allocation.feeders else ("", "")
     raise NotEnoughSlotsError(
         f"{slots * each} of {wanted * each} ranks find a slot{beside} {config.start_timeout:g} s (start_timeout) after "
         f"a loss, but at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer{fewer}, "

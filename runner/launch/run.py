@@ -159,20 +159,20 @@ def run(
     sets = sets.read_by(session)
     on_spark.check_barrier_possible(session)
     tasks, resources = tasks_of(session, config)
-    room = allocate_slots(session, config, sets, tasks, resources)
-    tasks = room.tasks
+    allocation = allocate_slots(session, config, sets, tasks, resources)
+    tasks = allocation.tasks
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
-        slot_shares.held(tasks, task_slots(session, resources), room.share),
+        slot_shares.held(tasks, task_slots(session, resources), allocation.share),
         torch_loading(session, config.env),
         make_monitor(config, fn, tasks * config.procs_per_task) as monitor,
     ):
         sets = sets.in_spark(session)
-        attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets, room)
+        attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets, allocation)
 
         def start(generation: int, lost: RunError | None) -> list[R]:
-            number = tasks if lost is None else tasks_again(session, config, resources, room, lost)
+            number = tasks if lost is None else tasks_again(session, config, resources, allocation, lost)
             return attempt.run(number, generation)
 
         return monitor.result(with_restarts(start, config.max_restarts))

@@ -45,8 +45,10 @@ class NewerFormatError(CheckpointError):
     """A newer version of spark_hvd wrote the checkpoint."""
 
 
-def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
+def write(store: Store, path: str, state: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
     """Write ``state``, which may only hold dicts, lists, numbers, text and tensors.
+
+    ``check`` is called before the new file replaces a previous one, which remains if it raises an exception.
 
     Raises:
         TypeError: ``state`` holds something else, which could not be read again.
@@ -55,6 +57,7 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
     check_state(state)
     with store.writing(path) as file:
         torch.save({"format": FORMAT, **state}, file)
+        check()
 
 
 def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | None = None) -> Found:

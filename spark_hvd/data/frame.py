@@ -119,7 +119,7 @@ class BucketSharding(Sharding):
         if not min(left):
             return []
         if self.drop_last:
-            return [min(self.batch_size, min(left))] * steps_of(min(left), 1, self.batch_size, drop_last=True)
+            return [min(self.batch_size, left[rank])] * steps_of(min(left), 1, self.batch_size, drop_last=True)
         whole = [equal_rows(self.rows, part, size) for part in self.parts]
         # The same number of ranks continues with the remaining batches; another number divides the rest again.
         steps, done = self._steps(whole), self._steps_done(whole, left)

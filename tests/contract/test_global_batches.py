@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers import dataset
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
+from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.sharding import Position, lane_order, rows_of
 from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
+from spark_hvd.estimators.training import rows as validation_rows
 from spark_hvd.store import Store
 from tests.contract.reader_data import every, numbered, opened, write
 
@@ -92,6 +95,24 @@ def test_columns_of_all_kinds_stay_together(tmp_path: Path, form: Any) -> None:
             batch = next(each)
             batch = batch.to_pydict() if isinstance(batch, pa.RecordBatch) else batch
             assert list(batch["text"]) == [f"text {row}" for row in batch["row"]]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_first_batches_of_a_validation(tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With validation_steps_per_epoch, or Lightning's limit_val_batches: the same rows on any number of ranks."""
+    if large:
+        monkeypatch.setattr(dataset, "SMALL_BYTES", 0)
+    meta = source(tmp_path / "data", 240, 13).dataset
+    spec = ReaderSpec(dataset=meta, columns=("row",), store=Store.create(tmp_path), training=False)
+    first = []
+    for size in (1, 2, 3, 4):
+        rows = validation_rows.rows_of("validation", spec, FULL // size, limited=True)
+        with closing(rows.reader):
+            first.append(
+                sorted(row for rank in range(size) for row in next(rows.first_epoch(rank, size))["row"].tolist())
+            )
+    assert first == [first[0]] * 4
+    assert large or first[0] == list(range(FULL))
 
 
 def test_ranks_that_change_within_an_epoch(tmp_path: Path) -> None:

@@ -61,14 +61,6 @@ def said(frame: DataFrame) -> str:
     return str(error.value)
 
 
-@pytest.fixture(params=["arrow_udf", pytest.param("pandas_udf", marks=pytest.mark.slow)])
-def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "pandas_udf":
-        monkeypatch.delattr(F, "arrow_udf", raising=False)
-    elif not hasattr(F, "arrow_udf"):
-        pytest.skip("this Spark has no arrow_udf")
-
-
 @pytest.fixture(scope="module")
 def numbers(spark: SparkSession) -> DataFrame:
     return hundred_rows(spark)

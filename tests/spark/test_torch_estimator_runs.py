@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
@@ -20,6 +21,7 @@ from spark_hvd.estimators import (
     CSVLogger,
     DataError,
     EarlyStopping,
+    LocalBackend,
     MLflow,
     NotFiniteLossError,
     SparkBackend,
@@ -130,12 +132,32 @@ class AnotherBegins(Callback):
             Checkpoints(state.store, state.run_id, "another").claim()
 
 
+class AnotherHasSaved(LocalBackend):
+    """Starts the ranks when another program's fit of the same run has written its first checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(2)
+        self._path = path
+        os.rename(path, f"{path}.hidden")
+
+    def run(self, *job: Any) -> list[Any]:
+        os.rename(f"{self._path}.hidden", self._path)
+        return super().run(*job)
+
+
 @pytest.mark.slow
-def test_a_fit_of_the_same_run_in_another_program_ends_this_one(df: DataFrame, store: Store) -> None:
+def test_a_fit_of_the_same_run_in_another_program(df: DataFrame, store: Store) -> None:
+    """It ends this one, which then leaves its files alone. A fit that waits for slots goes on from the other's."""
+    settings = {"store": store, "run_id": "two", "epochs": 5}
     with pytest.raises(StoreError, match="run_id='two': another fit has begun to train this run"):
-        estimator(store=store, run_id="two", epochs=5, callbacks=[AnotherBegins()]).fit(df)
-    assert len(torch.load(store.checkpoint_path("two"), weights_only=True)["history"]) == 2
-    assert len(estimator(store=store, run_id="two", epochs=5).fit(df).getHistory()) == 5
+        estimator(**settings, callbacks=[AnotherBegins(), CSVLogger()]).fit(df)
+    path = store.checkpoint_path("two")
+    assert len(torch.load(path, weights_only=True)["history"]) == 2
+    assert store.read_bytes(f"{store.logs_path('two')}/history.csv").count(b"\n") == 1 + 2
+    history = estimator(**settings).fit(df).getHistory()
+    assert len(history) == 5
+    waits = estimator(**settings, backend=AnotherHasSaved(path), num_proc=None).fit(df)
+    assert waits.getHistory() == history  # also its seconds: nothing was trained again
 
 
 class LosesTheStore(Callback):

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from spark_hvd.checkpoint.format import write
 from spark_hvd.estimators.fit.ranks import _through_losses, only_fit_of
 from spark_hvd.estimators.training.checkpoint import LAST, TRAINED, Checkpoints
 from spark_hvd.estimators.training.history import History
@@ -66,6 +68,26 @@ def test_a_fit_that_begins_ends_another_one_of_its_run(tmp_path: Path) -> None:
     assert (first.is_owner, second.is_owner) == (False, True)
     with pytest.raises(StoreError, match="another fit"):
         first.check_owner("zeroth")  # as its ranks do when they start again
+
+
+def test_a_save_that_another_fit_overtakes_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the process were stopped in the middle of a save, and went on once the other fit had trained an epoch."""
+    store = Store.create(tmp_path)
+    first, second = (Checkpoints(store, "run", fit) for fit in ("first", "second"))
+    save = torch.save
+
+    def stopped_for_long(state: dict[str, Any], file: Any) -> None:
+        save(state, file)
+        if state["epoch"] == 1:
+            second.claim()
+            write(store, store.checkpoint_path("run", LAST), {"epoch": 2})
+
+    monkeypatch.setattr(torch, "save", stopped_for_long)
+    first.claim()
+    first.save({LAST: {"epoch": 1}})
+    with pytest.raises(StoreError, match="another fit has begun to train this run"):
+        first.finish()
+    assert second.load()["epoch"] == 2
 
 
 def test_ranks_that_start_again_do_not_take_a_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

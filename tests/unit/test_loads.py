@@ -21,6 +21,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
             for module, most in (("runner.rank.static", 74), ("runner.rank.elastic", 75))
         ),
         ("runner.supervise.task", 26, ("torch", "pyspark", "asyncio", *HUB_AND_MPI, *DRIVER_SIDE)),
+        ("runner.supervise.feeding", 23, ("torch", "pyspark", "asyncio", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.launch.run", 85, ("torch", "pyspark", "asyncio", "runner.rank.main", "runner.elastic")),
         ("runner.elastic.run", 98, ("torch", "pyspark", "asyncio", "runner.rank.main")),

@@ -29,18 +29,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch, **slots: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("feeders", "room", "slots", "left"), [(4, 8, 8, 4), (4, 4, 4, 0), (4, 3, 3, 0), (2, 8, 4, 3), (1, 0, 0, 0)]
+    ("feeders", "feeder_slots", "slots", "left"), [(4, 8, 8, 4), (4, 4, 4, 0), (4, 3, 3, 0), (2, 8, 4, 3), (1, 0, 0, 0)]
 )
-def test_slots_that_feeders_leave(feeders: int, room: int, slots: int, left: int) -> None:
-    assert slots_left(feeders, room, slots) == left
+def test_slots_that_feeders_leave(feeders: int, feeder_slots: int, slots: int, left: int) -> None:
+    assert slots_left(feeders, feeder_slots, slots) == left
 
 
 @pytest.mark.parametrize(("slots", "ranks"), [(6, 2), (8, 4), (9, 4)])
 def test_ranks_that_start_again_leave_room_for_feeders(slots: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, ranks=slots, feeders=slots)
     config = RunConfig(num_proc=4, feeders=4, max_restarts=1, min_num_proc=2)
-    room = SlotAllocation(4, 4, resources=FEEDERS)
-    assert restart.tasks_again(SESSION, config, RANKS, room, ExecutorLostError("lost")) == ranks
+    allocation = SlotAllocation(4, 4, resources=FEEDERS)
+    assert restart.tasks_again(SESSION, config, RANKS, allocation, ExecutorLostError("lost")) == ranks
 
 
 def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,9 +51,9 @@ def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restart.tasks_again(SESSION, config, RANKS, SlotAllocation(4), ExecutorLostError("lost")) == 4
 
 
-@pytest.mark.parametrize(("room", "advice"), [(4, "feeders=1"), (3, "no feeders")])
-def test_fewer_feeders_that_would_do_are_named(room: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster(monkeypatch, ranks=4, feeders=room)
+@pytest.mark.parametrize(("feeder_slots", "advice"), [(4, "feeders=1"), (3, "no feeders")])
+def test_fewer_feeders_that_would_do_are_named(feeder_slots: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, ranks=4, feeders=feeder_slots)
     config = RunConfig(num_proc=3, feeders=3)
     with pytest.raises(NotEnoughSlotsError, match=f"Ask for fewer, {advice}, or start"):
         allocate_slots(SESSION, config, RunData(maps=MAPS), 3, RANKS)
