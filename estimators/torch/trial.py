@@ -109,10 +109,10 @@ def _check_monitors(spec: TrainSpec, objects: Objects, metrics: Sequence[str]) -
 
 
 def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:
-    """Observe the reduction of a loss that does not declare one; None if nothing is observed."""
+    """Return the reduction of a loss, observed if it does not declare one; None if nothing is observed."""
     declared = LossReduction.of(loss)
     if declared.by_class or declared.is_from_torch:
-        return None
+        return declared.kind
     kind = reduction_seen(loss, output, label)
     if kind is None:
         _log.warning(

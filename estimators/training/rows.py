@@ -102,11 +102,12 @@ def rows_of(
     drop_last: bool = False,
     uses: Uses | None = None,
     *,
-    limited: bool = False,
+    same_batches: bool = False,
 ) -> Rows:
-    """Open the rows of a data set; ``limited``: for a validation that may use the first batches only.
+    """Open the rows of a data set.
 
-    Collective for a DataFrame in the run's ``data``, for which ``spec.dataset`` has no files.
+    For training, or with ``same_batches``, files give the same global batches on any number of ranks. Collective for a
+    DataFrame in the run's ``data``, for which ``spec.dataset`` has no files.
 
     Raises:
         DataError: errors of the readers; for a DataFrame also nulls, lists of different lengths, unusable weights, and
@@ -114,7 +115,7 @@ def rows_of(
     """
     if spec.dataset.row_groups:
         sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
-        if not (spec.training or limited):  # it does not matter which rows form a batch: a rank reads adjacent ones
+        if not (spec.training or same_batches):  # a rank reads adjacent rows, which is faster
             sharding = replace(sharding, lanes=0)
         return Rows(open_reader(spec), sharding, spec.dataset.layout, spec.dataset.columns)
     spooled = source_of(name)
@@ -148,7 +149,9 @@ def validation_rows(spec: TrainSpec, objects: Objects) -> Rows:
         training=False,
         workers=spec.val_reader_num_workers,
     )
-    return rows_of("validation", reader, spec.val_batch_size, uses=spec.uses, limited=spec.limits_validation)
+    return rows_of(
+        "validation", reader, spec.val_batch_size, uses=spec.uses, same_batches=spec.validation_depends_on_batches
+    )
 
 
 def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) -> ColumnFindings:

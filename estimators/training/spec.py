@@ -98,9 +98,10 @@ class TrainSpec:
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
     @property
-    def limits_validation(self) -> bool:
-        """Whether a validation may use the first batches only."""
-        return bool(self.validation_steps_per_epoch) or "limit_val_batches" in self.trainer.get("args", {})
+    def validation_depends_on_batches(self) -> bool:
+        """Whether it matters which rows form a batch: only the first ones may be used, or a loss is their sum."""
+        first = bool(self.validation_steps_per_epoch) or "limit_val_batches" in self.trainer.get("args", {})
+        return first or "sum" in self.reductions
 
     @property
     def stack(self) -> tuple[str, ...]:

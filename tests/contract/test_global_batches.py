@@ -106,7 +106,7 @@ def test_the_first_batches_of_a_validation(tmp_path: Path, large: bool, monkeypa
     spec = ReaderSpec(dataset=meta, columns=("row",), store=Store.create(tmp_path), training=False)
     first = []
     for size in (1, 2, 3, 4):
-        rows = validation_rows.rows_of("validation", spec, FULL // size, limited=True)
+        rows = validation_rows.rows_of("validation", spec, FULL // size, same_batches=True)
         with closing(rows.reader):
             first.append(
                 sorted(row for rank in range(size) for row in next(rows.first_epoch(rank, size))["row"].tolist())

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 
 from spark_hvd.data.columns import torch_batch
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
@@ -17,8 +18,9 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.tensors import check_stack, converted
 from spark_hvd.estimators.data.columns import widened
 from spark_hvd.estimators.params import checks
+from spark_hvd.estimators.torch.trial import try_batch
 from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
-from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store import Store
 
 
@@ -127,6 +129,22 @@ def test_which_inputs_batches_may_have_side_by_side() -> None:
     for inputs in ((), apart, (a, a), (a, whole[1]), refused, (a, replace(b, shape=[-1, 1])), (wide, b)):
         assert training(*inputs).stack == ()
     assert training(a, b, label="b").stack == training(a, b, sample_weight_col="a").stack == ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "alike"),
+    [
+        (nn.L1Loss(reduction="sum"), True),
+        (lambda output, label: (output - label).square().sum(), True),
+        (nn.L1Loss(), False),
+        (lambda output, label: (output - label).square().mean(), False),
+    ],
+)
+def test_sums_are_validated_in_the_batches_of_one_process(loss: Any, alike: bool) -> None:
+    batch = {"a": torch.arange(6.0), "y": torch.ones(6)}
+    objects = Objects(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 0.1), loss=[loss])
+    spec = training(TensorSpec(Column("a", "float32"), shape=(-1, 1)))
+    assert try_batch(spec, objects, batch).validation_depends_on_batches is alike
 
 
 def test_a_column_that_is_not_finite_is_named_wherever_it_lies() -> None:
