@@ -53,14 +53,22 @@ class _KerasFit(KerasMeasure):
 
         self.keras_hvd = keras_hvd
         module: Any = job.objects.model
+        made = Described.made(job.objects.optimizer, module.custom_objects)
+        # With a scaled loss, a rank's gradients are its part of those of all rows. Means over its own rows could
+        # overflow float16 where one process does not.
+        scaled = hasattr(made, "inner_optimizer")
+        self.divisor = 1 if scaled else hvd.size()
         self.optimizer = keras_hvd.DistributedOptimizer(
-            Described.made(job.objects.optimizer, module.custom_objects),
+            made,
+            op=hvd.Sum if scaled else hvd.Average,
             compression=job.objects.gradient_compression or hvd.Compression.none,
             backward_passes_per_step=job.spec.backward_passes_per_step,
             average_aggregated_gradients=True,
         )
         super().__init__(job, self.optimizer)
-        self.sharing = share_losses(self.model)
+        self.sharing = share_losses(self.model, self.divisor)
+        if scaled:
+            self.optimizer.overflow_as_half(_computed_in_half(self.model))
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, for the present number of ranks
@@ -142,7 +150,7 @@ class _KerasFit(KerasMeasure):
                     self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise
                     assign(variable, value)
-            weight = self.optimizer.weigh(job.feed.weight)
+            weight = self.optimizer.weigh(job.feed.weight * self.divisor / hvd.size())
             callbacks.on_train_batch_begin(number)
             latest.update(self._step(given, weight))
             callbacks.on_train_batch_end(number, latest)
@@ -210,6 +218,12 @@ class _KerasFit(KerasMeasure):
         for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
+
+
+def _computed_in_half(model: Any) -> list[Any]:
+    """Return the variables whose gradients pass through float16."""
+    layers = [layer for layer in model._flatten_layers() if layer.compute_dtype == "float16"]
+    return [variable for layer in layers for variable in layer._trainable_variables if variable._autocast]
 
 
 def _delayed(rows: Sequence[Row]) -> Logs:

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from spark_hvd.estimators import LocalBackend, ModelError
 from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
@@ -18,6 +20,8 @@ from tests.spark.estimator_support import ROWS, frame, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.slow
@@ -243,6 +247,28 @@ def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
     for before, one, wanted in zip(start, fitted.get_weights(), models[1].get_weights(), strict=True):
         np.testing.assert_allclose(one - before, wanted - before, 0.05, 1e-4)
         assert np.abs(wanted - before).max() > 1e-3
+
+
+def test_ranks_skip_the_steps_that_one_process_skips(tmp_path: Path) -> None:
+    """The loss scale halves when the gradient of all rows overflows float16, and not when that of a rank's rows would."""
+    features, value, _ = numbers(70)
+    table = {"features": pa.array(features.tolist(), pa.list_(pa.float32())), "value": 4 * value}
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        models = [net(), net()]
+    finally:
+        keras.config.set_dtype_policy(policy)
+    models[1].set_weights(models[0].get_weights())
+    models[1].compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+    history = models[1].fit(features, 4 * value, 32, 3, shuffle=False, verbose=0).history["loss"]
+    assert models[1].optimizer.dynamic_scale < models[1].optimizer.initial_scale
+    settings = {"optimizer": keras.optimizers.SGD(0.02, momentum=0.9), "batch_size": 16, "epochs": 3, "scale_lr": False}
+    fitted = estimator(models[0], store=str(tmp_path), **settings).fit_on_parquet(str(tmp_path / "rows.parquet"))
+    for one, wanted in zip(fitted.getModel().get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(one, wanted, 0.01, 0.002)
+    np.testing.assert_allclose([row["loss"] for row in fitted.getHistory()], history, 0.01)
 
 
 def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
