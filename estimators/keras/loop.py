@@ -145,7 +145,7 @@ class _KerasFit(KerasMeasure):
         for number, batch in enumerate(job.progress, done):
             given = batch_of(self.spec, batch, job.device)
             if number == done:
-                self.prepare(given)
+                self.prepare(batch)
                 if self.model.train_function is None:
                     self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise

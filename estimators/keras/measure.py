@@ -40,7 +40,8 @@ def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") 
     """Return the arguments of a step: inputs, labels and weights, each as one value or as a list of several."""
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
     weights = weights_of(spec.sample_weight_col, batch)
-    several = None if weights is None else [weights.to(device)] * len(labels)
+    # A copy for each loss: if there is a mask, Keras on torch multiplies the weights by it in place.
+    several = None if weights is None else [weights.to(device, copy=True) for _ in labels]
     return _one(inputs), _one(labels), several if several is None else _one(several)
 
 
@@ -72,8 +73,8 @@ class KerasMeasure:
         rows, number, logs = 0, 0, Logs()
         for rank in range(hvd.rank(), size, hvd.size()):
             for batch in self.job.validation_batches(rank, size):
+                self.prepare(batch)
                 given = batch_of(self.spec, batch, self.job.device)
-                self.prepare(given)
                 callbacks.on_test_batch_begin(number)
                 found = model.test_function([given])
                 logs = {name: float(value) for name, value in found.items()}
@@ -84,11 +85,11 @@ class KerasMeasure:
         callbacks.on_test_end(logs)
         return self.measured(rows, logs)
 
-    def prepare(self, batch: tuple[Any, Any, Any]) -> None:
+    def prepare(self, batch: Batch) -> None:
         """Create the variables of the metrics. This takes a batch, once."""
         if not self._prepared:
             self._prepared = True
-            self.model.test_on_batch(*batch)  # trains nothing
+            self.model.test_on_batch(*batch_of(self.spec, batch, self.job.device))  # trains nothing
             self.model.reset_metrics()
 
     def means(self, validated: Mapping[str, Any]) -> Logs:
