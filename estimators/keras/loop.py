@@ -90,6 +90,7 @@ class _KerasFit(KerasMeasure):
             _check_known(names, resumed["optimizer"], self.spec.run_id)
             for name, each in zip(names, optimizer.variables, strict=True):
                 assign(each, resumed["optimizer"][name])
+            self._resume_averages(resumed.get("averaged"))
         if self.factor != 1.0:
             optimizer.learning_rate = self._rate() * self.factor
 
@@ -97,7 +98,40 @@ class _KerasFit(KerasMeasure):
         from spark_hvd.keras.backend import name_of, tensor_of
 
         variables = {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
-        return {"optimizer": variables, "described": self.described}
+        averaged = any(each._ema_weights_in_model for each in self._averaging())
+        return {
+            "optimizer": variables,
+            "described": self.described,
+            "averaged": self.spec.epochs if averaged else None,
+        }
+
+    def _averaging(self) -> list[Any]:
+        """Return the callbacks that may leave averages in the model at the end of an epoch, until the next begins."""
+        import keras
+
+        return [each for each in self.job.objects.callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
+
+    def _resume_averages(self, epochs: int | None) -> None:
+        """Prepare for a checkpoint with averages, of a run of ``epochs``; None if it has the weights themselves.
+
+        Raises:
+            CheckpointError: There are no weights to continue from.
+        """
+        run, found = f"the checkpoint of run_id={self.spec.run_id!r}", self._averaging()
+        done = len(self.job.history)
+        if epochs is not None and done < self.spec.epochs:
+            if epochs == done:
+                raise CheckpointError(
+                    f"{run} is the end of its {epochs} epochs, where SwapEMAWeights(swap_on_epoch=True) keeps the "
+                    "averages only: a run with more epochs needs another run_id"
+                )
+            if not found:
+                raise CheckpointError(
+                    f"{run} has averages in place of the weights: callbacks must have SwapEMAWeights(swap_on_epoch="
+                    "True), as then. Pass it, or another run_id"
+                )
+        for each in found:
+            each._ema_weights_in_model = epochs is not None
 
     def _rate(self) -> float:
         import keras
