@@ -223,10 +223,11 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         try:
             optimizer = Described.made(objects.optimizer, module.custom_objects)
             model = compiled(spec, objects, optimizer)
-            loss = model.train_on_batch(inputs, labels, weights, return_dict=True).get("loss", 0.0)
+            logs = model.train_on_batch(inputs, labels, weights, return_dict=True)
         except Exception as error:
             raise failed("a step of training", error, given) from error
-        check_loss(spec, float(loss), batch)
+        _check_numbers(logs)
+        check_loss(spec, float(logs.get("loss", 0.0)), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
         return spec
 
@@ -242,6 +243,16 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         loss, outputs = self.value_of("loss"), _output_names(module.keras_model)
         fields["metadata"] = replace(fields["metadata"], head=_head_of(loss), heads=_heads_of(loss, outputs))
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
+
+
+def _check_numbers(logs: Mapping[str, Any]) -> None:
+    """Raise a ModelError for a metric with several values, such as one for each class."""
+    for name, value in logs.items():
+        if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
+            raise ModelError(
+                f"metric {name!r} has a value of shape {shape}, but the history holds numbers: expected a metric with "
+                "one, such as F1Score(average='macro'), or one metric for each class"
+            )
 
 
 def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:

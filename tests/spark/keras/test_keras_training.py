@@ -176,6 +176,12 @@ def test_a_loss_divides_by_the_elements_that_masks_leave(spark: SparkSession) ->
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
 
 
+def test_a_metric_that_is_no_number_is_refused_before_ranks_start(df: DataFrame) -> None:
+    f1 = keras.metrics.F1Score(average=None, name="f1")
+    with pytest.raises(ModelError, match=r"metric 'f1' has a value of shape \(3,\).*average='macro'"):
+        estimator(net(3, "sigmoid"), metrics=[f1], label_cols=["features"]).fit(df)
+
+
 def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
     with pytest.raises(ModelError, match="reduction='sum', but several ranks"):
         estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
