@@ -17,7 +17,7 @@ from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.keras.loop import KerasFramework
-from spark_hvd.estimators.keras.measure import batch_of, compiled
+from spark_hvd.estimators.keras.measure import batch_of, compiled, output_names
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
 from spark_hvd.estimators.params.params import TableParams
@@ -219,7 +219,7 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
                 listed(labels_of),
                 listed(sorted(declared)),
             )
-        inputs, labels, weights = batch_of(spec, batch)
+        inputs, labels, weights = batch_of(spec, batch, module.keras_model)
         try:
             optimizer = Described.made(objects.optimizer, module.custom_objects)
             model = compiled(spec, objects, optimizer)
@@ -240,7 +240,7 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         fields = model_fields(plan, spec, module, state, history)
-        loss, outputs = self.value_of("loss"), _output_names(module.keras_model)
+        loss, outputs = self.value_of("loss"), output_names(module.keras_model)
         fields["metadata"] = replace(fields["metadata"], head=_head_of(loss), heads=_heads_of(loss, outputs))
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
 
@@ -318,12 +318,6 @@ def _head_of(loss: Any) -> Head:
     kind = next((_HEADS[name] for name in map(_snake, map(str, names)) if name in _HEADS), "other")
     scores = "logits" if config.get("from_logits") else "probabilities"
     return Head(kind, scores if kind in ("binary", "multiclass") else "")
-
-
-def _output_names(model: Any) -> list[str]:
-    """Return the outputs' names in the order in which labels are compared with them. Keras sorts a dict by name."""
-    made = getattr(model, "_outputs_struct", None)
-    return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
 
 
 def _heads_of(loss: Any, outputs: Sequence[str]) -> tuple[Head, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, batch_of, in_validation, joined, means_of
+from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, in_validation, joined, means_of
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.torch.learning_rate import check_described
 from spark_hvd.estimators.training.history import History, Row
@@ -177,7 +177,7 @@ class _KerasFit(KerasMeasure):
         where: dict[str, Any] = {"epoch": epoch, "epochs": self.spec.epochs, "loss": lambda: latest.get("loss")}
         job.progress = hvd.progress(batches, total=steps - done, **where)
         for number, batch in enumerate(job.progress, done):
-            given = batch_of(self.spec, batch, job.device)
+            given = self.given(batch)
             if number == done:
                 self.prepare(batch)
                 if self.model.train_function is None:

@@ -36,12 +36,25 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
     return model
 
 
-def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
-    """Return the arguments of a step: inputs, labels and weights, each as one value or as a list of several."""
+def output_names(model: Any) -> list[str]:
+    """Return the outputs' names in the order in which labels are compared with them. Keras sorts a dict by name."""
+    made = getattr(model, "_outputs_struct", None)
+    return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
+
+
+def batch_of(spec: TrainSpec, batch: Batch, model: Any, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
+    """Return the arguments of a step: inputs, labels and weights.
+
+    Several values are a list. Labels and weights of a model whose outputs are a dict are a dict, too.
+    """
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
     weights = weights_of(spec.sample_weight_col, batch)
     # A copy for each loss: if there is a mask, Keras on torch multiplies the weights by it in place.
     several = None if weights is None else [weights.to(device, copy=True) for _ in labels]
+    names = output_names(model)
+    if isinstance(getattr(model, "_outputs_struct", None), Mapping) and len(names) == len(labels):
+        by_name = {name: given_to_keras(label) for name, label in zip(names, labels, strict=True)}
+        return _one(inputs), by_name, several and dict(zip(names, map(given_to_keras, several), strict=True))
     return _one(inputs), _one(labels), several if several is None else _one(several)
 
 
@@ -74,7 +87,7 @@ class KerasMeasure:
         for rank in range(hvd.rank(), size, hvd.size()):
             for batch in self.job.validation_batches(rank, size):
                 self.prepare(batch)
-                given = batch_of(self.spec, batch, self.job.device)
+                given = self.given(batch)
                 callbacks.on_test_batch_begin(number)
                 found = model.test_function([given])
                 logs = {name: float(value) for name, value in found.items()}
@@ -85,11 +98,15 @@ class KerasMeasure:
         callbacks.on_test_end(logs)
         return self.measured(rows, logs)
 
+    def given(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """Return the arguments of a step, see :func:`batch_of`."""
+        return batch_of(self.spec, batch, self.model, self.job.device)
+
     def prepare(self, batch: Batch) -> None:
         """Create the variables of the metrics. This takes a batch, once."""
         if not self._prepared:
             self._prepared = True
-            self.model.test_on_batch(*batch_of(self.spec, batch, self.job.device))  # trains nothing
+            self.model.test_on_batch(*self.given(batch))  # trains nothing
             self.model.reset_metrics()
 
     def means(self, validated: Mapping[str, Any]) -> Logs:

@@ -339,6 +339,31 @@ def test_heads_are_those_of_the_outputs_by_name() -> None:
     assert _head_of(mse) == Head("regression")
 
 
+def test_labels_of_outputs_by_name_are_a_dict(df: DataFrame) -> None:
+    """So that losses, their weights and metrics may be one, as Keras wants it."""
+
+    def model() -> Any:
+        keras.utils.set_random_seed(3)
+        given = keras.Input((3,))
+        hidden = keras.layers.Dense(4, "tanh")(given)
+        outputs = {"value": keras.layers.Dense(1)(hidden), "late": keras.layers.Dense(1, "sigmoid")(hidden)}
+        return keras.Model(given, outputs)
+
+    losses, shares, alone = {"value": "mse", "late": "bce"}, {"value": 0.5, "late": 2.0}, model()
+    features, value, late = numbers()
+    alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), losses, loss_weights=shares)
+    weight = (np.arange(ROWS) % 3).astype("float32")
+    labels, weights = {"value": value, "late": late}, {"value": weight, "late": weight}
+    loss = alone.fit(features, labels, ROWS, 2, 0, sample_weight=weights).history["loss"]
+    fitted = estimator(
+        model(), loss=losses, loss_weights=shares, metrics={"late": ["accuracy"]}, label_cols=["late", "value"],
+        sample_weight_col="weight", batch_size=ROWS // 2, scale_lr=False,
+    ).fit(df)  # fmt: skip
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(loss, rel=1e-5)
+    for mine, theirs in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
+
+
 def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
     best = keras.callbacks.ModelCheckpoint("best.keras", monitor="loss")
     with pytest.raises(ValueError, match="monitor='mae' and a checkpoint_callback with monitor='loss'"):
