@@ -60,7 +60,7 @@ class GradientExchange:
         reduced = reducer.reduce([gradients[place] for place in shared], [variables[place] for place in shared])
         for place, gradient in zip(shared, reduced, strict=True):
             results[place] = gradient if gradient is None or self.factor == 1.0 else gradient * self.factor
-            if gradient is not None and id(variables[place]) in self.half and self.process_set.size() > 1:
+            if gradient is not None and id(variables[place]) in self.half and (self.process_set.size() or 1) > 1:
                 results[place] = _overflowing(results[place])
         if self.scale_local_gradients and self.op is ReduceOp.AVERAGE and self.local:
             size = self.process_set.size()
