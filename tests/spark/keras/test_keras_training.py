@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from spark_hvd.estimators import LocalBackend, ModelError
 from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
+from spark_hvd.estimators.keras.measure import KerasMeasure
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.world.pickles import dumps
@@ -337,6 +338,12 @@ def test_heads_are_those_of_the_outputs_by_name() -> None:
         return keras.ops.mean((label - output) ** 2)
 
     assert _head_of(mse) == Head("regression")
+
+
+def test_a_metric_may_differ_in_its_last_bit_from_what_a_graph_logs() -> None:
+    model = SimpleNamespace(metrics_variables=[], get_metrics_result=lambda: {"f1": 0.38461533, "own": 0.5})
+    fit: Any = SimpleNamespace(model=model)
+    assert KerasMeasure.measured(fit, 3, {"f1": 0.38461536, "own": 0.4})["own"] == ["f1"]
 
 
 def test_labels_of_outputs_by_name_are_a_dict(df: DataFrame) -> None:
