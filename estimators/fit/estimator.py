@@ -251,10 +251,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
 def check_alone(run_id: str | None) -> None:
     """Raise a ValueError if this fit has a ``run_id`` and is one of several."""
-    if run_id is not None and spark_private.fits_several_maps():
+    if run_id is not None and spark_private.is_one_of_several_fits():
         raise ValueError(
-            f"run_id={run_id!r} in a fit for several maps of parameters, such as CrossValidator's: fits of one run "
-            "resume each other, and all would return one model. Omit run_id, or fit each map by itself"
+            f"run_id={run_id!r} in one of several fits, such as those of CrossValidator, OneVsRest, or a list of maps: "
+            "fits of one run resume each other, and all would return one model. Omit run_id, or fit each by itself"
         )
 
 

@@ -17,7 +17,7 @@ from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.keras.loop import KerasFramework
-from spark_hvd.estimators.keras.measure import batch_of, compiled
+from spark_hvd.estimators.keras.measure import batch_of, compiled, output_names
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
 from spark_hvd.estimators.params.params import TableParams
@@ -219,14 +219,15 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
                 listed(labels_of),
                 listed(sorted(declared)),
             )
-        inputs, labels, weights = batch_of(spec, batch)
+        inputs, labels, weights = batch_of(spec, batch, module.keras_model)
         try:
             optimizer = Described.made(objects.optimizer, module.custom_objects)
             model = compiled(spec, objects, optimizer)
-            loss = model.train_on_batch(inputs, labels, weights, return_dict=True).get("loss", 0.0)
+            logs = model.train_on_batch(inputs, labels, weights, return_dict=True)
         except Exception as error:
             raise failed("a step of training", error, given) from error
-        check_loss(spec, float(loss), batch)
+        _check_numbers(logs)
+        check_loss(spec, float(logs.get("loss", 0.0)), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
         return spec
 
@@ -239,9 +240,19 @@ class KerasEstimator(_KerasParams, SparkEstimator[KerasModel]):
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         fields = model_fields(plan, spec, module, state, history)
-        loss, outputs = self.value_of("loss"), _output_names(module.keras_model)
+        loss, outputs = self.value_of("loss"), output_names(module.keras_model)
         fields["metadata"] = replace(fields["metadata"], head=_head_of(loss), heads=_heads_of(loss, outputs))
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
+
+
+def _check_numbers(logs: Mapping[str, Any]) -> None:
+    """Raise a ModelError for a metric with several values, such as one for each class."""
+    for name, value in logs.items():
+        if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
+            raise ModelError(
+                f"metric {name!r} has a value of shape {shape}, but the history holds numbers: expected a metric with "
+                "one, such as F1Score(average='macro'), or one metric for each class"
+            )
 
 
 def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
@@ -307,12 +318,6 @@ def _head_of(loss: Any) -> Head:
     kind = next((_HEADS[name] for name in map(_snake, map(str, names)) if name in _HEADS), "other")
     scores = "logits" if config.get("from_logits") else "probabilities"
     return Head(kind, scores if kind in ("binary", "multiclass") else "")
-
-
-def _output_names(model: Any) -> list[str]:
-    """Return the outputs' names in the order in which labels are compared with them. Keras sorts a dict by name."""
-    made = getattr(model, "_outputs_struct", None)
-    return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
 
 
 def _heads_of(loss: Any, outputs: Sequence[str]) -> tuple[Head, ...]:

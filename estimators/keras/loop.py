@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, batch_of, in_validation, joined, means_of
+from spark_hvd.estimators.keras.measure import NOTHING, KerasMeasure, Logs, in_validation, joined, means_of
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.torch.learning_rate import check_described
 from spark_hvd.estimators.training.history import History, Row
@@ -53,14 +53,22 @@ class _KerasFit(KerasMeasure):
 
         self.keras_hvd = keras_hvd
         module: Any = job.objects.model
+        made = Described.made(job.objects.optimizer, module.custom_objects)
+        # With a scaled loss, a rank's gradients are its part of those of all rows. Means over its own rows could
+        # overflow float16 where one process does not.
+        scaled = hasattr(made, "inner_optimizer")
+        self.divisor = 1 if scaled else hvd.size()
         self.optimizer = keras_hvd.DistributedOptimizer(
-            Described.made(job.objects.optimizer, module.custom_objects),
+            made,
+            op=hvd.Sum if scaled else hvd.Average,
             compression=job.objects.gradient_compression or hvd.Compression.none,
             backward_passes_per_step=job.spec.backward_passes_per_step,
             average_aggregated_gradients=True,
         )
         super().__init__(job, self.optimizer)
-        self.sharing = share_losses(self.model)
+        self.sharing = share_losses(self.model, self.divisor)
+        if scaled:
+            self.optimizer.overflow_as_half(_computed_in_half(self.model))
         self.partial_epoch = job.partial_epoch
         self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, for the present number of ranks
@@ -82,6 +90,7 @@ class _KerasFit(KerasMeasure):
             _check_known(names, resumed["optimizer"], self.spec.run_id)
             for name, each in zip(names, optimizer.variables, strict=True):
                 assign(each, resumed["optimizer"][name])
+            self._resume_averages(resumed.get("averaged"))
         if self.factor != 1.0:
             optimizer.learning_rate = self._rate() * self.factor
 
@@ -89,7 +98,40 @@ class _KerasFit(KerasMeasure):
         from spark_hvd.keras.backend import name_of, tensor_of
 
         variables = {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
-        return {"optimizer": variables, "described": self.described}
+        averaged = any(each._ema_weights_in_model for each in self._averaging())
+        return {
+            "optimizer": variables,
+            "described": self.described,
+            "averaged": self.spec.epochs if averaged else None,
+        }
+
+    def _averaging(self) -> list[Any]:
+        """Return the callbacks that may leave averages in the model at the end of an epoch, until the next begins."""
+        import keras
+
+        return [each for each in self.job.objects.callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
+
+    def _resume_averages(self, epochs: int | None) -> None:
+        """Prepare for a checkpoint with averages, of a run of ``epochs``; None if it has the weights themselves.
+
+        Raises:
+            CheckpointError: There are no weights to continue from.
+        """
+        run, found = f"the checkpoint of run_id={self.spec.run_id!r}", self._averaging()
+        done = len(self.job.history)
+        if epochs is not None and done < self.spec.epochs:
+            if epochs == done:
+                raise CheckpointError(
+                    f"{run} is the end of its {epochs} epochs, where SwapEMAWeights(swap_on_epoch=True) keeps the "
+                    "averages only: a run with more epochs needs another run_id"
+                )
+            if not found:
+                raise CheckpointError(
+                    f"{run} has averages in place of the weights: callbacks must have SwapEMAWeights(swap_on_epoch="
+                    "True), as then. Pass it, or another run_id"
+                )
+        for each in found:
+            each._ema_weights_in_model = epochs is not None
 
     def _rate(self) -> float:
         import keras
@@ -135,14 +177,14 @@ class _KerasFit(KerasMeasure):
         where: dict[str, Any] = {"epoch": epoch, "epochs": self.spec.epochs, "loss": lambda: latest.get("loss")}
         job.progress = hvd.progress(batches, total=steps - done, **where)
         for number, batch in enumerate(job.progress, done):
-            given = batch_of(self.spec, batch, job.device)
+            given = self.given(batch)
             if number == done:
-                self.prepare(given)
+                self.prepare(batch)
                 if self.model.train_function is None:
                     self.model.make_train_function()
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # none otherwise
                     assign(variable, value)
-            weight = self.optimizer.weigh(job.feed.weight)
+            weight = self.optimizer.weigh(job.feed.weight * self.divisor / hvd.size())
             callbacks.on_train_batch_begin(number)
             latest.update(self._step(given, weight))
             callbacks.on_train_batch_end(number, latest)
@@ -210,6 +252,12 @@ class _KerasFit(KerasMeasure):
         for number, variable in enumerate(seeds):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator, device="cpu").numpy().astype("uint32"))
+
+
+def _computed_in_half(model: Any) -> list[Any]:
+    """Return the variables whose gradients pass through float16."""
+    layers = [layer for layer in model._flatten_layers() if layer.compute_dtype == "float16"]
+    return [variable for layer in layers for variable in layer._trainable_variables if variable._autocast]
 
 
 def _delayed(rows: Sequence[Row]) -> Logs:

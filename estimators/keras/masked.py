@@ -17,18 +17,23 @@ class Sharing:
 
     Attributes:
         weight: The variable by which the optimizer multiplies this rank's losses in a step of training; None elsewhere.
+        divisor: The number by which the optimizer divides the sum of the ranks' gradients.
     """
 
     weight: Any = None
+    divisor: int
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor = divisor
 
 
-def share_losses(model: Any) -> Sharing:
+def share_losses(model: Any, divisor: int) -> Sharing:
     """Make the losses of a compiled model, before its first batch, parts of those of all ranks in steps of training.
 
     Keras divides by the elements that are left. The mean of the ranks' losses is that of one process only if each
     counts by these elements, while the optimizer counts by rows. What the model is saved with does not change.
     """
-    sharing, compiled = Sharing(), model._compile_loss
+    sharing, compiled = Sharing(divisor), model._compile_loss
     build = compiled.build
 
     def build_shared(*batch: Any) -> None:
@@ -55,7 +60,7 @@ class _Shared:
         # Only the rank with a loss that is not finite reports it, with its rows.
         finite = ops.nan_to_num(ops.cast(ops.stop_gradient(loss), "float32"), posinf=0.0, neginf=0.0)
         every = sum_over_ranks(ops.stack([left, left * finite]))
-        share = ops.divide_no_nan(left * hvd.size(), every[0] * ops.convert_to_tensor(weight))
+        share = ops.divide_no_nan(left * self._sharing.divisor, every[0] * ops.convert_to_tensor(weight))
         part, mean = loss * ops.cast(share, loss.dtype), ops.cast(ops.divide_no_nan(every[1], every[0]), loss.dtype)
         return part + ops.stop_gradient(mean - part)
 

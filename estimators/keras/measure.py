@@ -36,11 +36,25 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
     return model
 
 
-def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
-    """Return the arguments of a step: inputs, labels and weights, each as one value or as a list of several."""
+def output_names(model: Any) -> list[str]:
+    """Return the outputs' names in the order in which labels are compared with them. Keras sorts a dict by name."""
+    made = getattr(model, "_outputs_struct", None)
+    return sorted(made) if isinstance(made, Mapping) else list(getattr(model, "output_names", None) or ())
+
+
+def batch_of(spec: TrainSpec, batch: Batch, model: Any, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
+    """Return the arguments of a step: inputs, labels and weights.
+
+    Several values are a list. Labels and weights of a model whose outputs are a dict are a dict, too.
+    """
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
     weights = weights_of(spec.sample_weight_col, batch)
-    several = None if weights is None else [weights.to(device)] * len(labels)
+    # A copy for each loss: if there is a mask, Keras on torch multiplies the weights by it in place.
+    several = None if weights is None else [weights.to(device, copy=True) for _ in labels]
+    names = output_names(model)
+    if isinstance(getattr(model, "_outputs_struct", None), Mapping) and len(names) == len(labels):
+        by_name = {name: given_to_keras(label) for name, label in zip(names, labels, strict=True)}
+        return _one(inputs), by_name, several and dict(zip(names, map(given_to_keras, several), strict=True))
     return _one(inputs), _one(labels), several if several is None else _one(several)
 
 
@@ -72,8 +86,8 @@ class KerasMeasure:
         rows, number, logs = 0, 0, Logs()
         for rank in range(hvd.rank(), size, hvd.size()):
             for batch in self.job.validation_batches(rank, size):
-                given = batch_of(self.spec, batch, self.job.device)
-                self.prepare(given)
+                self.prepare(batch)
+                given = self.given(batch)
                 callbacks.on_test_batch_begin(number)
                 found = model.test_function([given])
                 logs = {name: float(value) for name, value in found.items()}
@@ -84,11 +98,15 @@ class KerasMeasure:
         callbacks.on_test_end(logs)
         return self.measured(rows, logs)
 
-    def prepare(self, batch: tuple[Any, Any, Any]) -> None:
+    def given(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """Return the arguments of a step, see :func:`batch_of`."""
+        return batch_of(self.spec, batch, self.model, self.job.device)
+
+    def prepare(self, batch: Batch) -> None:
         """Create the variables of the metrics. This takes a batch, once."""
         if not self._prepared:
             self._prepared = True
-            self.model.test_on_batch(*batch)  # trains nothing
+            self.model.test_on_batch(*self.given(batch))  # trains nothing
             self.model.reset_metrics()
 
     def means(self, validated: Mapping[str, Any]) -> Logs:
@@ -101,7 +119,11 @@ class KerasMeasure:
 
         computed = self.model.get_metrics_result() if rows else {}
         # A user's train_step may log a value that is not a metric, or has the name of a metric that it does not update.
-        own = [name for name, value in logs.items() if name in computed and math.isclose(float(computed[name]), value)]
+        # A compiled graph may round otherwise than the eager result.
+        same = {
+            name: math.isclose(float(each), logs[name], rel_tol=1e-6) for name, each in computed.items() if name in logs
+        }
+        own = [name for name, equal in same.items() if equal]
         variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
         return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
 

@@ -270,7 +270,7 @@ def rename(params: Params, uid: str) -> None:
     params._resetUid(uid)
 
 
-def fits_several_maps() -> bool:
+def is_one_of_several_fits() -> bool:
     """Return whether this thread fits an estimator for one of several maps of parameters, or several data sets.
 
     CrossValidator, TrainValidationSplit, OneVsRest, and ``fit`` with a list of several maps do that. An estimator
@@ -281,7 +281,7 @@ def fits_several_maps() -> bool:
         match frame.f_globals.get("__name__"), frame.f_code.co_name:
             case ("pyspark.ml.tuning", "singleTask") | ("pyspark.ml.classification", "trainSingleClass"):
                 return True
-            case ("pyspark.ml.base", "fitSingleModel") if len(frame.f_locals["paramMaps"]) > 1:
+            case ("pyspark.ml.base", "fitSingleModel") if len(frame.f_locals.get("paramMaps", ())) > 1:
                 return True
         frame = frame.f_back
     return False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import torch
 
 from spark_hvd.collectives.compression import GradientCompressor
@@ -33,6 +34,8 @@ class GradientExchange:
     scale_local_gradients: bool
     local: set[int] = field(default_factory=set)
     """Ids of variables whose gradients stay with their rank."""
+    half: set[int] = field(default_factory=set)
+    """Ids of variables whose gradients overflow as float16 does."""
     given: Sequence[Any] = ()
     """The variables of the next gradients; not in the optimizer's own attributes, which it would save as its state."""
     reducer: KerasReducer | None = None
@@ -57,6 +60,8 @@ class GradientExchange:
         reduced = reducer.reduce([gradients[place] for place in shared], [variables[place] for place in shared])
         for place, gradient in zip(shared, reduced, strict=True):
             results[place] = gradient if gradient is None or self.factor == 1.0 else gradient * self.factor
+            if gradient is not None and id(variables[place]) in self.half and (self.process_set.size() or 1) > 1:
+                results[place] = _overflowing(results[place])
         if self.scale_local_gradients and self.op is ReduceOp.AVERAGE and self.local:
             size = self.process_set.size()
             for place, variable in enumerate(variables):
@@ -66,6 +71,11 @@ class GradientExchange:
 
     def _is_shared(self, variable: Any) -> bool:
         return id(variable) not in self.local and not overwritten(variable)
+
+
+def _overflowing(gradient: Any) -> Any:
+    fits = keras.ops.isfinite(keras.ops.cast(gradient, "float16"))
+    return keras.ops.where(fits, gradient, float("inf"))
 
 
 def overwritten(variable: Any) -> bool:
@@ -118,7 +128,6 @@ def _check_not_compiled() -> None:
     Raises:
         ValueError: A step is being compiled.
     """
-    import keras
     import tensorflow as tf
 
     frame = None if tf.executing_eagerly() else sys._getframe(1)

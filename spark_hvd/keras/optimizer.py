@@ -36,7 +36,8 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
         """Multiply the coming losses by a weight; on all ranks, from before the first step on, 1.0 by default.
 
         A rank whose batch has fewer rows than others' needs a smaller weight: its rows, times the number of ranks,
-        divided by the rows of all. Then the step equals that of the whole batch.
+        divided by the rows of all. Then the step equals that of the whole batch. With op=Sum, the weight is its rows
+        divided by the rows of all.
 
         Returns:
             The variable that holds the weight.
@@ -45,6 +46,14 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
             self._exchange.weight = keras.Variable(1.0, trainable=False, dtype="float32", name="weight")
         self._exchange.weight.assign(weight)
         return self._exchange.weight
+
+    def overflow_as_half(self, variables: Iterable[Any]) -> None:
+        """Make reduced gradients of these variables infinite if float16 cannot hold them.
+
+        Ranks sum gradients in float32. One process that computes in float16 gets inf instead, and a LossScaleOptimizer
+        skips the step.
+        """
+        self._exchange.half.update(map(id, variables))
 
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""

@@ -209,7 +209,7 @@ class Wraps(Estimator[TorchModel], HasLabelCol, HasFeaturesCol, HasPredictionCol
 @pytest.mark.parametrize("given", [{"run_id": "one"}, {}])
 def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, Any]) -> None:
     made = estimator(**given)
-    with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+    with pytest.raises(ValueError, match="run_id='one' in one of several fits"):
         made.fit(df, [{made.batch_size: size, **({} if given else {made.run_id: "one"})} for size in (8, 16)])
     if not given:  # but one map is one run
         (fitted,) = made.fit(df, [{made.epochs: 1, made.run_id: "alone"}])
@@ -221,9 +221,9 @@ def test_fits_for_several_maps_are_not_one_run(df: DataFrame, given: dict[str, A
             evaluator=RegressionEvaluator(labelCol="value"),
             numFolds=2,
         )
-        with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+        with pytest.raises(ValueError, match="run_id='one' in one of several fits"):
             tuned.fit(df)
-        with pytest.raises(ValueError, match="run_id='one' in a fit for several maps of parameters"):
+        with pytest.raises(ValueError, match="run_id='one' in one of several fits"):
             OneVsRest(classifier=Wraps(), labelCol="late").fit(df)
 
 

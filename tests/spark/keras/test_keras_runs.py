@@ -26,18 +26,35 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.night
 def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
-    def fit(folder: str, epochs: int, optimizer: str = "adam") -> KerasModel:
+    """Even if epochs end with averages in place of the weights, with which the training does not go on."""
+
+    def fails(now: bool) -> None:
+        import spark_hvd.torch as hvd
+
+        if now and hvd.rank() == 0:  # which has written the checkpoint
+            raise ZeroDivisionError
+
+    def fit(folder: str, epochs: int, optimizer: str = "adam", averages: bool = True, end: int = 9) -> KerasModel:
         params = {"optimizer": optimizer, "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
-        return estimator(net(dropout=0.3), epochs=epochs, **params).fit(df)
+        if optimizer == "adam":
+            params["optimizer"] = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if averages else []
+        callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: fails(epoch == end)))
+        return estimator(net(dropout=0.3), epochs=epochs, callbacks=callbacks, **params).fit(df)
 
     whole = fit("whole", 3)
-    fit("parts", 1)
+    with pytest.raises(RankFailedError, match="ZeroDivisionError"):
+        fit("parts", 3, end=1)
+    with pytest.raises(CheckpointError, match="in place of the weights"):
+        fit("parts", 3, averages=False)
     parts = fit("parts", 3)
     for one, two in zip(whole.getModel().get_weights(), parts.getModel().get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
     assert [row["loss"] for row in whole.getHistory()] == [row["loss"] for row in parts.getHistory()]
     with pytest.raises(CheckpointError, match="another optimizer: Adam then, AdamW now"):  # of the same variables
         fit("parts", 4, "adamw")
+    with pytest.raises(CheckpointError, match="keeps the averages only"):
+        fit("parts", 4)
 
 
 def killed_in_the_second_epoch() -> Any:

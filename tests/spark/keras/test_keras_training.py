@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from spark_hvd.estimators import LocalBackend, ModelError
 from spark_hvd.estimators.keras.estimator import _head_of, _heads_of
+from spark_hvd.estimators.keras.measure import KerasMeasure
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.world.pickles import dumps
@@ -18,6 +21,8 @@ from tests.spark.estimator_support import ROWS, frame, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.slow
@@ -172,6 +177,12 @@ def test_a_loss_divides_by_the_elements_that_masks_leave(spark: SparkSession) ->
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
 
 
+def test_a_metric_that_is_no_number_is_refused_before_ranks_start(df: DataFrame) -> None:
+    f1 = keras.metrics.F1Score(average=None, name="f1")
+    with pytest.raises(ModelError, match=r"metric 'f1' has a value of shape \(3,\).*average='macro'"):
+        estimator(net(3, "sigmoid"), metrics=[f1], label_cols=["features"]).fit(df)
+
+
 def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
     with pytest.raises(ModelError, match="reduction='sum', but several ranks"):
         estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
@@ -245,6 +256,35 @@ def test_what_is_in_no_config_of_keras_reaches_the_ranks(df: DataFrame) -> None:
         assert np.abs(wanted - before).max() > 1e-3
 
 
+def test_ranks_skip_the_steps_that_one_process_skips(tmp_path: Path) -> None:
+    """The loss scale halves when the gradient of all rows overflows float16, and not when that of one rank would.
+
+    Keras on torch multiplies weights by the mask of a loss in place: in one batch, which is not used again.
+    """
+    features, value, _ = numbers(70)
+    kind, weight = np.digitize(value, [-1, 1]), (15.0 * (1 + np.arange(70) % 3)).astype("float32")
+    table = {"features": pa.array(features.tolist(), pa.list_(pa.float32())), "value": kind, "weight": weight}
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        models = [net(3), net(3)]
+    finally:
+        keras.config.set_dtype_policy(policy)
+    models[1].set_weights(models[0].get_weights())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+    models[1].compile(keras.optimizers.SGD(0.02, momentum=0.9), loss)
+    wanted = models[1].fit(features, kind, 32, 3, shuffle=False, verbose=0, sample_weight=weight).history["loss"]
+    assert models[1].optimizer.dynamic_scale < models[1].optimizer.initial_scale
+    fitted = estimator(
+        models[0], loss=loss, sample_weight_col="weight", optimizer=keras.optimizers.SGD(0.02, momentum=0.9),
+        batch_size=16, epochs=3, scale_lr=False, store=str(tmp_path),
+    ).fit_on_parquet(str(tmp_path / "rows.parquet"))  # fmt: skip
+    np.testing.assert_allclose([row["loss"] for row in fitted.getHistory()], wanted, 0.01)
+    for mine, theirs in zip(fitted.getModel().get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, 0.01, 0.002)
+
+
 def test_an_optimizer_of_a_notebook_whose_loss_is_scaled() -> None:
     """Its reported name and its class are those of the inner optimizer."""
 
@@ -298,6 +338,37 @@ def test_heads_are_those_of_the_outputs_by_name() -> None:
         return keras.ops.mean((label - output) ** 2)
 
     assert _head_of(mse) == Head("regression")
+
+
+def test_a_metric_may_differ_in_its_last_bit_from_what_a_graph_logs() -> None:
+    model = SimpleNamespace(metrics_variables=[], get_metrics_result=lambda: {"f1": 0.38461533, "own": 0.5})
+    fit: Any = SimpleNamespace(model=model)
+    assert KerasMeasure.measured(fit, 3, {"f1": 0.38461536, "own": 0.4})["own"] == ["f1"]
+
+
+def test_labels_of_outputs_by_name_are_a_dict(df: DataFrame) -> None:
+    """So that losses, their weights and metrics may be one, as Keras wants it."""
+
+    def model() -> Any:
+        keras.utils.set_random_seed(3)
+        given = keras.Input((3,))
+        hidden = keras.layers.Dense(4, "tanh")(given)
+        outputs = {"value": keras.layers.Dense(1)(hidden), "late": keras.layers.Dense(1, "sigmoid")(hidden)}
+        return keras.Model(given, outputs)
+
+    losses, shares, alone = {"value": "mse", "late": "bce"}, {"value": 0.5, "late": 2.0}, model()
+    features, value, late = numbers()
+    alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), losses, loss_weights=shares)
+    weight = (np.arange(ROWS) % 3).astype("float32")
+    labels, weights = {"value": value, "late": late}, {"value": weight, "late": weight}
+    loss = alone.fit(features, labels, ROWS, 2, 0, sample_weight=weights).history["loss"]
+    fitted = estimator(
+        model(), loss=losses, loss_weights=shares, metrics={"late": ["accuracy"]}, label_cols=["late", "value"],
+        sample_weight_col="weight", batch_size=ROWS // 2, scale_lr=False,
+    ).fit(df)  # fmt: skip
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(loss, rel=1e-5)
+    for mine, theirs in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
 
 
 def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
