@@ -294,6 +294,7 @@ def parameters_put_into_groups(rank: int, size: int) -> None:
         lambda optimizer, param: optimizer.param_groups[0].update(params=[param]),
         lambda optimizer, param: optimizer.param_groups.append({**optimizer.param_groups[0], "params": [param]}),
     )
+    wrong = pytest.raises(ValueError, match=r"\(3,\) was put into param_groups\[[01]\].*add_param_group")
     for put in puts:
         model, extra = net(), nn.Parameter(torch.ones(3))
         optimizer = DistributedOptimizer(_sgd(model))
@@ -303,8 +304,12 @@ def parameters_put_into_groups(rank: int, size: int) -> None:
         put(optimizer, extra)
         (loss_of(model, batch(rank, 1)) + extra.sum()).backward()
         for step in (optimizer.step, optimizer.synchronize, lambda own=optimizer: own.step(lambda: 0.0)):
-            with pytest.raises(ValueError, match=r"\(3,\) in param_groups\[[01]\].*add_param_group"):
+            with wrong:
                 step()
+        averaged = LocalSGD(model := net(), _sgd(model), sync_every=2)
+        put(averaged, extra)
+        with wrong:
+            averaged.step()
 
 
 def a_parameter_of_two_optimizers(rank: int, size: int) -> None:

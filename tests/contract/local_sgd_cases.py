@@ -135,6 +135,7 @@ def local_sgd_is_the_average(rank: int, size: int) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 1000)
     optimizer = hvd.LocalSGD(model, plain, EVERY)
     assert optimizer is plain
+    model.double().float()  # gives the module other buffers
     for number in range(EVERY):
         step(model, optimizer, batch(rank, number))
         scheduler.step()

@@ -31,6 +31,7 @@ from spark_hvd.torch.optimizer.live import (
     register_optimizer,
     replace_owners,
     require_bound,
+    require_known,
 )
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -50,8 +51,6 @@ class ReducedOptimizer(DistributedOptimizerBase):
     """Why gradients cannot be reduced now; None if they can."""
     _synchronized: bool
     """Whether synchronize() was called after the last step."""
-    _known: dict[int, torch.nn.Parameter]
-    """By id, the parameters that it was made with or got by `add_param_group`."""
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -274,7 +273,6 @@ def _make_distributed(
     optimizer._unbound = unbound
     optimizer._spans_worlds = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
-    optimizer._known = {id(param): param for param in _params_of(optimizer)}
     recipe.scale_gradients(optimizer)
     register_optimizer(optimizer)
     optimizer.register_step_pre_hook(_before_step)
@@ -332,23 +330,9 @@ def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: 
 
 
 def _synchronize(optimizer: ReducedOptimizer, reducer: GradientReducer) -> None:
-    known = optimizer._known
-    if not known.keys() >= {id(param) for group in optimizer.param_groups for param in group["params"]}:
-        _require_known(optimizer)
+    require_known(optimizer)
     reducer.synchronize()
     _fill_missing(optimizer)
-
-
-def _require_known(optimizer: ReducedOptimizer) -> None:
-    """Raise a ValueError for a parameter that is trained with the gradient of this rank alone."""
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.requires_grad and id(param) not in optimizer._known:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} in param_groups[{number}] was put there after the "
-                    "optimizer was made distributed, so its gradient is not reduced: use optimizer.add_param_group() "
-                    "on every rank, or make a new optimizer and pass it to hvd.DistributedOptimizer"
-                )
 
 
 def _fill_missing(optimizer: ReducedOptimizer) -> None:

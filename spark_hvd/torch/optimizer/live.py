@@ -53,6 +53,8 @@ class DistributedOptimizerBase(_Swapped):
     """Base of the classes that distributed optimizers get."""
 
     made_by = "DistributedOptimizer"
+    _known: dict[int, torch.nn.Parameter]
+    """By id, the parameters that it was made with or got by ``add_param_group``."""
 
 
 class _Copy(_Swapped):
@@ -75,7 +77,28 @@ def make_distributed(optimizer: torch.optim.Optimizer, added: type[DistributedT]
         base = optimizer._base
         optimizer._refusal.remove()
     optimizer.__class__ = _class_of(base, added)
-    return cast(DistributedT, optimizer)
+    distributed = cast(DistributedT, optimizer)
+    distributed._known = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    return distributed
+
+
+def require_known(optimizer: DistributedOptimizerBase) -> None:
+    """Raise unless ranks share all parameters of an optimizer, or have made them local.
+
+    Raises:
+        ValueError: The program has put a parameter into a group itself, so this rank alone would train it.
+    """
+    known = optimizer._known
+    if known.keys() >= {id(param) for group in optimizer.param_groups for param in group["params"]}:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad and id(param) not in known:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} was put into param_groups[{number}] after "
+                    f"hvd.{optimizer.made_by} was called, so ranks would not share it. Make a new optimizer and pass "
+                    "it to that function; or, with DistributedOptimizer, use add_param_group() on every rank"
+                )
 
 
 def _class_of(base: type[torch.optim.Optimizer], added: type[_Swapped]) -> type[_Swapped]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class _OuterExchange:
     start: list[torch.Tensor]
     """The parameters when it began; empty unless they are needed when it ends."""
     deltas: list[Averaging]
+    buffer_layout: FlatTensors
     buffer_start: list[torch.Tensor]
     buffers: list[Averaging]
 
@@ -50,6 +51,8 @@ class _OuterExchange:
 
 class Fragment:
     """Some parameters, with floating-point ``buffers`` that are averaged at the same time.
+
+    ``buffers`` lists those of the moment: casts and moves of a module give it others.
 
     Attributes:
         params: The parameters.
@@ -67,11 +70,11 @@ class Fragment:
         settings: OuterSettings,
         number: int,
         params: Sequence[torch.nn.Parameter],
-        buffers: Sequence[torch.Tensor],
+        buffers: Callable[[], Sequence[torch.Tensor]],
         wait: int,
     ) -> None:
         self._settings, self._name = settings, f"{settings.name}.{number}"
-        self._params, self._buffers = FlatTensors(params), FlatTensors(buffers)
+        self._params, self._list_buffers = FlatTensors(params), buffers
         self.params = list(params)
         self.flats = self._params.read()
         self.anchors = [torch.nn.Parameter(view) for view in self._params.views(self.flats)]
@@ -107,14 +110,15 @@ class Fragment:
                 if scale != 1.0:
                     delta.mul_(scale)
                 deltas[number].written(delta.numel())
-        buffer_start = self._buffers.read()
+        layout = FlatTensors(self._list_buffers())
+        buffer_start = layout.read()
         buffers = [
             Averaging(flat * scale, f"{self._name}.buffers.{number}", process_set=process_set)
             for number, flat in enumerate(buffer_start)
         ]
         for averaging in (*deltas, *buffers):
             averaging.start()
-        self.exchange = _OuterExchange(self.steps, start if keeps else [], deltas, buffer_start, buffers)
+        self.exchange = _OuterExchange(self.steps, start if keeps else [], deltas, layout, buffer_start, buffers)
 
     def end(self, outer: torch.optim.Optimizer | None) -> None:
         """Wait for the mean, make the outer step, and add what was trained meanwhile."""
@@ -136,10 +140,11 @@ class Fragment:
         self.steps -= exchange.steps
         self.wait = self._settings.sync_every
         self._apply(means if outer is None else [], exchange.start)
+        exchange.buffer_layout.tensors = list(self._list_buffers())
         if self.steps:
-            for target, new, old in zip(buffers, self._buffers.read(), exchange.buffer_start, strict=True):
+            for target, new, old in zip(buffers, exchange.buffer_layout.read(), exchange.buffer_start, strict=True):
                 target.add_(new).sub_(old)
-        self._buffers.write(buffers)
+        exchange.buffer_layout.write(buffers)
 
     def _apply(self, means: list[torch.Tensor], start: list[torch.Tensor]) -> None:
         """Move the parameters to the anchors. Without an outer optimizer, the anchors make their step here."""
@@ -158,13 +163,14 @@ class Fragment:
 
     def take_over(self, root_rank: int, *, behind: bool) -> None:
         """Copy the anchors of a rank. If this one is `behind`, also copy its buffers and drop local steps."""
-        process_set, buffers = self._settings.process_set, self._buffers.read()
+        process_set, layout = self._settings.process_set, FlatTensors(self._list_buffers())
+        buffers = layout.read()
         for number, flat in enumerate((*self.flats, *buffers)):
             name = f"{self._name}.leader.{number}"
             start_broadcast([flat], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
         if behind:
             self._params.write(self.flats)
-            self._buffers.write(buffers)
+            layout.write(buffers)
             for lost in self.lost:
                 lost.zero_()
             self.steps = 0

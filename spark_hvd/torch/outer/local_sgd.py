@@ -11,11 +11,12 @@ import torch
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.basics import size
 from spark_hvd.context.global_state import in_world, ordinal
 from spark_hvd.context.local import is_local
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import group_indices
-from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, check_kind, make_distributed
+from spark_hvd.torch.optimizer.live import DistributedOptimizerBase, check_kind, make_distributed, require_known
 from spark_hvd.torch.outer.compressors import RowCompressor
 from spark_hvd.torch.outer.fragment import OuterSettings
 from spark_hvd.torch.outer.loop import OuterLoop
@@ -230,9 +231,11 @@ def _make_distributed(
     names = _names(kind, model)
     params = _shared(optimizer)
     _check_params(kind, params, names)
-    buffers: list[torch.Tensor] = []
-    if average_buffers and isinstance(model, torch.nn.Module):
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    averaged = model if average_buffers and isinstance(model, torch.nn.Module) else torch.nn.Module()
+
+    def buffers() -> list[torch.Tensor]:
+        return [buffer for buffer in averaged.buffers() if buffer.is_floating_point()]
+
     parts = _divided(fragments, params, names, settings.sync_every)
     settings = replace(settings, compression=compression, name=f"{kind}.{ordinal('outer')}")
     loop = OuterLoop(settings, [names[id(param)] for param in params], params, parts, buffers, outer)
@@ -241,9 +244,16 @@ def _make_distributed(
     _live.add(loop)
     optimizer = make_distributed(optimizer, OuterOptimizer)
     optimizer._loop = loop
-    optimizer.register_step_pre_hook(lambda own, args, kwargs: loop.before_step())
+    optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(lambda own, args, kwargs: loop.after_step())
     return optimizer
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, OuterOptimizer)
+    if in_world() and size() > 1:
+        require_known(optimizer)
+    optimizer._loop.before_step()
 
 
 def _check_options(settings: OuterSettings) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ class OuterLoop:
         names: Sequence[str],
         params: Sequence[torch.nn.Parameter],
         fragments: Sequence[Sequence[int]],
-        buffers: Sequence[torch.Tensor],
+        buffers: Callable[[], Sequence[torch.Tensor]],
         outer: torch.optim.Optimizer | None,
     ) -> None:
         """`fragments` has the places of each one's parameters in `params`, which are in the inner optimizer's order."""
@@ -49,7 +49,7 @@ class OuterLoop:
                 settings,
                 number,
                 [params[place] for place in group],
-                buffers if number == count else (),
+                buffers if number == count else list,
                 -(-settings.sync_every * number // count),
             )
             for number, group in enumerate(fragments, 1)
@@ -162,7 +162,7 @@ class OuterLoop:
             "alpha": settings.alpha,
             "fragments": self._divided,
             "compression": _name_of(settings.compression),
-            "buffers": [list(buffer.shape) for buffer in self._buffers],
+            "buffers": [list(buffer.shape) for buffer in self._buffers()],
         }
         require_same(specs, chosen, everywhere, settings.kind)
         weights = everywhere(fingerprints(self.anchors))
