@@ -133,6 +133,7 @@ class RegisteredOptimizer(Protocol):
     """A distributed optimizer that is registered here."""
 
     param_groups: list[dict[str, Any]]
+    _known: dict[int, torch.nn.Parameter]
     _recipe: Recipe
     _reducer: GradientReducer | None
     _spans_worlds: bool
@@ -206,7 +207,9 @@ def bind_optimizers() -> None:
                 f"rank {rank} made {count}; every rank must make the same ones in the same order, and keep them."
             )
     for optimizer in waiting:
-        optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
+        params = _params_of(optimizer)
+        optimizer._reducer = optimizer._recipe.open(params)
+        optimizer._known = {id(param): param for param in params}
         optimizer._unbound = None
 
 
