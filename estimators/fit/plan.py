@@ -109,6 +109,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "keeps_epochs": keeps,
         "commit_every": _commit_every(settings, elastic),
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
+        "draws_seed": seed is None,
         "reshape_labels": settings["label_shapes"] is None,
         "reader": {
             "kind": settings["reader"],

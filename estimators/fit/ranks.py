@@ -87,8 +87,7 @@ def train_on_ranks(
     if spec.resume and checkpoints.exists():
         state = checkpoints.load()
         check_fits(state, plan.objects.model, spec.run_id)
-        if plan.settings["random_seed"] is None:  # otherwise the order of rows would differ
-            spec = replace(spec, seed=state["seed"])
+        spec = spec.for_rest(state)
         if rows is None:  # otherwise ranks check, once they know the rows
             check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)
         history = History(state["history"])

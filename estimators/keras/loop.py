@@ -125,7 +125,7 @@ class _KerasFit(KerasMeasure):
                     f"{run} is the end of its {epochs} epochs, where SwapEMAWeights(swap_on_epoch=True) keeps the "
                     "averages only: a run with more epochs needs another run_id"
                 )
-            if not found:
+            if not any(each.swap_on_epoch for each in found):
                 raise CheckpointError(
                     f"{run} has averages in place of the weights: callbacks must have SwapEMAWeights(swap_on_epoch="
                     "True), as then. Pass it, or another run_id"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,19 +13,17 @@ import spark_hvd.torch as hvd
 from spark_hvd.keras.batch_norm import sum_over_ranks
 
 
+@dataclass
 class Sharing:
     """How losses of a batch become part of those of all ranks.
 
     Attributes:
-        weight: The variable by which the optimizer multiplies this rank's losses in a step of training; None elsewhere.
         divisor: The number by which the optimizer divides the sum of the ranks' gradients.
+        weight: The variable by which the optimizer multiplies this rank's losses in a step of training; None elsewhere.
     """
 
-    weight: Any = None
     divisor: int
-
-    def __init__(self, divisor: int) -> None:
-        self.divisor = divisor
+    weight: Any = None
 
 
 def share_losses(model: Any, divisor: int) -> Sharing:

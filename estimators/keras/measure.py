@@ -121,7 +121,9 @@ class KerasMeasure:
         # A user's train_step may log a value that is not a metric, or has the name of a metric that it does not update.
         # A compiled graph may round otherwise than the eager result.
         same = {
-            name: math.isclose(float(each), logs[name], rel_tol=1e-6) for name, each in computed.items() if name in logs
+            name: math.isclose(float(each), logs[name], rel_tol=1e-6, abs_tol=1e-6)
+            for name, each in computed.items()
+            if name in logs
         }
         own = [name for name, equal in same.items() if equal]
         variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]

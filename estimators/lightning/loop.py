@@ -17,10 +17,10 @@ from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.lightning import epoch, parts
 from spark_hvd.estimators.torch.learning_rate import check_described, described, options_of
 from spark_hvd.estimators.torch.objective import Sums
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 from spark_hvd.scratch import Scratch
-from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import local_below
 
@@ -31,12 +31,11 @@ _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
 class RunFiles:
     """The files of a run; if it is ``resumed``, the store already has some."""
 
-    def __init__(self, store: Store, run_id: str, resumed: bool) -> None:
-        self._store, self._logs = store, store.logs_path(run_id)
+    def __init__(self, of: Checkpoints, resumed: bool) -> None:
+        self._store, self._logs, self._check_owner = of.store, of.store.logs_path(of.run_id), of.check_owner
         self._copied: dict[str, tuple[int, int]] = {}
         self._folder = Scratch("lightning") if hvd.rank() == 0 else None
-        root = "" if self._folder is None else self._folder.path
-        self.root: str = hvd.broadcast_object(root, root_rank=0, name="spark_hvd.lightning.root")
+        self.root = hvd.broadcast_object(self._folder.path if self._folder else "", 0, name="spark_hvd.lightning.root")
         if resumed and hvd.rank() == 0:
             try:
                 self._fetch()
@@ -68,9 +67,10 @@ class RunFiles:
             writer._tracking_uri = f"file:{self.inside(uri.removeprefix('file:'), driver_folder)}"
 
     def copy(self) -> None:
-        """Update the store, on rank 0; files deleted here are deleted there."""
+        """Update the store, on rank 0, unless another fit owns the run; files deleted here are deleted there."""
         if hvd.rank() != 0:
             return
+        self._check_owner()
         found = self._found()
         for name, state in found.items():
             if self._copied.get(name) != state:
@@ -121,7 +121,7 @@ class LightningFramework(Framework):
         if job.stopped:
             return job.history
         parts.be_quiet()
-        files = RunFiles(job.spec.store, job.spec.run_id, resumed=job.resumed is not None)
+        files = RunFiles(job.checkpoints, resumed=job.resumed is not None)
         try:
             return _Fit(job, files).run()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class _Loop(Measure):
         if job.resumed and job.resumed.get("scaler"):
             self.scaler.load_state_dict(job.resumed["scaler"])
         self.minibatch = calling(objects.train_minibatch_fn) if objects.train_minibatch_fn else None
+        self.synchronizes = any(isinstance(module, hvd.SyncBatchNorm) for module in self.model.modules())
         self.skipped = 0
         self.partial_epoch = job.partial_epoch
         self.state = TrainState(
@@ -195,8 +197,10 @@ class _Loop(Measure):
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
             if last:
                 self._schedule("step")
-        elif len(inputs[0]):
-            outputs, labels, loss = self._forward(inputs, labels, weights, self.objective)
+        elif len(inputs[0]) or self.synchronizes:
+            # Without rows, as all were skipped, it takes part in what the others' layers exchange.
+            objective = self.objective if len(inputs[0]) else _zero
+            outputs, labels, loss = self._forward(inputs, labels, weights, objective)
             torch.autograd.backward(self.scaler.scale(loss / passes))
             if last:
                 self._step()
@@ -267,6 +271,10 @@ class _Loop(Measure):
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _zero(outputs: Sequence[torch.Tensor], labels: object, weights: object) -> torch.Tensor:
+    return torch.stack([(output * 0).sum() for output in outputs]).sum()
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

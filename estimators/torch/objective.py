@@ -162,10 +162,10 @@ class Sums:
 
 
 class ValidationSums:
-    """Sums over the rows of a validation on this rank: those of metrics, and each label's loss and its divisor.
+    """Sums over the rows of a validation on this rank: of metrics, and of each label's loss with its divisor.
 
-    So the loss is that of all rows, whichever form a batch. A mean over batches would not be that, if classes have
-    weights or labels are ignored.
+    So the loss is that of all rows, however they are divided into batches. A mean over batches would not be that, if
+    classes have weights or labels are ignored.
 
     Args:
         names: Names of the metrics.
@@ -174,27 +174,32 @@ class ValidationSums:
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], device: torch.device) -> None:
-        self._weights, self._metrics = weights, Sums(names, device)
+        self._names, self._weights = names, weights
+        self._metrics = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._losses = torch.zeros(len(weights), dtype=torch.float64, device=device)
-        self._divisors = [0.0] * len(weights)
+        self._rows, self._divisors = 0, [0.0] * len(weights)
 
     @property
     def values(self) -> torch.Tensor:
         """All sums, of which those of the ranks are to be added up."""
-        return torch.cat([self._metrics.values, self._losses, self._losses.new_tensor(self._divisors)])
+        counts = self._losses.new_tensor([self._rows, *self._divisors])
+        return torch.cat([counts, self._losses, self._metrics])
 
     def add(
         self, rows: int, losses: Sequence[torch.Tensor], divisors: Sequence[float], metrics: Sequence[torch.Tensor]
     ) -> None:
         """Add a batch: for each label a sum of losses and its divisor, and means of metrics."""
-        self._metrics.add(rows, losses[0], metrics)
-        self._losses += torch.stack(list(losses))
+        self._rows += rows
         self._divisors = [before + more for before, more in zip(self._divisors, divisors, strict=True)]
+        self._losses += torch.stack(list(losses))
+        if metrics:
+            self._metrics += torch.stack([metric.to(self._metrics.device) for metric in metrics]) * rows
 
     def means_of(self, total: Sequence[float]) -> dict[str, float]:
         """Turn the sum of all ranks' :attr:`values` into means, by name in the history."""
         number = len(self._weights)
-        metrics, losses, divisors = total[: -2 * number], total[-2 * number : -number], total[-number:]
+        rows, divisors, losses = total[0], total[1 : 1 + number], total[1 + number : 1 + 2 * number]
         means = [loss / divisor if divisor else math.nan for loss, divisor in zip(losses, divisors, strict=True)]
         loss = sum(weight * mean for weight, mean in zip(self._weights, means, strict=True))
-        return Sums.means(self._metrics.names, metrics, "val_") | {"val_loss": loss}
+        metrics = zip(self._names, total[1 + 2 * number :], strict=True)
+        return {"val_loss": loss} | {f"val_{name}": value / rows for name, value in metrics}

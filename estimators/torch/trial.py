@@ -69,8 +69,10 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
     _check_monitors(spec, objects, metrics.names)
     losses = losses_known(objects)
-    if (objects.loss_constructors and not losses) or objects.train_minibatch_fn is not None:
-        return spec  # it is made and called only in the rank
+    if objects.loss_constructors and not losses:
+        return spec  # it is made only in the rank
+    if objects.train_minibatch_fn is not None:  # which alone knows how to call it
+        return replace(spec, reductions=tuple(LossReduction.of(loss).kind for loss in losses))
     objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class TrainSpec:
         validation: Data to validate on after each epoch.
         epochs: Passes over the data, including those that a resumed run has done.
         seed: Seed of everything random.
+        draws_seed: Whether the seed was drawn, so that the rest of a run takes that of its checkpoint.
         reshape_labels: Give labels the shape of outputs.
         reader: Fields of ReaderSpec; the same for training and validation except for ``workers``.
         keeps_epochs: Whether the weights of each epoch are kept in the store.
@@ -44,7 +45,7 @@ class TrainSpec:
             one of the trained model.
         trainer: Arguments of LightningEstimator's Trainer.
         needs_two_rows: The layer that cannot train on a batch of one row.
-        reductions: Whether the loss of each label is a "mean" or a "sum" over rows, if known.
+        reductions: How the loss of each label reduces its rows, such as by a "mean" or a "sum", if known.
     """
 
     label: str = ""
@@ -63,6 +64,7 @@ class TrainSpec:
     validation_steps_per_epoch: int | None = None
     backward_passes_per_step: int = 1
     seed: int = 0
+    draws_seed: bool = False
     shuffle: bool = True
     drop_last: bool = False
     scale_lr: bool = True
@@ -96,6 +98,16 @@ class TrainSpec:
     def epoch_steps(self, size: int) -> int:
         """Return the number of batches in an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank trains."""
+        available = self.use_gpu and torch.cuda.is_available()  # the runner has made this rank's GPU the current one
+        return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+
+    def for_rest(self, state: Mapping[str, Any]) -> TrainSpec:
+        """Return the specification for the rest of the run whose checkpoint has this state."""
+        return replace(self, seed=state["seed"]) if self.draws_seed else self
 
     @property
     def validation_depends_on_batches(self) -> bool:

@@ -337,7 +337,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     hvd.init()
     torch.manual_seed(spec.seed)
     objects: Objects = unpack(packed)
-    device = device_of(spec.use_gpu)
+    device = spec.device
     checkpoints = Checkpoints(spec.store, spec.run_id, spec.fit_id)
     resumed = None if state is None else state.content
     if resumed is not None:
@@ -347,6 +347,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
         objects.model.load_state_dict(resumed["model"])
+        spec = spec.for_rest(resumed)
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
@@ -392,9 +393,3 @@ def speed(seconds: float, rows: float) -> dict[str, float]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def device_of(use_gpu: bool) -> torch.device:
-    """Return the device on which this rank trains."""
-    available = use_gpu and torch.cuda.is_available()  # the runner has made this rank's GPU the current one
-    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")

@@ -17,7 +17,7 @@ from spark_hvd.estimators.training.checkpoint import BEST, Checkpoints
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.rows import validation_rows
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
-from spark_hvd.estimators.training.train import Job, Validates, device_of
+from spark_hvd.estimators.training.train import Job, Validates
 from spark_hvd.store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def validate(
     history = History(state["history"])
     with closing(rows.reader):
         feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), Position())
-        job = Job(spec, objects, device_of(spec.use_gpu), None, History(history[:-1]), checkpoints, rows, feed, rows)
+        job = Job(spec, objects, spec.device, None, History(history[:-1]), checkpoints, rows, feed, rows)
         means = framework.validate(job, int(state["size"]))
     if hvd.rank() == 0:
         ((request, found),) = taken

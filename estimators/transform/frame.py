@@ -1,7 +1,7 @@
 """A DataFrame with the outputs of a model as new columns: one Arrow UDF, or a pandas UDF before Spark 4.1.
 
 Pandas changes values: null and NaN become the same, times lose their zone, maps get each other's keys. So columns go to
-a pandas UDF, and come back, in a form that it does not change, or are refused.
+a pandas UDF, and come back, in a form that it does not change, or are refused, except for numbers within structs.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """``keras.layers.BatchNormalization`` over the joined batch of all ranks, with the same arguments.
 
     In training mode, every rank must call it equally often and in the same order. Forward and backward each cost one
-    small all-reduce. Batches may differ in size. Outside training and before init(), nothing is sent. The gradients
-    are those of the sum of all ranks' losses, as for :class:`spark_hvd.torch.SyncBatchNorm`.
+    small all-reduce. Batches may differ in size. Outside training and before init(), nothing is sent, nor by a graph of
+    TensorFlow that was traced before init(). The gradients are those of the sum of all ranks' losses, as for
+    :class:`spark_hvd.torch.SyncBatchNorm`.
 
     Args:
         fused: Accepted for Horovod's sake; must be False.

@@ -6,6 +6,7 @@ import itertools
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,9 @@ from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers import dataset
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
-from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.sharding import Position, lane_order, rows_of
 from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
-from spark_hvd.estimators.training import rows as validation_rows
+from spark_hvd.estimators.training.rows import validation_rows
 from spark_hvd.store import Store
 from tests.contract.reader_data import every, numbered, opened, write
 
@@ -103,10 +103,18 @@ def test_the_first_batches_of_a_validation(tmp_path: Path, large: bool, monkeypa
     if large:
         monkeypatch.setattr(dataset, "SMALL_BYTES", 0)
     meta = source(tmp_path / "data", 240, 13).dataset
-    spec = ReaderSpec(dataset=meta, columns=("row",), store=Store.create(tmp_path), training=False)
+    where = {"validation": meta, "columns": ("row",), "store": Store.create(tmp_path), "stack": (), "reader": {}}
     first = []
     for size in (1, 2, 3, 4):
-        rows = validation_rows.rows_of("validation", spec, FULL // size, same_batches=True)
+        spec: Any = SimpleNamespace(
+            **where,
+            seed=0,
+            uses=None,
+            val_reader_num_workers=1,
+            val_batch_size=FULL // size,
+            validation_depends_on_batches=True,
+        )
+        rows = validation_rows(spec, spec)
         with closing(rows.reader):
             first.append(
                 sorted(row for rank in range(size) for row in next(rows.first_epoch(rank, size))["row"].tolist())

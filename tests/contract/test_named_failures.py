@@ -198,7 +198,7 @@ OFTEN = [
     ("leaves", 3, 1, "large in flight"),
 ]
 SLOW = [("killed", 3, 1, "small in flight"), ("exits", 2, 1, "submitted"), ("leaves", 3, 0, "adasum in flight")]
-"""Each case takes a second or two; the others run at night."""
+"""Each case of both lists takes a second or two; the others run at night."""
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow if case in SLOW else pytest.mark.night)
     for case in product(["killed", "exits", "leaves"], [2, 3], [0, 1], MOMENTS)

@@ -79,7 +79,7 @@ class Training:
     def __init__(
         self, case: Case, rank: int | None, distribute: Any, norm: type[nn.Module], order: torch.Tensor | None = None
     ) -> None:
-        seeds = torch.random if DEVICE != "cpu" else torch.default_generator  # that of all devices takes 5 ms
+        seeds = torch.random if DEVICE != "cpu" else torch.default_generator  # torch.manual_seed takes 5 ms
         seeds.manual_seed(case.seed)
         torch.backends.cudnn.allow_tf32 = False
         self.case, self.rank = case, rank

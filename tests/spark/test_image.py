@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 import spark_hvd
+import spark_hvd.torch as hvd
 from spark_hvd import DataError
 from spark_hvd.data import ImageAugmentation, ImageDecoder
 from spark_hvd.estimators import ImageClassificationModel, ImageClassifier, ModelError
@@ -100,14 +101,16 @@ def test_fit_transform_save_load(images: DataFrame, tmp_path: Path) -> None:
 
 
 def test_undecodable_images_are_skipped_and_counted(images: DataFrame) -> None:
-    # So many that some batches of a rank have no row left; then only the others' gradients count.
+    # So many that some batches of a rank have no row left; then only the others' gradients and statistics count.
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(net())
     some = broken(images, 2).withColumn("held", (F.col("id") >= 84).cast("int"))
     decoder = ImageDecoder(SIZE, undecodable="skip")
-    model: Any = classifier(decoder=decoder, batch_size=1, validation="held", learning_rate=0.01).fit(some)
-    lost = [row["undecodable"] for row in model.getHistory()]
+    settings: dict[str, Any] = {"batch_size": 1, "validation": "held", "learning_rate": 0.01}
+    fitted: Any = classifier(model=model, decoder=decoder, **settings).fit(some)
+    lost = [row["undecodable"] for row in fitted.getHistory()]
     assert lost == [ROWS // 2] * 3
-    assert all(np.isfinite([row["loss"], row["val_loss"]]).all() for row in model.getHistory())
-    predicted = model.transform(some).cache()
+    assert all(np.isfinite([row["loss"], row["val_loss"]]).all() for row in fitted.getHistory())
+    predicted = fitted.transform(some).cache()
     assert predicted.where("prediction is null").count() == ROWS // 2
     assert predicted.where("prediction is null and id % 2 = 0").count() == ROWS // 2
     assert all(np.isnan(row.probability.toArray()).all() for row in predicted.where("prediction is null").collect())

@@ -147,6 +147,10 @@ def test_sums_are_validated_in_the_batches_of_one_process(loss: Any, alike: bool
     assert try_batch(spec, objects, batch).validation_depends_on_batches is alike
 
 
+def test_the_rest_of_a_run_has_the_seed_that_was_drawn() -> None:
+    assert [training(seed=1, draws_seed=drawn).for_rest({"seed": 5}).seed for drawn in (True, False)] == [5, 1]
+
+
 def test_a_column_that_is_not_finite_is_named_wherever_it_lies() -> None:
     spec = training(*(TensorSpec(Column(name, "float64", spark_type="double"), stacked=True) for name in "ab"))
     columns = {"a": torch.tensor([1.0, 2, 3]), "b": torch.tensor([1.0, math.nan, math.inf]), "y": torch.ones(3)}

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings
-from spark_hvd.estimators.torch.objective import Objective
-from spark_hvd.estimators.torch.weighted import LossReduction, reduction_seen
+from spark_hvd.estimators.torch.objective import Objective, ValidationSums
+from spark_hvd.estimators.torch.weighted import LossReduction, Shares, reduction_seen
 from spark_hvd.estimators.training.inputs import weights_of
 
 ROWS, CLASSES = 12, 4
@@ -172,3 +172,30 @@ def test_weights_are_not_all_0(kind: pa.DataType) -> None:
     ColumnFindings.together([found(0, 1), found(1, 0)]).check("w")
     with pytest.raises(DataError, match="sample_weight_col='w': all weights of the rows for validation are 0"):
         ColumnFindings.together([found(0, 0), found(1, 0)]).check("w")
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(weight=BY_CLASS), nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")]
+)
+def test_a_validation_of_two_ranks(loss: nn.CrossEntropyLoss) -> None:
+    """Means are those of all rows, even if a batch has ignored labels only; sums those of batches, weighted by rows."""
+    numbers = NUMBERS.clone()
+    numbers[5] = -100  # the only row of its batch
+    steps = [((0, 5), (6, 9)), ((5, 6), (9, 12))]
+    shares, total = Shares([loss], [None]), torch.zeros(4, dtype=torch.float64)
+    for rank in range(2):
+        sums = ValidationSums(["rows"], [1.0], torch.device("cpu"))
+        for step in steps:
+            (start, stop), rows = step[rank], sum(stop - start for start, stop in step)
+            part, label = SCORES[start:stop], numbers[start:stop]
+            weight = (stop - start) * 2 / rows
+            found = shares.in_validation([loss(part, label)], [label], stop - start, weight, 2)
+            sums.add(stop - start, *found, [torch.tensor(float(stop - start))])
+        total += sums.values
+    means = sums.means_of(total.tolist())
+    whole = [torch.cat([torch.arange(*part) for part in step]) for step in steps]
+    wanted = sum(float(loss(SCORES[rows], numbers[rows])) * len(rows) for rows in whole) / ROWS
+    if loss.reduction == "mean":
+        wanted = float(loss(SCORES, numbers))
+    assert means["val_loss"] == pytest.approx(wanted, rel=1e-6)
+    assert list(means) == ["val_loss", "val_rows"]

@@ -311,7 +311,7 @@ def _before_step(
         _synchronize(optimizer, reducer)
         _make_sparse_again(optimizer)
         return None
-    if reducer.started:
+    if reducer.started:  # gradients from before the closure, which it drops
         reducer.synchronize()
     reduced = _reducing(closure, optimizer, reducer)
     if len(args) > 1:

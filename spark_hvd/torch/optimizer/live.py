@@ -82,25 +82,6 @@ def make_distributed(optimizer: torch.optim.Optimizer, added: type[DistributedT]
     return distributed
 
 
-def require_known(optimizer: DistributedOptimizerBase) -> None:
-    """Raise unless ranks share all parameters of an optimizer, or have made them local.
-
-    Raises:
-        ValueError: The program has put a parameter into a group itself, so this rank alone would train it.
-    """
-    known = optimizer._known
-    if known.keys() >= {id(param) for group in optimizer.param_groups for param in group["params"]}:
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.requires_grad and id(param) not in known:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} was put into param_groups[{number}] after "
-                    f"hvd.{optimizer.made_by} was called, so ranks would not share it. Make a new optimizer and pass "
-                    "it to that function; or, with DistributedOptimizer, use add_param_group() on every rank"
-                )
-
-
 def _class_of(base: type[torch.optim.Optimizer], added: type[_Swapped]) -> type[_Swapped]:
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (added, base), {**namespace, "_base": base})
@@ -129,15 +110,40 @@ def check_kind(optimizer: object) -> None:
         raise ValueError(f"the optimizer is already an hvd.{optimizer.made_by}: pass a plain one, and wrap it once")
 
 
-class RegisteredOptimizer(Protocol):
-    """A distributed optimizer that is registered here."""
+class SharedOptimizer(Protocol):
+    """An optimizer whose parameters ranks share."""
 
+    made_by: str
     param_groups: list[dict[str, Any]]
     _known: dict[int, torch.nn.Parameter]
+
+
+class RegisteredOptimizer(SharedOptimizer, Protocol):
+    """A distributed optimizer that is registered here."""
+
     _recipe: Recipe
     _reducer: GradientReducer | None
     _spans_worlds: bool
     _unbound: str | None
+
+
+def require_known(optimizer: SharedOptimizer) -> None:
+    """Raise unless ranks share all parameters of an optimizer, or have made them local.
+
+    Raises:
+        ValueError: The program has put a parameter into a group itself, so this rank alone would train it.
+    """
+    known = optimizer._known
+    if known.keys() >= {id(param) for group in optimizer.param_groups for param in group["params"]}:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.requires_grad and id(param) not in known:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} was put into param_groups[{number}] after "
+                    f"hvd.{optimizer.made_by} was called, so ranks would not share it. Make a new optimizer and pass "
+                    "it to that function; or, with DistributedOptimizer, use add_param_group() on every rank"
+                )
 
 
 _registry: list[weakref.ref[RegisteredOptimizer]] = []
@@ -207,9 +213,8 @@ def bind_optimizers() -> None:
                 f"rank {rank} made {count}; every rank must make the same ones in the same order, and keep them."
             )
     for optimizer in waiting:
-        params = _params_of(optimizer)
-        optimizer._reducer = optimizer._recipe.open(params)
-        optimizer._known = {id(param): param for param in params}
+        require_known(optimizer)
+        optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
         optimizer._unbound = None
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 
 from spark_hvd.estimators import CheckpointError, KerasEstimator, KerasModel, LocalBackend, Store
+from spark_hvd.estimators.keras.loop import _KerasFit
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import means, numbers
 from tests.spark.keras.support import estimator, keras, net, predicted
@@ -252,3 +254,26 @@ def test_ranks_are_forked_from_a_process_that_has_keras(df: DataFrame, tmp_path:
     servers = [file.read_text() for file in tmp_path.iterdir()]
     assert len(servers) == 2
     assert len(set(servers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "swaps", "expected"),
+    [
+        (None, True, False),
+        (None, False, False),
+        (4, True, True),
+        (4, False, "averages in place of"),
+        (2, True, "the end"),
+    ],
+)
+def test_what_may_resume_from_averages(epochs: int | None, swaps: bool, expected: bool | str) -> None:
+    """Two of four epochs are done; `epochs` of the run whose checkpoint has averages."""
+    callback: Any = keras.callbacks.SwapEMAWeights(swap_on_epoch=swaps)
+    job = SimpleNamespace(history=[{}, {}])
+    fit: Any = SimpleNamespace(spec=SimpleNamespace(run_id="r", epochs=4), job=job, _averaging=lambda: [callback])
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            _KerasFit._resume_averages(fit, epochs)
+    else:
+        _KerasFit._resume_averages(fit, epochs)
+        assert callback._ema_weights_in_model is expected
