@@ -117,9 +117,8 @@ def test_a_worker_that_is_killed_while_it_loads(cluster: SparkSession) -> None:
     predicted = spark_hvd.predict(cluster.range(0, 10, 1, 1), load, columns="id", outputs="float")
     wanted = r"ModelError: the Python worker that this task had in its attempt \d was killed on \S+ while it loaded"
     texts = []
-    for _ in range(
-        5
-    ):  # Spark may give the last attempt, the one that it tells of, to the executor that had none before
+    # Spark may give the last of four attempts, which alone it tells of, to the executor that has had none.
+    for _ in range(5):
         with pytest.raises(Exception, match="failed 4 times") as caught:
             predicted.collect()
         texts.append(str(caught.value))
