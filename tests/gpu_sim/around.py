@@ -17,7 +17,7 @@ import spark_hvd.torch as hvd
 from spark_hvd import checkpoint
 from spark_hvd.elastic.skeleton import Receivers, TensorTable
 from spark_hvd.estimators.training.inputs import stacked
-from spark_hvd.estimators.training.train import device_of
+from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.transform import models
 from spark_hvd.estimators.transform.feeds import _moved
 from spark_hvd.estimators.transform.predict import _resources
@@ -64,7 +64,8 @@ def a_ranks_device_that_torch_cannot_use() -> None:
 
 @case
 def devices_of_estimators() -> None:
-    assert device_of(True) == first_device()
+    spec = SimpleNamespace(use_gpu=True)
+    assert TrainSpec.device.fget(spec) == first_device()
     gpu = {"gpu": SimpleNamespace(addresses=["3"])}
     task = mock.Mock(cpus=lambda: 2, resources=lambda: gpu, partitionId=lambda: DEVICES + 1)
     with mock.patch("pyspark.TaskContext.get", return_value=task):
