@@ -13,6 +13,7 @@ import pytest
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.data.reuse import clear_materialized_data, delete_unused
 from spark_hvd.estimators.lightning.loop import RunFiles
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from spark_hvd.store.paths import local_below
@@ -51,7 +52,7 @@ def test_a_resumed_run_writes_nothing_outside_its_folder(
     store.write_bytes(f"{logs}/0", b"ours")
     put(store, logs, name.format(outside=tmp_path / "outside"))
     with pytest.raises(StoreError, match=r"refusing .* of s3://bucket/.*: expected the name of a file below"):
-        RunFiles(store, "r", resumed=True)
+        RunFiles(Checkpoints(store, "r"), resumed=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "b", "c"]
 
 
@@ -61,7 +62,7 @@ def test_the_files_of_a_run_come_back(store: Store, world: None) -> None:
         store.write_bytes(f"{logs}/{name}", name.encode())
     for folder in ("", "b/", "empty/"):  # as S3's console creates them
         put(store, logs, folder)
-    files = RunFiles(store, "r", resumed=True)
+    files = RunFiles(Checkpoints(store, "r"), resumed=True)
     found = {path.relative_to(files.root).as_posix(): path.read_text() for path in Path(files.root).rglob("*.*")}
     assert found == {name: name for name in ("b/c/d..e", "b/..f", ".g")}
     files.close()

@@ -18,6 +18,7 @@ import pytest
 import spark_hvd.torch as hvd
 from spark_hvd import run_local, scratch
 from spark_hvd.estimators.lightning.loop import RunFiles
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.runner.outcome.errors import RankFailedError
 from spark_hvd.scratch import Scratch, sweep
 from spark_hvd.store import Store
@@ -118,7 +119,7 @@ def test_a_forked_process_that_ends_takes_no_folder_along(temporary: Path) -> No
 
 def die(store: Store, path: str) -> None:
     hvd.init()
-    files = RunFiles(store, "r", resumed=False)
+    files = RunFiles(Checkpoints(store, "r"), resumed=False)
     Path(files.root, "model.ckpt").write_text("x")
     if hvd.rank() == 0:
         Path(path).write_text(files.root)
