@@ -20,7 +20,8 @@ from spark_hvd.context.global_state import Joinable, current
 from spark_hvd.world.errors import CollectiveError, MismatchError
 from spark_hvd.world.words import ranks_text
 
-Ends = queue.SimpleQueue[tuple[int, BaseException | None]]
+Ends = queue.SimpleQueue[tuple[int, int, BaseException | None]]
+"""Number of an optimizer, how many steps of others it has shadowed, and an error."""
 
 _LOOK_SECONDS = 0.1
 """Seconds between two checks whether the coordinator has reported a failure."""
@@ -42,15 +43,18 @@ def join(*, counts: bool) -> int:
     for number, each in joinables.items():
         args = (number, each, counts, device, ends)
         threading.Thread(target=_shadow, args=args, name="spark_hvd-join", daemon=True).start()
-    ended: set[int] = set()
+    ended: dict[int, int] = {}
     while not handle.done and len(ended) < len(joinables):
         _collect_end(ends, ended, handle)
     last = handle.wait()  # raises if a rank was lost
     # If a rank no longer has an optimizer, nobody can step it, so do not wait for its last step.
     wanted = set.intersection(*map(set, allgather_object(list(joinables), name="spark_hvd.context.join")))
-    while not ended >= wanted:
+    while not ended.keys() >= wanted:
         _collect_end(ends, ended, handle)
-    return last
+    # The coordinator may have heard of a rank too late, while that one already shadowed others. Who has shadowed the
+    # fewest steps has made the most, and has the weights that all want.
+    shadowed = allgather_object(sum(ended[number] for number in wanted), name="spark_hvd.context.join.steps")
+    return last if shadowed[last] == min(shadowed) else shadowed.index(min(shadowed))
 
 
 def require_everyone(what: str, process_set: ProcessSet) -> None:
@@ -67,25 +71,26 @@ def require_everyone(what: str, process_set: ProcessSet) -> None:
         )
 
 
-def _collect_end(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
+def _collect_end(ends: Ends, ended: dict[int, int], handle: NamedHandle[int]) -> None:
     try:
-        number, error = ends.get(timeout=_LOOK_SECONDS)
+        number, steps, error = ends.get(timeout=_LOOK_SECONDS)
     except queue.Empty:
         return
     if isinstance(error, CollectiveError):
         raise current().queue.explained(handle, error) from error
     if error is not None:
         raise error
-    ended.add(number)
+    ended[number] = steps
 
 
 def _shadow(number: int, each: Joinable, counts: bool, device: torch.device | None, ends: Ends) -> None:
+    steps = 0
     try:
         if device is not None:
             torch.cuda.set_device(device)
         while each.shadow(counts=counts):
-            pass
+            steps += 1
     except BaseException as error:
-        ends.put((number, error))
+        ends.put((number, steps, error))
     else:
-        ends.put((number, None))
+        ends.put((number, steps, None))

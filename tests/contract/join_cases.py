@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import spark_hvd.torch as hvd
+from spark_hvd.context.global_state import current
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, loss_of, net, reducer_of, sgd
 
@@ -57,6 +59,27 @@ def steps_are_uneven(rank: int, size: int) -> None:
         training = Training(**options)
         for shift in range(size):
             training.uneven([1 + 2 * ((other + shift) % size) for other in range(size)], rank)
+
+
+def a_join_that_is_heard_of_late(rank: int, size: int) -> None:
+    """The coordinator takes rank 0 for the last one, but another has made the most steps."""
+    queue = type(current().queue)
+    join: Any = queue.join
+
+    class Handle:
+        def __init__(self, handle: Any) -> None:
+            self._handle = handle
+
+        @property
+        def done(self) -> bool:
+            return bool(self._handle.done)
+
+        def wait(self) -> int:
+            self._handle.wait()
+            return 0
+
+    with mock.patch.object(queue, "join", lambda self, *args: Handle(join(self, *args))):
+        Training().uneven([1 + 2 * other for other in range(size)], rank)
 
 
 def some_have_no_data_at_all(rank: int, size: int) -> None:
