@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.engine.curve import url
-from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE, LivenessTracker
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE, SILENT_AFTER, LivenessTracker
 
 if TYPE_CHECKING:
     from spark_hvd.runner.channel.state import Message
@@ -101,11 +101,16 @@ class Link:
     """A task's connection to the hub.
 
     Call :meth:`wait_connected` first; nothing arrives before. With a host, the link sends heartbeats after hello. Ranks
-    on the hub's machine have no host, and send none.
+    on the hub's machine have no host, and send none. ``hub_at`` names the rank whose task has the hub, and its host;
+    None means that the hub is on the driver.
     """
 
-    def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
+    def __init__(self, address: HubAddress, rank: int, host: str | None = None, *, hub_at: str | None = None) -> None:
         self.rank = rank
+        self.hub_at = hub_at
+        self.patience = HUB_PATIENCE if hub_at is None else SILENT_AFTER
+        """Seconds without an answer from the hub after which a task ends its rank. Ranks can train without the driver,
+        but not without the rank that has the hub."""
         self._host = host
         self._address, self.url = address, address.url
         self._heartbeat: Heartbeat | None = None
@@ -177,7 +182,7 @@ class Link:
                     break
             else:
                 return False
-        while self.hub_silence() < HUB_PATIENCE:
+        while self.hub_silence() < self.patience:
             message = self.wait(HEARTBEAT_SECONDS)
             if message is not None and message["type"] in ("kept", "stop"):
                 return bool(message["type"] == "kept")

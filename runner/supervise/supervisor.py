@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS
 from spark_hvd.runner.outcome.endings import exit_failure, is_echoing_abort, start_took_too_long, stopped, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
@@ -95,23 +95,26 @@ class _Supervision:
                 self._mpi = MpiLauncher(job.mpi, job.me, self._link, self._mpi_failed)
             except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
-        while not self._leaving and self._rank.exitcode is None:
+        # Also after the process has ended: if it failed because another rank is gone, that rank may have had the hub.
+        while not self._leaving:
             self._step(self._seconds_to_next_action())
             self._check_deadlines()
-            if self._link.hub_silence() > HUB_PATIENCE:
-                self._stop("cut off", None)
-        if self._outcome is None and self._failure is None:
-            self._judge_exit()
+            if self._rank.exitcode is not None and self._outcome is None and self._failure is None:
+                self._judge_exit()
+            if self._link.hub_silence() > self._link.patience:
+                self._cut_off()
         return self._finish()
 
     def _seconds_to_next_action(self) -> float:
         """Return the seconds until the next action that needs no event."""
+        if self._failure is not None:
+            return HEARTBEAT_SECONDS
         times = [due for due in (self._deadline, self._suspect.due) if due is not None]
         return min([HEARTBEAT_SECONDS, *(max(due - time.monotonic(), 0.0) for due in times)])
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
+        if self._deadline is not None and now >= self._deadline and self._failure is None:
             self._start_took_too_long()
         self._rank.look(now)
         if self._suspect.is_due(now) and self._outcome is None and self._failure is None:
@@ -204,14 +207,23 @@ class _Supervision:
             stacks = self._take_stacks()
             limit = "" if self._job.timeout is None else f"{self._job.timeout:g} s"
             self._fail(FailureKind.TIMEOUT, f"still running after timeout={limit}", stacks)
-        elif reason == "cut off":
-            self._fail(
-                FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
-            )
         elif lost is not None:
             self._fail(FailureKind.LOST, f"stopped because other ranks have fallen silent: {lost}")
         else:
             self._fail(FailureKind.STOPPED, stopped(reason, culprit))
+
+    def _cut_off(self) -> None:
+        self._leaving = True
+        # A driver that is only suspended still takes the outcome. A hub in another rank's task is gone with that rank.
+        if self._link.hub_at is None and (self._outcome is not None or self._failure is not None):
+            return
+        where = "the driver" if self._link.hub_at is None else f"{self._link.hub_at}, which has the hub of this run,"
+        known = "" if self._failure is None else f"; before, it failed: {self._failure.error}"
+        self._outcome = None
+        self._fail(
+            FailureKind.LOST,
+            f"stopped because {where} did not answer at {self._link.url} for {self._link.patience:.0f} s{known}",
+        )
 
     def _take_stacks(self) -> str:
         return self._rank.await_stacks(_STACKS_WAIT, self._step)

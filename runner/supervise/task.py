@@ -286,10 +286,11 @@ def _meet_at_rank_0(
     gathered = context.allGather(base64.b64encode(address).decode())  # takes a second, as Spark polls once a second
     encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
-    links = [Link(hub_address, me.rank, me.host) for me in mine]
+    hub_at = f"rank 0 on {layout.ranks[0].host}"
+    links = [Link(hub_address, me.rank, me.host, hub_at=hub_at) for me in mine]
     if not meet(links, context.taskAttemptId(), spec.config.start_timeout):
         raise RefusedError(
-            f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. "
+            f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor {hub_at}. "
             "Open the network between the executors, or see spark.driver.host for the driver's address."
         )
     return links

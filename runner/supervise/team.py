@@ -12,7 +12,7 @@ from typing import TypeVar
 import zmq
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS, HUB_PATIENCE
+from spark_hvd.runner.channel.liveness import HEARTBEAT_SECONDS
 from spark_hvd.runner.outcome.rows import PickledOutcome
 from spark_hvd.runner.supervise.processes import ForkServer
 from spark_hvd.runner.supervise.supervised import RankJob
@@ -62,7 +62,7 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
 
 def _answer(link: Link, attempt: int, start_timeout: float) -> str:
     message, deadline = None, time.monotonic() + start_timeout
-    while message is None and time.monotonic() < deadline and link.hub_silence() < HUB_PATIENCE:
+    while message is None and time.monotonic() < deadline and link.hub_silence() < link.patience:
         message = link.wait(HEARTBEAT_SECONDS)
     if message is None:
         return "nothing"
