@@ -42,9 +42,8 @@ def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn])
     ``dataset`` must not have these columns. ``inputs`` has an expression for each column of the job's feed.
     """
     # one expression for all columns, so that Spark runs it once, and only if one of them is used
-    by_arrow, inputs = hasattr(F, "arrow_udf"), [each.alias(f"c{i}") for i, each in enumerate(inputs)]
-    result = _by_arrow(job, inputs) if by_arrow else _by_pandas(dataset, job, inputs)
-    fields = [result[f"c{i}"] if by_arrow else _with_nan(result[f"c{i}"], output) for i, output in enumerate(job.plan)]
+    inputs = [each.alias(f"c{i}") for i, each in enumerate(inputs)]
+    fields = _by_arrow(job, inputs) if hasattr(F, "arrow_udf") else _by_pandas(dataset, job, inputs)
     columns = [_taken_out(field, output) for field, output in zip(fields, job.plan, strict=True)]
     return _row_by_row(dataset).select("*", *columns).drop(_ROW)
 
@@ -82,12 +81,13 @@ def _ddl(job: Prediction) -> str:
     return ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
 
 
-def _by_arrow(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
+def _by_arrow(job: Prediction, inputs: Sequence[SparkColumn]) -> list[SparkColumn]:
     """Return the outputs by an Arrow UDF, which Spark has since 4.1."""
-    return F.arrow_udf(arrow_function(job), _ddl(job))(F.struct(*inputs))  # type: ignore[attr-defined, no-any-return]
+    result = F.arrow_udf(arrow_function(job), _ddl(job))(F.struct(*inputs))  # type: ignore[attr-defined]
+    return [result[f"c{i}"] for i in range(len(job.plan))]
 
 
-def _by_pandas(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
+def _by_pandas(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> list[SparkColumn]:
     """Return the outputs by a pandas UDF, to which inputs go in a form that pandas does not change.
 
     Raises:
@@ -112,7 +112,8 @@ def _by_pandas(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn
         if isinstance(inner, TimestampType):
             times[field.name], kept = zone, F.unix_micros(kept)
         columns.append(kept.alias(field.name))
-    return F.pandas_udf(pandas_function(job, times), _ddl(job))(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]
+    result = F.pandas_udf(pandas_function(job, times), _ddl(job))(F.struct(*columns))  # type: ignore[attr-defined]
+    return [_with_nan(result[f"c{i}"], output) for i, output in enumerate(job.plan)]
 
 
 def _changed(type_: DataType, *, nested: bool) -> tuple[str, str] | None:
