@@ -134,6 +134,8 @@ def test_broadcast_keeps_structure_dtypes_and_keys(world: Ranks) -> None:
         cut = hvd.broadcast(np.arange(8.0), sharding=over_devices("data"))
         assert not cut.is_fully_addressable
         assert float(cut.sum()) == 28
+        with pytest.raises(ValueError, match=r"has numbers from 1099511627776 to .*, which JAX would"):
+            hvd.broadcast({"ids": np.arange(4) + (1 << 40)}, sharding=over_devices("data"))
 
     world.run(body)
 

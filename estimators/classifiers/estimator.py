@@ -30,6 +30,7 @@ from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import TORCH
 from spark_hvd.estimators.torch.estimator import TorchEstimator
 from spark_hvd.estimators.torch.trial import try_batch
+from spark_hvd.estimators.training.checkpoint import Checkpoints
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.runner.spark.names import job_group
 from spark_hvd.runner.spark.private import rename
@@ -48,6 +49,7 @@ class CollatedEstimator(TorchEstimator):
     _table: ClassVar = (
         *TORCH,
         Parameter("collate", None, checks.function, "Function from a RecordBatch and `training` to a batch."),
+        Parameter("derived", None, checks.anything, "What a resumed fit must have derived from its data, too."),
     )
 
     def _imports(self, settings: Settings) -> list[str]:
@@ -76,12 +78,14 @@ class Prepared:
         inputs: Makes the model's tensors from the values of the column.
         learning_rate: The learning rate if the user sets none.
         fields: Parameters of the trained model, besides those that all classifiers have.
+        derived: What was trained or computed from the data, besides the classes, as a checkpoint can hold it.
     """
 
     model: torch.nn.Module
     inputs: Inputs
     learning_rate: float
     fields: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[str, Any] = field(default_factory=dict)
 
 
 class NeuralClassifier(SavedParams, Estimator[M]):
@@ -113,7 +117,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             seed = settings["random_seed"]
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(random.SystemRandom().randrange(2**31) if seed is None else seed)
-                prepared = self._prepared(dataset, settings, labels)
+                prepared = self._prepared(dataset, settings, labels, _derived_before(settings))
             return self._trained(dataset, settings, labels, prepared)
 
     def _trained(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, prepared: Prepared) -> M:
@@ -123,6 +127,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             feature_cols=[settings[self._column]],
             label_cols=[labels.column],
             collate=self._collate(settings, prepared, labels),
+            derived={**({"classes": list(labels.classes)} if labels.classes else {}), **prepared.derived},
             loss=labels.loss,
             metrics=[labels.accuracy],
             optimizer=partial(
@@ -152,8 +157,13 @@ class NeuralClassifier(SavedParams, Estimator[M]):
     def _check(self, dataset: DataFrame, settings: Mapping[str, Any]) -> None:
         """Raise a DataError if a column has the wrong type, a ValueError if parameters contradict each other."""
 
-    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
-        """Return the model to train; called with torch's seed set."""
+    def _prepared(
+        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
+    ) -> Prepared:
+        """Return the model to train; called with torch's seed set.
+
+        ``before`` is what earlier fits of the run have derived from the data; empty if there is none.
+        """
         raise NotImplementedError
 
     def _collate(self, settings: Mapping[str, Any], prepared: Prepared, labels: Labels) -> Collate:
@@ -163,3 +173,11 @@ class NeuralClassifier(SavedParams, Estimator[M]):
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's model, if :meth:`_prepared` has wrapped it."""
         return model
+
+
+def _derived_before(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    if settings["run_id"] is None or settings["store"] is None:
+        return {}
+    checkpoints = Checkpoints(settings["store"], settings["run_id"])
+    derived: Mapping[str, Any] = checkpoints.load().get("derived", {}) if checkpoints.exists() else {}
+    return derived

@@ -123,7 +123,9 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
                 "pass a binary column, such as 'content' of spark.read.format('binaryFile')"
             )
 
-    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
+    def _prepared(
+        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
+    ) -> Prepared:
         decoder = settings["decoder"]
         _check_scores(settings["model"], decoder, labels)
         return Prepared(

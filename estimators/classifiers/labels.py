@@ -89,7 +89,8 @@ class Labels:
         best = scores.argmax(1)
         if self.spark_type == "string":
             return _or_null([self.classes[number] for number in best.tolist()], scores), scores.softmax(1)
-        return _or_null(torch.tensor(self.classes, device="cpu")[best.cpu()], scores), scores.softmax(1)
+        dtype = torch.float64 if isinstance(self.classes[0], float) else None  # float32 would change most of them
+        return _or_null(torch.tensor(self.classes, dtype=dtype, device="cpu")[best.cpu()], scores), scores.softmax(1)
 
 
 def _or_null(predicted: torch.Tensor | list[Any], scores: torch.Tensor) -> torch.Tensor | list[Any]:

@@ -14,7 +14,14 @@ from spark_hvd.estimators.classifiers.estimator import NeuralClassifier, Prepare
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.tables import estimator_table, model_table
-from spark_hvd.estimators.classifiers.tokens import Logits, Tokens, as_tokenizer, names_of, trained_tokenizer
+from spark_hvd.estimators.classifiers.tokens import (
+    Logits,
+    Tokens,
+    as_tokenizer,
+    names_of,
+    tokenizer_of,
+    trained_tokenizer,
+)
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
@@ -120,8 +127,11 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
         if kind != "string":
             raise DataError(f"text_col={name!r} is of type {kind}: expected string")
 
-    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
+    def _prepared(
+        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
+    ) -> Prepared:
         given, tokenizer = settings["model"], settings["tokenizer"]
+        derived = {}
         is_path = isinstance(given, str | os.PathLike)
         if tokenizer is not None or is_path:
             tokenizer = as_tokenizer(given if tokenizer is None else tokenizer)
@@ -130,8 +140,12 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
                 "tokenizer is missing: this model needs the tokenizer it was trained with. Pass that one, or pass a "
                 "config as model, for which a new tokenizer is trained"
             )
+        elif (trained := before.get("tokenizer")) is not None:
+            # A new one would number tokens differently, even for the same texts.
+            tokenizer, derived = tokenizer_of(trained), {"tokenizer": trained}
         else:
             tokenizer = trained_tokenizer(_texts(dataset, settings["text_col"]), settings["vocab_size"])
+            derived = {"tokenizer": tokenizer.backend_tokenizer.to_str()}
         if is_path:
             model = _load_model(os.fspath(given), labels)
         else:
@@ -143,6 +157,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
             tokens_of(model, tokenizer, settings["max_length"]),
             learning_rate=1e-3 if is_new else 5e-5,
             fields={"tokenizer": tokenizer, "max_length": settings["max_length"]},
+            derived=derived,
         )
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:

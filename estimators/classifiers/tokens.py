@@ -44,7 +44,7 @@ class Tokens(Inputs):
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        fast.enable_truncation(max_length)
+        fast.enable_truncation(max_length, direction=tokenizer.truncation_side)
         fast.enable_padding(
             direction=tokenizer.padding_side,
             pad_id=tokenizer.pad_token_id,
@@ -93,6 +93,13 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
     sep, cls = ((token, list(_SPECIAL.values()).index(token)) for token in ("[SEP]", "[CLS]"))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
     return _of_transformers(tokenizer, **_SPECIAL)
+
+
+def tokenizer_of(saved: str) -> PreTrainedTokenizerFast:
+    """Return a trained tokenizer from the JSON of its backend."""
+    from tokenizers import Tokenizer
+
+    return _of_transformers(Tokenizer.from_str(saved), **_SPECIAL)
 
 
 def as_tokenizer(given: Any) -> PreTrainedTokenizerFast:

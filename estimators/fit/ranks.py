@@ -86,7 +86,7 @@ def train_on_ranks(
     history = History()
     if spec.resume and checkpoints.exists():
         state = checkpoints.load()
-        check_fits(state, plan.objects.model, spec.run_id)
+        check_fits(state, plan.objects.model, spec.run_id, spec.derived)
         spec = spec.for_rest(state)
         if rows is None:  # otherwise ranks check, once they know the rows
             check_order(state, order_of(spec, spec.train.rows, spec.train.layout), spec.run_id)

@@ -159,12 +159,21 @@ class Checkpoints:
         return read(self.store, self.store.checkpoint_path(self.run_id, name), otherwise)
 
 
-def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) -> None:
-    """Check that a checkpoint's weights belong to this model.
+def check_fits(
+    state: Mapping[str, Any], model: torch.nn.Module, run_id: str, derived: Mapping[str, Any] | None = None
+) -> None:
+    """Check that a checkpoint's weights belong to this model, and to what this fit has ``derived`` from its data.
 
     Raises:
         CheckpointError: They do not; the text names the difference.
     """
+    former = state.get("derived", {})
+    for name, value in (derived or {}).items():
+        if name in former and former[name] != value:
+            raise CheckpointError(
+                f"run_id={run_id!r} has a checkpoint for other {name}: {str(former[name])[:200]} then, "
+                f"{str(value)[:200]} now. Fit the data with which the run was started, or pass another run_id"
+            )
     saved, current = shapes_of(state["model"]), shapes_of(model.state_dict())
     if saved == current:
         return

@@ -44,6 +44,8 @@ class TrainSpec:
         returns_state: Driver and ranks share no storage for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
         trainer: Arguments of LightningEstimator's Trainer.
+        derived: What the driver has computed from the data, and a resumed fit must share, such as the names of classes.
+            Values are those that a checkpoint can hold.
         needs_two_rows: The layer that cannot train on a batch of one row.
         reductions: How the loss of each label reduces its rows, such as by a "mean" or a "sum", if known.
     """
@@ -92,6 +94,7 @@ class TrainSpec:
     returns_state: bool = False
     restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[str, Any] = field(default_factory=dict)
     needs_two_rows: str | None = None
     reductions: tuple[str | None, ...] = ()
 

@@ -248,6 +248,7 @@ class Job:
             "history": [dict(row) for row in self.history],
             "size": hvd.size(),
             "seed": self.spec.seed,
+            "derived": dict(self.spec.derived),
             "position": self.feed.position.to_json(),
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
@@ -345,7 +346,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     # There may be none yet; or another fit, which was still going, has written it since the driver looked.
     elif (spec.resume or hvd.generation() > 0) and on_rank_0(checkpoints.exists):
         resumed = checkpoints.load()
-        check_fits(resumed, objects.model, spec.run_id)
+        check_fits(resumed, objects.model, spec.run_id, spec.derived)
         objects.model.load_state_dict(resumed["model"])
         spec = spec.for_rest(resumed)
     history = History(resumed["history"]) if resumed else History()

@@ -30,9 +30,8 @@ def series_of(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
     rows, spec = windows.rows, windows.spec
     choose_python(rows.sparkSession)  # first: mapInArrow records the interpreter
     known = checked(arrow_schema(rows.schema, rows.sparkSession), spec)
-    names = [*spec.keys, spec.order_by, *spec.columns]
+    names = list(dict.fromkeys([*spec.keys, spec.order_by, *spec.columns]))
     wanted = [F.col(quoted(name)) for name in names]
-    wanted[len(spec.keys) + 1 :] = [column.cast("float") for column in wanted[len(spec.keys) + 1 :]]
     # Columns get numbers for names: mapInArrow takes a name with dots for a field of a struct.
     keys = [f"c{at}" for at in range(len(spec.keys))]
     long = rows.select(*[column.alias(f"c{at}") for at, column in enumerate(wanted)])
@@ -44,7 +43,9 @@ def series_of(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
 
     kinds = [*(rows.schema[name].dataType for name in spec.keys), *[ArrayType(FloatType())] * len(spec.columns)]
     made = StructType([StructField(f"c{at}", kind) for at, kind in enumerate([*kinds, StringType(), LongType()])])
-    return long.sortWithinPartitions(*keys, f"c{len(keys)}").mapInArrow(cut, made).toDF(*known.names), known.metadata
+    return long.sortWithinPartitions(*keys, f"c{names.index(spec.order_by)}").mapInArrow(cut, made).toDF(
+        *known.names
+    ), known.metadata
 
 
 def arrow_schema(schema: StructType, session: SparkSession) -> pa.Schema:

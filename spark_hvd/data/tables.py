@@ -23,6 +23,7 @@ import pyarrow as pa
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError, TableError
 from spark_hvd.data.schemas.table import ID, REQUIRED, TableSchema, names_mark, table_field
+from spark_hvd.data.stream_log import committed
 from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import complete, join, protocol_of
@@ -348,7 +349,8 @@ def _of_directory(store: Store, path: str) -> TableFiles:
     with explaining("list", path):
         found = store.filesystem.find(inner, detail=True)
     sizes = {name[len(inner) :]: int(info["size"]) for name, info in sorted(found.items())}
-    files = {path + rest: size for rest, size in sizes.items() if not any(map(_hidden, rest.split("/")))}
+    counted = committed(store, path, sizes).items()
+    files = {path + rest: size for rest, size in counted if not any(map(_hidden, rest.split("/")))}
     if not files:
         if not store.exists(path):
             several = ". Next: pass a list of paths, as glob.glob returns it" if set(path) & set("*?[") else ""

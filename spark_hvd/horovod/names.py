@@ -40,8 +40,10 @@ _TORCH, _TENSORFLOW, _KERAS = "spark_hvd.torch", "spark_hvd.tensorflow", "spark_
 _RUN = _at(_LAUNCHERS, run="run_here")
 _UTIL = "check_extension extension_available gpu_available env split_list is_iterable is_version_greater_equal_than"
 _BUILT = "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
-_STORES = _at("spark_hvd.store", "Store") | dict.fromkeys(
-    ("LocalStore", "FilesystemStore", "HDFSStore", "DBFSLocalStore"), "spark_hvd.horovod.stores:FilesystemStore"
+_STORES = (
+    _at("spark_hvd.store", "Store")
+    | _at("spark_hvd.horovod.stores", "HDFSStore")
+    | dict.fromkeys(("LocalStore", "FilesystemStore", "DBFSLocalStore"), "spark_hvd.horovod.stores:FilesystemStore")
 )
 _BACKENDS = _at("spark_hvd.estimators.fit.backend", "Backend", "LocalBackend") | _at(
     "spark_hvd.horovod.util", SparkBackend="spark_backend"

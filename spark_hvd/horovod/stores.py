@@ -86,6 +86,52 @@ class FilesystemStore(Store):
         self.write_bytes(path, text.encode())
 
 
+class HDFSStore(FilesystemStore):
+    """A store on HDFS, also if the path does not say so.
+
+    Args:
+        prefix_path: ``hdfs://host:port/path``, ``hdfs:///path`` or ``/path``.
+        host: The name node; by default that of Hadoop's configuration.
+        port: Its port.
+        user, kerb_ticket, extra_conf: Not supported.
+        driver: Has no effect: the installed package decides.
+        args, others: As for :class:`FilesystemStore`.
+
+    Raises:
+        ValueError: An argument that is not supported is given, or ``host`` and ``prefix_path`` differ.
+    """
+
+    def __init__(
+        self,
+        prefix_path: str,
+        host: str | None = None,
+        port: int | None = None,
+        user: str | None = None,
+        kerb_ticket: str | None = None,
+        driver: str = "libhdfs",
+        extra_conf: dict[str, str] | None = None,
+        *args: Any,
+        **others: Any,
+    ) -> None:
+        for name, value, instead in (
+            ("user", user, "set HADOOP_USER_NAME for driver and executors"),
+            ("kerb_ticket", kerb_ticket, "set KRB5CCNAME for driver and executors"),
+            ("extra_conf", extra_conf, "set HADOOP_CONF_DIR to a directory with these settings"),
+        ):
+            if value:
+                raise ValueError(f"HDFSStore({name}={value!r}) is not supported. Next: {instead}, and omit {name}")
+        path = prefix_path.removeprefix("hdfs://")
+        node, slash, rest = path.partition("/")
+        if not slash or (node and path == prefix_path):
+            raise ValueError(f"prefix_path={prefix_path!r}: expected hdfs://host:port/path, hdfs:///path or /path")
+        if port and not host:
+            raise ValueError(f"HDFSStore(port={port}) needs host=, too")
+        wanted = f"{host}:{port}" if port else host or ""
+        if node and wanted not in ("", node):
+            raise ValueError(f"prefix_path={prefix_path!r} names another name node than host and port, {wanted!r}")
+        super().__init__(f"hdfs://{node or wanted}/{rest}", *args, **others)
+
+
 def _numbered(path: str, idx: int | None) -> str:
     return path if idx is None else f"{path}.{idx}"
 

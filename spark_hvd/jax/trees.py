@@ -106,6 +106,16 @@ def placed(array: np.ndarray[Any, Any], sharding: Any, name: str) -> Any:
     """Return the global array of which ``array`` is this rank's part.
 
     Raises:
+        TypeError, ValueError: As :func:`_check`.
+    """
+    _check(array, name)
+    return jax.make_array_from_process_local_data(sharding, array)
+
+
+def _check(array: np.ndarray[Any, Any], name: str) -> None:
+    """Check that JAX can hold an array.
+
+    Raises:
         TypeError: The array does not hold numbers.
         ValueError: JAX would truncate the numbers to 32 bits.
     """
@@ -118,7 +128,6 @@ def placed(array: np.ndarray[Any, Any], sharding: Any, name: str) -> Any:
                 f"{name} has numbers from {array.min()} to {array.max()}, which JAX would truncate to 32 bits. Call "
                 'jax.config.update("jax_enable_x64", True) before the first array, or use smaller numbers'
             )
-    return jax.make_array_from_process_local_data(sharding, array)
 
 
 def _name(path: Any) -> str:
@@ -164,6 +173,7 @@ def _placed(value: Any, like: Any, sharding: Any, name: str) -> Any:
         return jax.random.wrap_key_data(placed(value, over_devices(), name), impl=jax.random.key_impl(like))
     if sharding.is_fully_replicated:
         return placed(value, sharding, name)
+    _check(value, name)
     return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
 
 

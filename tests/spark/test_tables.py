@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pytest
 
 from spark_hvd import DataError
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.runner import run
 from spark_hvd.runner.launch.data import run_data_of
+from spark_hvd.store import Store
 from tests.delta_log import added, column, head, logged, vector
 
 if TYPE_CHECKING:
@@ -68,3 +71,16 @@ def test_spark_reads_a_table_that_ranks_cannot(
     mistaken.dataSource.register(Alike)
     with pytest.raises(ValueError, match="has more than one column 'X' for Spark"):
         sets.read_by(mistaken)
+
+
+@pytest.mark.slow  # by day: tests/unit/test_table_files.py
+def test_files_count_that_spark_counts_in_the_directory_of_a_stream(spark: SparkSession, tmp_path: Path) -> None:
+    before, after = str(tmp_path / "before"), tmp_path / "a stream's"
+    spark.range(10).selectExpr("id", "id % 2 AS `the half`").write.parquet(before)
+    rows = spark.readStream.schema("id long, `the half` long").parquet(before)
+    stream = rows.writeStream.format("parquet").partitionBy("the half").trigger(availableNow=True)
+    stream.option("checkpointLocation", str(tmp_path / "log")).start(str(after)).awaitTermination()
+    written = sorted(after.glob("*/*.parquet"))[0]
+    shutil.copy(written, written.with_name(f"killed-{written.name}"))
+    assert spark.read.parquet(str(after)).count() == 10
+    assert dataset_of(Store.create(after), str(after)).rows == 10

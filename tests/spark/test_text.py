@@ -23,8 +23,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators import ModelError, SparkBackend, TextClassificationModel, TextClassifier
-from spark_hvd.estimators.classifiers.tokens import as_tokenizer, trained_tokenizer
+from spark_hvd.estimators.classifiers.tokens import Tokens, as_tokenizer, trained_tokenizer
 from spark_hvd.runner.config import PRELOAD
+from spark_hvd.store import CheckpointError
 from tests.conftest import workers_with
 from tests.spark.estimator_support import Watched
 
@@ -131,6 +132,30 @@ def test_a_folder_to_go_on_from(trained: TextClassificationModel, texts: DataFra
     trained.getTokenizer().save_pretrained(tmp_path)
     further = classifier(model=str(tmp_path), epochs=1, learning_rate=None).fit(texts)
     assert further.getHistory()[0]["accuracy"] > 0.9
+
+
+def test_a_run_comes_back_with_its_tokenizer_and_its_classes(texts: DataFrame, tmp_path: Path) -> None:
+    once = {"store": str(tmp_path), "run_id": "once"}
+    first, again = (classifier(epochs=1, **once).fit(texts) for _ in range(2))
+    # No two trainings number tokens alike, but the weights are for those of the first.
+    assert again.getTokenizer().get_vocab() == first.getTokenizer().get_vocab()
+    few = texts.where("id < 9")
+    probabilities = [row.probability for row in first.transform(few).collect()]
+    assert [row.probability for row in again.transform(few).collect()] == probabilities
+    further = classifier(epochs=2, **once).fit(texts)
+    assert further.getTokenizer().get_vocab() == first.getTokenizer().get_vocab()
+    assert len(further.getHistory()) == 2
+    others = texts.withColumn("kind", F.replace("kind", F.lit("wind"), F.lit("air")))
+    with pytest.raises(CheckpointError, match=r"for other classes: \['fruit', 'tree', 'wind'\] then, \['air', 'fruit'"):
+        classifier(epochs=3, **once).fit(others)
+
+
+def test_texts_are_cut_on_the_side_that_the_tokenizer_cuts() -> None:
+    words = as_tokenizer(whole_words())
+    words.truncation_side = "left"
+    text = "apple oak gale elm ash"
+    ours = Tokens.of(words, ["input_ids"], 3)([text], False)["input_ids"].tolist()
+    assert ours == words([text], truncation=True, max_length=3)["input_ids"]
 
 
 @pytest.mark.night

@@ -42,11 +42,14 @@ def read() -> dict[str, Any]:
         hvd.get_dataset_shard("short")
     with pytest.raises(DataError) as nulls:
         hvd.get_dataset_shard("nulls")
+    with pytest.raises(DataError) as unfit:
+        hvd.get_dataset_shard("unfit")
     return {
         "starts": starts,
         "rows": shard.rows,
         "short": str(short.value),
         "nulls": str(nulls.value),
+        "unfit": str(unfit.value),
         "plain": sum(len(batch["id"]) for batch in hvd.get_dataset_shard("plain").numpy_batches(4)),
         "arrow": [each for batch in hvd.get_dataset_shard("arrow").numpy_batches(4) for each in batch["x"][:, 0]],
     }
@@ -73,6 +76,7 @@ def test_windows_over_data_frames(spark: SparkSession) -> None:
         "train": Windows(rows, **asked),
         "short": Windows(rows.where("key != 2 or hour < timestamp_seconds(3600 * 20)"), **asked),
         "nulls": Windows(rows.withColumn("the half", some), **asked),
+        "unfit": Windows(rows.where("key < 2").withColumn("the half", F.lit(2**24 + 1)), **asked),
         "plain": spark.range(10),
         "arrow": Windows(pa.table({"t": range(20), "x": range(20)}), keys=[], order_by="t", columns=["x"], length=4),
     }
@@ -85,6 +89,7 @@ def test_windows_over_data_frames(spark: SparkSession) -> None:
     assert one["short"] == other["short"]
     assert "1 series have fewer rows than a window of 48, key=2, other.key='same' has 20." in one["short"]
     assert "column 'the half' has 300 null(s) in 1 series, 300 of them in key=3, other.key='same'." in one["nulls"]
+    assert "column 'the half' has 600 number(s) in 2 series that float32 cannot hold" in one["unfit"]
     assert one["plain"] + other["plain"] == 10
     assert sorted(one["arrow"] + other["arrow"]) == list(range(17))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,42 @@ def test_a_subclass_says_where_runs_are(tmp_path: Path) -> None:
     assert type(plain) is Store
     assert plain.run_path("a") == f"{tmp_path}/elsewhere/a"
     assert Store.create(tmp_path).plain.prepared == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        (("/user/me/fits",), "hdfs:///user/me/fits"),
+        (("hdfs:///user/me/fits",), "hdfs:///user/me/fits"),
+        (("/user/me/fits", "nn1", 8020), "hdfs://nn1:8020/user/me/fits"),
+        (("hdfs:///fits", "nn1"), "hdfs://nn1/fits"),
+        (("hdfs://nn1:8020/fits", "nn1", 8020), "hdfs://nn1:8020/fits"),
+    ],
+)
+def test_a_store_on_hdfs_is_there(arguments: tuple[Any, ...], url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_hvd.horovod.stores import HDFSStore
+    from spark_hvd.store import files
+
+    monkeypatch.setattr(files, "check_protocol", lambda url: None)  # no package for HDFS is installed
+    store = HDFSStore(*arguments)
+    assert (store.url, store.get_runs_path()) == (url, f"{url}/runs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prefix_path": "/x", "user": "me"}, "user='me'.*set HADOOP_USER_NAME"),
+        ({"prefix_path": "/x", "kerb_ticket": "/tmp/t"}, "kerb_ticket='/tmp/t'.*set KRB5CCNAME"),
+        ({"prefix_path": "/x", "port": 8020}, r"port=8020\) needs host="),
+        ({"prefix_path": "hdfs://nn2/x", "host": "nn1"}, "another name node than host and port, 'nn1'"),
+        ({"prefix_path": "fits/x"}, "expected hdfs://host:port/path, hdfs:///path or /path"),
+    ],
+)
+def test_a_store_on_hdfs_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    from spark_hvd.horovod.stores import HDFSStore
+
+    with pytest.raises(ValueError, match=said):
+        HDFSStore(**arguments)
 
 
 def test_each_setting_of_spark_has_a_default() -> None:

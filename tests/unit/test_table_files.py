@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
+import urllib.parse
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -271,4 +273,41 @@ def test_directories_that_name_different_columns(tmp_path: Path) -> None:
     put(tmp_path / "day=7/file.parquet")
     put(tmp_path / "month=7/file.parquet")
     with pytest.raises(DataError, match=r"month=7/file.parquet name 'month', those of .*day=7/file.parquet 'day'"):
+        meta_of(tmp_path)
+
+
+# -- directories that a stream wrote
+
+
+def log_of(folder: Path, batch: str, *names: str, action: str = "add") -> None:
+    """Write a batch of the log, in which paths are URIs."""
+    log = folder / "_spark_metadata" / batch
+    log.parent.mkdir(exist_ok=True)
+    uris = [f"file://{urllib.parse.quote(str(folder / name))}" for name in names]
+    entries = [{"path": uri, "size": 1, "isDir": False, "modificationTime": 1, "action": action} for uri in uris]
+    log.write_text("\n".join(["v1", *map(json.dumps, entries)]))
+
+
+def test_files_that_a_stream_has_not_committed_do_not_count(tmp_path: Path) -> None:
+    for name in (
+        "day=a b/part-0.parquet",
+        "day=a b/part-1.parquet",
+        "day=c%2F/part-2.parquet",
+        "day=c%2F/part-3.parquet",
+    ):
+        put(tmp_path / name, ROWS.select(["x"]))
+    log_of(tmp_path, "0", "day=a b/part-1.parquet")  # it is in the compact batch, too
+    log_of(tmp_path, "1.compact", "day=a b/part-0.parquet", "day=a b/part-1.parquet")
+    log_of(tmp_path, "2", "day=c%2F/part-3.parquet")
+    log_of(tmp_path, "3")
+    log_of(tmp_path, "4", "day=a b/part-0.parquet", action="delete")
+    meta = meta_of(tmp_path)
+    assert [Path(file).name for file in meta.files] == ["part-1.parquet", "part-3.parquet"]
+    assert names_of(meta) == ["x", "day"]
+    (tmp_path / "_spark_metadata" / "3").unlink()
+    with pytest.raises(DataError, match=r"_spark_metadata/3 is missing: expected every batch"):
+        meta_of(tmp_path)
+    log_of(tmp_path, "3")
+    (tmp_path / "day=c%2F" / "part-3.parquet").unlink()
+    with pytest.raises(DataError, match=r"names 1 files that are not there, such as .*/day=c%2F/part-3.parquet"):
         meta_of(tmp_path)

@@ -145,8 +145,19 @@ def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
 
 
 def single(table: pa.Table) -> pa.RecordBatch:
-    """Return a table as one batch, without a copy if each column has a single chunk."""
+    """Return a table as one batch, without a copy if each column has a single chunk.
+
+    Raises:
+        DataError: A column has more text or bytes than a batch can hold.
+    """
     batches = table.to_batches()
     if len(batches) != 1:
-        batches = table.combine_chunks().to_batches()
+        table = table.combine_chunks()  # leaves several chunks if one could not hold all
+        batches = table.to_batches()
+    if len(batches) > 1:
+        name = next(name for name in table.column_names if table.column(name).num_chunks > 1)
+        raise DataError(
+            f"column {name!r} has {table.column(name).nbytes >> 20:,} MiB in a batch of {table.num_rows:,} rows: "
+            "expected at most 2 GiB of text or bytes. Next: use a smaller batch size"
+        )
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
