@@ -24,6 +24,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _ANSWER = 3.0
 """Seconds that an executor gets to answer."""
+_MISSED_AFTER = 180.0
+"""Seconds after which Spark has noticed an executor that does not answer: each minute, it looks for those that have
+been silent for two (spark.network.timeout)."""
 
 
 def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
@@ -91,7 +94,7 @@ def tasks_again(
     """Return the number of rank tasks for which there is room after a loss, besides the feeders.
 
     It returns as soon as there is room for as many as before. Otherwise it waits up to ``start_timeout`` for executors
-    to come back, and for Spark to notice lost ones, because Spark would place ranks on a host that does not answer.
+    to come back. If some do not answer, it waits longer, until Spark has noticed, which would place ranks on them.
 
     Raises:
         NotEnoughSlotsError: There is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
@@ -100,14 +103,18 @@ def tasks_again(
     each, wanted = config.procs_per_task, allocation.tasks
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
-        slots = task_slots(session, resources)
+        executors = set(on_spark.executor_addresses(session).values())
+        silent = unanswered(executors, _ANSWER)
+        slots = task_slots(session, resources)  # after that, because Spark may drop a silent one meanwhile
         if slots is None:  # Spark Connect does not say
             return wanted
         if allocation.resources is not None:
             slots = slots_left(allocation.feeders, task_slots(session, allocation.resources) or 0, slots)
-        if slots >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
+        if slots >= wanted and not silent:
             return wanted
-        if on_spark.is_local(session) or time.monotonic() > deadline:
+        # If none answers, a firewall may protect all of them.
+        longer = _MISSED_AFTER if silent and silent < executors else 0.0
+        if on_spark.is_local(session) or time.monotonic() > deadline + longer:
             break
         check_stop()
         time.sleep(0.2)

@@ -51,6 +51,29 @@ def test_no_room_for_both_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restart.tasks_again(SESSION, config, RANKS, SlotAllocation(4), ExecutorLostError("lost")) == 4
 
 
+@pytest.mark.parametrize(("notices", "ranks", "waited"), [(130.0, 1, 130.0), (20.0, 1, 60.0), (1e9, 2, 240.0)])
+def test_no_rank_starts_on_a_host_that_spark_has_not_missed_yet(
+    notices: float, ranks: int, waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    two = {"0": ("a", 1), "1": ("b", 1)}
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=lambda _: answer(set(), 1.0))
+
+    def answer(_: Any, seconds: float) -> set[tuple[str, int]]:
+        nonlocal now
+        now += seconds
+        return {("b", 1)} if now < notices else set()
+
+    monkeypatch.setattr(restart, "time", clock)
+    monkeypatch.setattr(restart, "unanswered", answer)
+    monkeypatch.setattr(restart, "task_slots", lambda *_: 2 if now < notices else 1)
+    monkeypatch.setattr(restart.on_spark, "is_local", lambda _: False)
+    monkeypatch.setattr(restart.on_spark, "executor_addresses", lambda _: two)
+    config = RunConfig(num_proc=2, max_restarts=1, min_num_proc=1, start_timeout=60)
+    assert restart.tasks_again(SESSION, config, RANKS, SlotAllocation(2), ExecutorLostError("lost")) == ranks
+    assert waited <= now < waited + 10
+
+
 @pytest.mark.parametrize(("feeder_slots", "advice"), [(4, "feeders=1"), (3, "no feeders")])
 def test_fewer_feeders_that_would_do_are_named(feeder_slots: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, ranks=4, feeders=feeder_slots)
