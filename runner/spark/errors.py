@@ -24,6 +24,7 @@ _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed t
 _CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 _HEAP = re.compile(r"java\.lang\.OutOfMemoryError[^\n]*")
+_FRAME = re.compile(r"\s+(at \S+\(.*\)|\.\.\. \d+ more)$")
 _MESSAGE = re.compile(r"message larger than max \([^)]*\)")
 
 _INSTALL = (
@@ -70,6 +71,8 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         return SetupError(f"{match[0]}, in the Python of an executor. {_INSTALL}")
     if match := _SILENT.search(text):
         return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")
+    if match := _UNREACHABLE.search(text):
+        return ClusterError(match[1])
     if match := _TOO_LARGE.search(text):
         return ResultTooLargeError(
             f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "
@@ -101,8 +104,6 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
 def translate_elastic(error: Exception) -> RunError:
     """Do the same for the job of an elastic run, which Spark ends once a single task has failed too often."""
     text = str(error)
-    if match := _UNREACHABLE.search(text):
-        return ClusterError(match[1])
     made = translate(error, 1)
     if isinstance(made, ExecutorLostError):
         return ExecutorLostError(
@@ -113,5 +114,6 @@ def translate_elastic(error: Exception) -> RunError:
     return made
 
 
-def _first_lines(text: str, count: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[:count])
+def _first_lines(text: str, count: int = 40) -> str:
+    """Return the first lines, without the JVM's stacks, behind which a Python exception comes."""
+    return "\n".join([line for line in text.strip().splitlines() if not _FRAME.match(line)][:count])

@@ -290,8 +290,8 @@ def _meet_at_rank_0(
     links = [Link(hub_address, me.rank, me.host, hub_at=hub_at) for me in mine]
     if not meet(links, context.taskAttemptId(), spec.config.start_timeout):
         raise RefusedError(
-            f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor {hub_at}. "
-            "Open the network between the executors, or see spark.driver.host for the driver's address."
+            f"SPARK_HVD_UNREACHABLE: rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor {hub_at}. "
+            "Open the network between the executors, or see spark.driver.host for the driver's address.:END"
         )
     return links
 

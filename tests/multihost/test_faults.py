@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from spark_hvd.runner import ExecutorLostError, Network, RankFailedError, RunError, run
+from spark_hvd.runner import ClusterError, ExecutorLostError, Network, RankFailedError, RunError, run
 from spark_hvd.runner.channel.liveness import HUB_PATIENCE
 from tests.conftest import wait_until
 from tests.multihost.hosts import Host
@@ -201,6 +202,17 @@ def test_ranks_that_cannot_reach_each_other_fail_in_time(cluster: Cluster) -> No
     assert f"rank 1 of 2 failed on host {caught.value.host}" in str(caught.value)
     assert f"rank 1 on host {caught.value.host}" in str(caught.value)
     assert "cannot reach the store of rank 0" in str(caught.value)
+
+
+def test_a_rank_that_can_reach_nobody_is_named(cluster: Cluster) -> None:
+    first, second = cluster.net.hosts
+    ports = "64000-64100"
+    for host, other in ((first, second), (second, first)):
+        cluster.net.block(host, cluster.net.driver, ports)
+        cluster.net.block(host, other.address)
+    with pytest.raises(ClusterError) as caught:
+        run(lambda: None, num_proc=2, spark=cluster.session, start_timeout=60, network=Network(ports=ports))
+    assert re.match(r"rank 1 on (\S+) can reach neither the driver nor rank 0 on ", str(caught.value)), caught.value
 
 
 def test_a_host_that_is_cut_off_before_the_run_is_named(cluster: Cluster) -> None:

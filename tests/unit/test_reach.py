@@ -135,3 +135,10 @@ def test_another_python_on_an_executor_is_named_with_its_host(said: str) -> None
     assert isinstance(error, SetupError)
     assert str(error).startswith(f"Lost task 0.3 (TID 3) (10.0.0.2 executor 1): {said}. The driver and all executors")
     assert "PYSPARK_PYTHON" in str(error)
+
+
+def test_the_stacks_of_the_jvm_do_not_hide_what_python_raised() -> None:
+    frames = "\n".join(f"\tat org.apache.spark.Thing$.run(Thing.scala:{line})" for line in range(99))
+    raised = "PythonException: Traceback (most recent call last):\n  File x\nRefusedError: rank 1 does not start"
+    error = translate(Exception(f"An error occurred\n{frames}\n\t... 12 more\nCaused by: {raised}\n{frames}"), 2)
+    assert str(error) == f"the Spark job of this run failed: An error occurred\nCaused by: {raised}"
