@@ -117,7 +117,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             seed = settings["random_seed"]
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(random.SystemRandom().randrange(2**31) if seed is None else seed)
-                prepared = self._prepared(dataset, settings, labels, _derived_before(settings))
+                prepared = self._prepared(dataset, settings, labels)
             return self._trained(dataset, settings, labels, prepared)
 
     def _trained(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, prepared: Prepared) -> M:
@@ -157,13 +157,8 @@ class NeuralClassifier(SavedParams, Estimator[M]):
     def _check(self, dataset: DataFrame, settings: Mapping[str, Any]) -> None:
         """Raise a DataError if a column has the wrong type, a ValueError if parameters contradict each other."""
 
-    def _prepared(
-        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
-    ) -> Prepared:
-        """Return the model to train; called with torch's seed set.
-
-        ``before`` is what earlier fits of the run have derived from the data; empty if there is none.
-        """
+    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
+        """Return the model to train; called with torch's seed set."""
         raise NotImplementedError
 
     def _collate(self, settings: Mapping[str, Any], prepared: Prepared, labels: Labels) -> Collate:
@@ -175,7 +170,8 @@ class NeuralClassifier(SavedParams, Estimator[M]):
         return model
 
 
-def _derived_before(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def derived_before(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what earlier fits of the run have derived from their data, from its checkpoint; empty if there is none."""
     if settings["run_id"] is None or settings["store"] is None:
         return {}
     checkpoints = Checkpoints(settings["store"], settings["run_id"])

@@ -123,9 +123,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
                 "pass a binary column, such as 'content' of spark.read.format('binaryFile')"
             )
 
-    def _prepared(
-        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
-    ) -> Prepared:
+    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
         decoder = settings["decoder"]
         _check_scores(settings["model"], decoder, labels)
         return Prepared(

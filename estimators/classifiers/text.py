@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.classifiers.estimator import NeuralClassifier, Prepared
+from spark_hvd.estimators.classifiers.estimator import NeuralClassifier, Prepared, derived_before
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.tables import estimator_table, model_table
-from spark_hvd.estimators.classifiers.tokens import (
-    Logits,
-    Tokens,
-    as_tokenizer,
-    names_of,
-    tokenizer_of,
-    trained_tokenizer,
-)
+from spark_hvd.estimators.classifiers.tokens import Logits, Tokens, as_tokenizer, names_of, trained_tokenizer
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
@@ -127,9 +120,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
         if kind != "string":
             raise DataError(f"text_col={name!r} is of type {kind}: expected string")
 
-    def _prepared(
-        self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, before: Mapping[str, Any]
-    ) -> Prepared:
+    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
         given, tokenizer = settings["model"], settings["tokenizer"]
         derived = {}
         is_path = isinstance(given, str | os.PathLike)
@@ -140,9 +131,11 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
                 "tokenizer is missing: this model needs the tokenizer it was trained with. Pass that one, or pass a "
                 "config as model, for which a new tokenizer is trained"
             )
-        elif (trained := before.get("tokenizer")) is not None:
+        elif (trained := derived_before(settings).get("tokenizer")) is not None:
             # A new one would number tokens differently, even for the same texts.
-            tokenizer, derived = tokenizer_of(trained), {"tokenizer": trained}
+            from tokenizers import Tokenizer
+
+            tokenizer, derived = as_tokenizer(Tokenizer.from_str(trained)), {"tokenizer": trained}
         else:
             tokenizer = trained_tokenizer(_texts(dataset, settings["text_col"]), settings["vocab_size"])
             derived = {"tokenizer": tokenizer.backend_tokenizer.to_str()}

@@ -95,13 +95,6 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
     return _of_transformers(tokenizer, **_SPECIAL)
 
 
-def tokenizer_of(saved: str) -> PreTrainedTokenizerFast:
-    """Return a trained tokenizer from the JSON of its backend."""
-    from tokenizers import Tokenizer
-
-    return _of_transformers(Tokenizer.from_str(saved), **_SPECIAL)
-
-
 def as_tokenizer(given: Any) -> PreTrainedTokenizerFast:
     """Return ``given`` as a tokenizer of Transformers: one, a ``tokenizers.Tokenizer``, or the path of either.
 
