@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
+_CANCEL_EVERY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,17 @@ def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
     return target if is_connect(spark) else cast("Callable[P, R]", inheritable_thread_target(target))
 
 
-def cancel_jobs(spark: SparkSession, tag: str) -> None:
-    """Ask Spark to kill the tasks of all jobs with a tag, and return at once."""
+def cancel_jobs(spark: SparkSession, tag: str, ended: Callable[[float], bool]) -> None:
+    """Ask Spark to kill the tasks of all jobs with a tag, again and again until they have ended.
+
+    Spark ignores a request while it has no such job: when it still plans a query, or between two jobs of one.
+    ``ended`` waits at most the given number of seconds, and tells whether they have.
+    """
     try:
-        if is_connect(spark):
-            spark.interruptTag(tag)
-        else:
-            spark.sparkContext.cancelJobsWithTag(tag)
+        cancel = spark.interruptTag if is_connect(spark) else spark.sparkContext.cancelJobsWithTag
+        cancel(tag)
+        while not ended(_CANCEL_EVERY):
+            cancel(tag)
     except Exception as error:
         _log.warning("could not cancel the Spark job of this run: %s", error)
 
@@ -112,6 +117,7 @@ class TaskJob:
         # An event rather than Thread.join(): if Ctrl-C interrupts join(), Python 3.10 to 3.12 believe that a running
         # thread has ended (bpo-45274).
         self._ended = threading.Event()
+        self._cancelled = False
         # A daemon thread, so that an interrupted program can exit while Spark is still cancelling.
         threading.Thread(target=target, name="spark_hvd-job", daemon=True).start()
 
@@ -123,10 +129,6 @@ class TaskJob:
     def wait(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for the job to end."""
         self._ended.wait(timeout)
-
-    def cancel(self) -> None:
-        """Ask Spark to kill the tasks, and return at once."""
-        cancel_jobs(self._spark, self._tag)
 
     @property
     def placed(self) -> bool | None:
@@ -201,7 +203,8 @@ class TaskJob:
                 self._spark.sparkContext.addJobTag(self._tag)
             named = job_named(self._frame, self._description, *self._place)
             with job_group(self._spark, self._tag), named, self._counted():
-                self._collect()
+                if not self._cancelled:
+                    self._collect()
         except Exception as error:
             self.error = error
         finally:
