@@ -222,15 +222,17 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
-    next_question, computing = 0.0, job.has_input
+    next_question, computing = 0.0, False
 
     def unheard(now: float) -> float:
         """Return for how many seconds the tasks have been running."""
         nonlocal next_look, placed_at
-        if now >= next_look and placed_at is None:
+        if now >= next_look:
             next_look = now + 1
             placed = job.placed
-            if placed or (placed is None and now > deadline):
+            if not placed and (placed is not None or now <= deadline):
+                placed_at = None
+            elif placed_at is None:
                 placed_at = now if placed else 0.0
         return 0.0 if placed_at is None else now - placed_at
 
@@ -239,11 +241,11 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
         if (lost := hub.lost) is not None:
             raise silent(lost)
         started, now = hub.snapshot()[0], time.monotonic()
-        if job.has_input and not started:
+        if not started:
             if now >= next_question:  # a question takes many messages to the JVM
                 next_question = now + _ASK_EVERY
-                computing = job.placement() is None
-            if computing:  # the ranks' input
+                computing = job.computing
+            if computing:
                 deadline = now + config.start_timeout
                 return
         if len(started) < size and (missing := reach.missing(started)) is not None:
