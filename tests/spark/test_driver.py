@@ -81,7 +81,12 @@ def wait_for(file: Path, work: threading.Thread) -> None:
         time.sleep(0.05)
 
 
-def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_hub", [True, False])
+def test_busy_slots_end_in_a_start_timeout_that_says_so(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_hub: bool
+) -> None:
+    if not with_hub:  # as if there were no free port
+        monkeypatch.setattr(attempt_module.Attempt, "_open_hub", lambda *_: None)
     begun, over = tmp_path / "begun", tmp_path / "over"
 
     def occupy(batches: Any) -> Any:
