@@ -115,7 +115,7 @@ class Attempt:
                 self.resources.profile,
                 input_frame=None if rows is None else rows.frame,
             )
-            looks = [] if hub is None else [_look(job, hub, size, config, local)]
+            looks = [_look(job, hub, size, config, local)]
             if feeding is not None:
                 looks.append(partial(feeding.look, lambda: bool(hub and hub.snapshot()[0]) or bool(job.placed)))
             attend(job, hub, monitor, _STOP_GRACE, lambda: _each(looks))
@@ -216,39 +216,46 @@ def _each(looks: Sequence[Callable[[], None]]) -> None:
         look()
 
 
-def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> Callable[[], None]:
+def _look(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, local: bool) -> Callable[[], None]:
     """Return a function for :func:`attend` that raises if ranks are lost, cannot start, or start too slowly."""
     deadline = time.monotonic() + config.start_timeout
-    contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
+    address = "" if hub is None else f"{hub.address.host}:{hub.address.port}"
+    # Without a hub, the warning has been given.
+    contact = Contact(size, address, _UNHEARD * (_PATIENCE_HERE if local else 1), 2 if hub is None else 0)
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
-    next_question, computing = 0.0, job.has_input
+    next_question, computing = 0.0, False
 
     def unheard(now: float) -> float:
         """Return for how many seconds the tasks have been running."""
         nonlocal next_look, placed_at
-        if now >= next_look and placed_at is None:
+        if now >= next_look:
             next_look = now + 1
             placed = job.placed
-            if placed or (placed is None and now > deadline):
+            if not placed and (placed is not None or now <= deadline):
+                placed_at = None
+            elif placed_at is None:
                 placed_at = now if placed else 0.0
         return 0.0 if placed_at is None else now - placed_at
 
     def look() -> None:
         nonlocal deadline, next_question, computing
-        if (lost := hub.lost) is not None:
+        if hub is not None and (lost := hub.lost) is not None:
             raise silent(lost)
-        started, now = hub.snapshot()[0], time.monotonic()
-        if job.has_input and not started:
+        started: Collection[int] = () if hub is None else hub.snapshot()[0]
+        now = time.monotonic()
+        if not started:
             if now >= next_question:  # a question takes many messages to the JVM
                 next_question = now + _ASK_EVERY
-                computing = job.placement() is None
-            if computing:  # the ranks' input
+                computing = job.computing
+            if computing:
                 deadline = now + config.start_timeout
                 return
         if len(started) < size and (missing := reach.missing(started)) is not None:
             raise silent(missing)
-        without_us = contact.without_us(started, hub.fell_back, 0.0 if started else unheard(now))
+        running = 0.0 if started else unheard(now)
+        fell_back = placed_at is not None if hub is None else hub.fell_back
+        without_us = contact.without_us(started, fell_back, running)
         if len(started) < size and not without_us and now > deadline:
             raise StartTimeoutError(
                 f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "

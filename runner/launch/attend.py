@@ -99,11 +99,13 @@ def attend(
 
 
 def _stop(job: TaskJob | ThreadJob[Any], hub: HubServer | None, reason: str, grace: Grace) -> None:
-    if hub is not None:
-        hub.stop(reason)
+    try:
+        if hub is not None:
+            hub.stop(reason)
+            if job.running:
+                hub.wait_gone(grace.ranks)
+                job.wait(grace.tasks)
+    finally:  # also after a second Ctrl-C, or ranks that cannot reach us would train on
         if job.running:
-            hub.wait_gone(grace.ranks)
-            job.wait(grace.tasks)
-    if job.running:
-        job.cancel()
-        job.wait(grace.cancelled)
+            job.cancel()
+            job.wait(grace.cancelled)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
+_CANCEL_EVERY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,41 @@ class TaskAttempt:
     runs: bool
     executor: str
     leaving: bool
+
+
+@dataclass(slots=True)
+class Reported:
+    """What a Spark Connect server has reported about a query whose last stage has ``num_tasks`` tasks."""
+
+    num_tasks: int
+    has_input: bool
+    _newest: int = -1
+    _begun: int = 0
+    _running: int = 0
+
+    def note(self, stages: Iterable[Any], running: int) -> None:
+        """Take a report about all stages so far, of whose tasks ``running`` run at this moment.
+
+        The last stage runs when those of the input are done. Another stage may look the same, if it has as many tasks
+        and is not the first.
+        """
+        *others, newest = sorted(stages, key=lambda stage: stage.stage_id)
+        if newest.stage_id != self._newest:
+            self._newest, self._begun = newest.stage_id, 0
+        done = {stage.done for stage in others if stage.done or stage.num_completed_tasks}  # without skipped ones
+        if newest.num_tasks == self.num_tasks and done == ({True} if self.has_input else set()):
+            self._begun = max(self._begun, running + newest.num_completed_tasks)
+        self._running = running
+
+    @property
+    def placed(self) -> bool:
+        """Whether all tasks of the last stage have started."""
+        return self._begun >= self.num_tasks
+
+    @property
+    def computing(self) -> bool:
+        """Whether tasks of other stages run."""
+        return self.has_input and self._running > 0 and not self.placed
 
 
 def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
@@ -54,13 +90,17 @@ def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
     return target if is_connect(spark) else cast("Callable[P, R]", inheritable_thread_target(target))
 
 
-def cancel_jobs(spark: SparkSession, tag: str) -> None:
-    """Ask Spark to kill the tasks of all jobs with a tag, and return at once."""
+def cancel_jobs(spark: SparkSession, tag: str, ended: Callable[[float], bool]) -> None:
+    """Ask Spark to kill the tasks of all jobs with a tag, again and again until they have ended.
+
+    Spark ignores a request while it has no such job: when it still plans a query, or between two jobs of one.
+    ``ended`` waits at most the given number of seconds, and tells whether they have.
+    """
     try:
-        if is_connect(spark):
-            spark.interruptTag(tag)
-        else:
-            spark.sparkContext.cancelJobsWithTag(tag)
+        cancel = spark.interruptTag if is_connect(spark) else spark.sparkContext.cancelJobsWithTag
+        cancel(tag)
+        while not ended(_CANCEL_EVERY):
+            cancel(tag)
     except Exception as error:
         _log.warning("could not cancel the Spark job of this run: %s", error)
 
@@ -106,12 +146,13 @@ class TaskJob:
             raise
         self.rows: list[Row] = []
         self.error: Exception | None = None
-        self._begun: int | None = None
-        """Tasks that have started, as far as a Spark Connect server has reported."""
+        self._reported: Reported | None = None  # by a Spark Connect server
+        self._placed = False
         target = inheriting(spark, self._run)
         # An event rather than Thread.join(): if Ctrl-C interrupts join(), Python 3.10 to 3.12 believe that a running
         # thread has ended (bpo-45274).
         self._ended = threading.Event()
+        self._cancelled = False
         # A daemon thread, so that an interrupted program can exit while Spark is still cancelling.
         threading.Thread(target=target, name="spark_hvd-job", daemon=True).start()
 
@@ -125,16 +166,28 @@ class TaskJob:
         self._ended.wait(timeout)
 
     def cancel(self) -> None:
-        """Ask Spark to kill the tasks, and return at once."""
-        cancel_jobs(self._spark, self._tag)
+        """Let Spark kill the tasks, also those that it has not started yet, and return at once."""
+        if not self._cancelled:
+            self._cancelled = True
+            asked = self._spark, self._tag, self._ended.wait
+            threading.Thread(target=cancel_jobs, args=asked, name="spark_hvd-cancel", daemon=True).start()
 
     @property
     def placed(self) -> bool | None:
         """Whether Spark has started all tasks; None if it does not say (Spark Connect 3.5)."""
         if is_connect(self._spark):
-            return None if self._begun is None else self._begun >= self._num_tasks
-        placement = self.placement()
-        return placement is not None and len(placement.tasks) == self._num_tasks
+            return None if self._reported is None else self._reported.placed
+        if not self._placed:
+            placement = self.placement()
+            self._placed = placement is not None and len(placement.tasks) == self._num_tasks
+        return self._placed
+
+    @property
+    def computing(self) -> bool:
+        """Whether Spark is computing the tasks' input, as far as it says."""
+        if is_connect(self._spark):
+            return self._reported is not None and self._reported.computing
+        return self.has_input and not self._placed and self.placement() is None
 
     def placement(self) -> Placement | None:
         """Return where Spark has put the tasks so far; None if it does not say (Spark Connect)."""
@@ -201,7 +254,8 @@ class TaskJob:
                 self._spark.sparkContext.addJobTag(self._tag)
             named = job_named(self._frame, self._description, *self._place)
             with job_group(self._spark, self._tag), named, self._counted():
-                self._collect()
+                if not self._cancelled:
+                    self._collect()
         except Exception as error:
             self.error = error
         finally:
@@ -209,17 +263,16 @@ class TaskJob:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count the tasks that a Spark Connect server reports to this thread."""
+        """Note what a Spark Connect server reports to this thread."""
         if not is_connect(self._spark) or not hasattr(self._spark, "registerProgressHandler"):  # as in Spark 3.5
             yield
             return
         here = threading.get_ident()
-        self._begun = 0
+        reported = self._reported = Reported(self._num_tasks, self.has_input)
 
         def count(stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool) -> None:
-            if threading.get_ident() == here:  # not for another thread's query in the same session
-                ended = sum(stage.num_completed_tasks for stage in stages or ())
-                self._begun = max(self._begun or 0, inflight_tasks + ended)
+            if threading.get_ident() == here and stages:  # not for another thread's query in the same session
+                reported.note(stages, inflight_tasks)
 
         self._spark.registerProgressHandler(count)  # type: ignore[arg-type] # any function will do
         try:

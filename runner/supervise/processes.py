@@ -17,10 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import psutil
 
@@ -30,7 +31,7 @@ from spark_hvd.runner.config import PRELOAD
 
 _log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # stacks are complete once nothing has been written for this many seconds
-_MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
+_MAX_IDLE = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 _READ_AT_LOAD = re.compile(
     # threads, allocators, the dynamic loader, Python, locale; then what frameworks read when they are imported
@@ -109,7 +110,6 @@ class RankProcess:
         self.control.close()
         for fd in (self.stdout_fd, self.stderr_fd, self.stacks_fd, self.status_fd):
             os.close(fd)
-        self.server.ranks -= 1
 
 
 class ForkServerError(RuntimeError):
@@ -117,12 +117,17 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """A connection to a fork server (see :mod:`spark_hvd.runner.supervise.forkserver`)."""
+    """A connection to a fork server (see :mod:`spark_hvd.runner.supervise.forkserver`).
+
+    It is closed at the latest when nobody refers to it any more; ranks do.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.ranks = 0  # forked and not yet closed
         self._lock = threading.Lock()  # held for a complete request, so that requests do not mix
         self._socket = connection
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def alive(self) -> bool:
@@ -154,7 +159,6 @@ class ForkServer:
                 given = (child_control.fileno(), out_write, err_write, stacks, status_write)
                 with self._lock:
                     pid = self._ask(request, given, status_read, timeout)
-                    self.ranks += 1
             except (OSError, ForkServerError) as error:
                 raise ForkServerError(
                     f"the fork server of {sys.executable} did not start a process: {error}. "
@@ -223,7 +227,8 @@ class Interpreter:
     path: Sequence[str]
 
 
-_servers: OrderedDict[frozenset[tuple[str, str | None]], ForkServer] = OrderedDict()
+_servers: WeakValueDictionary[frozenset[tuple[str, str | None]], ForkServer] = WeakValueDictionary()
+_latest: deque[ForkServer] = deque(maxlen=_MAX_IDLE)  # keeps the last ones for the next runs
 _servers_lock = threading.Lock()  # held until a server has started, so that two runs share one
 _started: list[subprocess.Popen[bytes]] = []
 
@@ -244,15 +249,12 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
     env = _read_at_load(env)
     key = frozenset(env.items())
     with _servers_lock:
-        server = _servers.pop(key, None)
-        if server is not None and not server.alive:
-            server.close()
-            server = None
-        server = server or ForkServer(_connect(env, anchor))
-        _servers[key] = server
-        for old_key, old in list(_servers.items())[:-_MAX_SERVERS]:
-            if old.ranks == 0:
-                _servers.pop(old_key).close()
+        server = _servers.get(key)
+        if server is not None and server in _latest:
+            _latest.remove(server)
+        if server is None or not server.alive:
+            server = _servers[key] = ForkServer(_connect(env, anchor))
+        _latest.append(server)
     return server
 
 
@@ -366,6 +368,7 @@ def _forget_after_fork() -> None:
     for server in _servers.values():
         server.close()
     _servers.clear()
+    _latest.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -107,7 +107,8 @@ class TrialTracker(Tracker):
 
 
 Value = float | Sequence[float]
-_CANCEL_EVERY = 0.5
+_GRACE = 0.5
+"""Seconds that trials get to end by themselves."""
 
 
 class TrialFailedError(RuntimeError):
@@ -233,9 +234,9 @@ class _Trials:
         self._signal.set()
         for each in working:
             each.cancel()  # has an effect only if its thread has not started
-        while futures.wait(working, _CANCEL_EVERY).not_done:
-            if self._session is not None:
-                cancel_jobs(self._session, self._tag)
+        if futures.wait(working, _GRACE).not_done and self._session is not None:
+            cancel_jobs(self._session, self._tag, lambda seconds: not futures.wait(working, seconds).not_done)
+        futures.wait(working)
 
     def check(self) -> None:
         """Raise a TrialFailedError if there were trials and all have failed."""

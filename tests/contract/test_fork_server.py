@@ -91,6 +91,19 @@ def test_a_server_that_was_killed_has_a_successor() -> None:
     assert run() != killed.pid
 
 
+def test_a_server_in_use_stays_open_whatever_other_runs_begin() -> None:
+    servers = [fork_server({"HOME": f"/of/run/{number}"}, os.getpid()) for number in range(3)]
+    process = servers[0].spawn(dict(os.environ), 60.0)
+    server = psutil.Process(process.pid).parent()
+    assert server is not None
+    servers.clear()
+    assert psutil.pid_exists(process.pid)
+    process.kill()
+    process.close()
+    del process
+    server.wait(20)
+
+
 def test_which_outlive_their_runs() -> None:
     assert outlives_runs({})
     assert outlives_runs({"MINE": "here", PRELOAD: "json"})

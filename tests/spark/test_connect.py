@@ -124,9 +124,11 @@ def test_a_run_takes_the_slots_that_the_server_has(connect: SparkSession) -> Non
         connect.conf.unset("spark.sql.leafNodeDefaultParallelism")
 
 
-def test_busy_slots_end_in_a_start_timeout(connect: SparkSession) -> None:
+@pytest.mark.parametrize("rows", [0, 100])
+def test_busy_slots_end_in_a_start_timeout(connect: SparkSession, rows: int) -> None:
+    data = {"train": connect.range(0, rows, 1, 3)} if rows else None
     with pytest.raises(StartTimeoutError, match=r"0 of 3 ranks had started after start_timeout=3 s"):
-        run(hvd.rank, num_proc=3, spark=connect, start_timeout=3)
+        run(hvd.rank, num_proc=3, spark=connect, start_timeout=3, data=data)
     assert run(hvd.rank, num_proc=2, spark=connect, verbose=0) == [0, 1]
 
 
@@ -141,9 +143,11 @@ def test_an_interrupt_stops_the_ranks(connect: SparkSession, tmp_path: Path) -> 
     assert run(hvd.rank, num_proc=2, spark=connect, verbose=0) == [0, 1]
 
 
+@pytest.mark.parametrize("rows", [0, 100])
 def test_a_client_that_executors_cannot_reach_says_so_and_can_be_interrupted(
-    connect: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
+    data = {"train": connect.range(0, rows, 1, 3)} if rows else None
     monkeypatch.setattr(attempt_module, "task_of", cut_off(0, 1))
     monkeypatch.setattr(attempt_module, "_UNHEARD", 1.0)
     said = []
@@ -166,9 +170,9 @@ def test_a_client_that_executors_cannot_reach_says_so_and_can_be_interrupted(
     handler = Interrupting()
     logging.getLogger("spark_hvd").addHandler(handler)
     try:
-        assert run(train, ("go",), num_proc=2, spark=connect) == [0, 1]
+        assert run(train, ("go",), num_proc=2, spark=connect, data=data) == [0, 1]
         with pytest.raises(KeyboardInterrupt):
-            run(train, ("never",), num_proc=2, spark=connect)
+            run(train, ("never",), num_proc=2, spark=connect, data=data)
         wait_until(lambda: not ranks_alive())
     finally:
         logging.getLogger("spark_hvd").removeHandler(handler)

@@ -26,8 +26,10 @@ from spark_hvd.runner import (
     run_elastic,
 )
 from spark_hvd.runner.launch import attempt as attempt_module
+from spark_hvd.runner.launch.attend import Grace
 from spark_hvd.runner.spark import job, slots
 from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.stopping import stopped_by
 from tests.conftest import daemon_of, have_ended, ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -79,7 +81,12 @@ def wait_for(file: Path, work: threading.Thread) -> None:
         time.sleep(0.05)
 
 
-def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_hub", [True, False])
+def test_busy_slots_end_in_a_start_timeout_that_says_so(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_hub: bool
+) -> None:
+    if not with_hub:  # as if there were no free port
+        monkeypatch.setattr(attempt_module.Attempt, "_open_hub", lambda *_: None)
     begun, over = tmp_path / "begun", tmp_path / "over"
 
     def occupy(batches: Any) -> Any:
@@ -304,6 +311,30 @@ def test_ctrl_c_stops_every_rank_and_so_does_the_end_of_the_program(end: signal.
     assert "interrupted, ranks alive: 0" in lines
     assert "then [0, 1]" in lines
     wait_until(lambda: have_ended(pids))
+
+
+def test_no_rank_starts_after_an_interrupt(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While Spark plans a query, which it does here until the run is over, there is no job to cancel."""
+    planning, planned, ended = threading.Event(), threading.Event(), threading.Event()
+    collect = job.TaskJob._collect
+
+    def collect_later(self: job.TaskJob) -> None:
+        planning.set()
+        planned.wait()
+        try:
+            collect(self)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(job.TaskJob, "_collect", collect_later)
+    monkeypatch.setattr(attempt_module, "_STOP_GRACE", Grace(0.1, 0.1, 0.1))
+    with stopped_by(planning), pytest.raises(KeyboardInterrupt):
+        run((tmp_path / "rank").touch, num_proc=2, spark=spark)
+    planned.set()
+    assert ended.wait(60)
+    assert not (tmp_path / "rank").exists()
 
 
 LIBRARY = "def train():\n    import spark_hvd.torch as hvd\n    return hvd.rank() + 40\n"

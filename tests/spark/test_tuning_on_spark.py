@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,3 +82,26 @@ def test_trials_share_the_slots_and_wait_for_more(spark: SparkSession, tmp_path:
         ("COMPLETE", 2.0),
     ]
     assert spark.sparkContext.getLocalProperty("spark.job.description") is None
+
+
+def test_ctrl_c_cancels_one_job_after_the_other(spark: SparkSession, tmp_path: Path) -> None:
+    def hang(batches: Any) -> Any:
+        (tmp_path / "begun").touch()
+        time.sleep(600)
+        yield from batches
+
+    def objective(trial: Any) -> float:
+        for _ in range(2):
+            with contextlib.suppress(Exception):
+                spark.range(0, 1, 1, 1).mapInArrow(hang, "id long").collect()
+        return 0.0
+
+    def interrupt() -> None:
+        wait_until((tmp_path / "begun").exists, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presses = threading.Thread(target=interrupt)
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        optimize(optuna.create_study(), objective, 1, spark=spark)
+    presses.join()

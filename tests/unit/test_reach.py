@@ -5,9 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch.attempt import _look as look_at
 from spark_hvd.runner.outcome.errors import ClusterError, ExecutorLostError, SetupError
 from spark_hvd.runner.spark import reach as looks
 from spark_hvd.runner.spark.errors import heap_full, translate
@@ -71,6 +75,16 @@ def test_missing_ranks_on_hosts_that_do_not_answer_are_named(
     assert (reach.missing({0}) or "").startswith("rank 1 on 127.0.0.2 (Spark has started the task, but")
     assert reach.missing({0}) is None, "asks every ten seconds only"
     assert Reach(2, lambda: there, _look_at=0.0).missing({0, 1}) is None
+
+
+def test_a_host_that_does_not_answer_ends_a_run_without_a_hub(
+    answering: tuple[str, int], silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "_FIRST_LOOK", 0.0)
+    there = Placement({0: ("1", "127.0.0.1"), 1: ("2", "127.0.0.2")}, {"1": answering, "2": silent})
+    job: Any = SimpleNamespace(computing=False, placed=True, placement=lambda: there)
+    with pytest.raises(ExecutorLostError, match=r"rank 1 on 127\.0\.0\.2"):
+        look_at(job, None, 2, RunConfig(num_proc=2), local=False)()
 
 
 def test_nothing_is_concluded_where_no_host_answers(silent: tuple[str, int]) -> None:
