@@ -148,8 +148,8 @@ class _Supervision:
     def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "proxy":
-                assert self._mpi is not None
-                self._mpi.start_proxy(message["arguments"])
+                if self._mpi is not None:  # otherwise it could not start here, which the hub has been told
+                    self._mpi.start_proxy(message["arguments"])
             case "go":
                 self._deadline = time.monotonic() + self._job.start_timeout
                 variables = None if self._mpi is None else self._mpi.variables
