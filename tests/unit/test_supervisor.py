@@ -53,5 +53,17 @@ def supervision(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> Iterator[An
         yield supervisor._Supervision(RankJob(spec, {}, b"", 0.0, 1.0), link, server, None)
 
 
+def test_its_own_error_is_kept_when_its_start_took_too_long(supervision: Any, told: list[str]) -> None:
+    supervision._check_deadlines()
+    assert supervision._failure.error == ITS_OWN["error"]
+    assert told == ["ended"]
+
+
+def test_its_own_error_is_kept_when_the_run_took_too_long(supervision: Any, told: list[str]) -> None:
+    supervision._stop("timeout", None)
+    assert supervision._failure.error == ITS_OWN["error"]
+    assert told == ["ended"]
+
+
 def test_a_proxy_is_not_started_where_mpi_has_failed(supervision: Any) -> None:
     supervision._on_message({"type": "proxy", "arguments": []})
