@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -38,6 +39,16 @@ _HANDSHAKE_MS = 5000
 """Milliseconds that a new connection gets to authenticate; ZeroMQ's default is 30 s."""
 _PATIENCE = 5.0
 """Seconds for the sockets to close, including up to one second to send queued messages."""
+_CONFIRM_EVERY = 100
+"""Number of a link's messages after which the hub confirms them, so that the link forgets them."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """The messages exchanged with one link, over however many connections."""
+
+    received: int = 0  # the sequence number of the last one
+    sent: list[bytes] = field(default_factory=list)
 
 
 class HubServer:
@@ -66,6 +77,7 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
+        self._exchanges: dict[bytes, _Exchange] = {}  # by identity
         self.failure: RuntimeError | None = None
         """The error that ended this hub's work, which the driver's loop raises; None if there is none."""
         self._observes = True
@@ -82,6 +94,8 @@ class HubServer:
             self._socket.curve_secretkey = server_secret
             self._socket.curve_publickey = server_public
             self._socket.ipv6 = ":" in bind_host
+            self._socket.router_handover = True  # a link's new connection replaces one that only it knows to be dead
+            self._socket.sndhwm = 0  # a ROUTER drops what exceeds it; tasks get few messages
             self._socket.linger = 1000
             self._socket.handshake_ivl = _HANDSHAKE_MS
             self._socket.maxmsgsize = MAX_MESSAGE
@@ -185,12 +199,44 @@ class HubServer:
                 return
             self._unauthenticated.authenticated(int(received[0].get(zmq.SRCFD)))
             identity, *frames = [frame.bytes for frame in received]
+            if frames == [b""]:  # ZeroMQ reports a new connection of a link
+                self._resume(identity)
+                continue
             try:
                 message = decode(b"".join(frames[:1]), self._state.KINDS, self._state.senders)
             except ValueError as error:
                 self._refuse(error)
             else:
-                self._take(identity, message | {"payload": b"".join(frames[1:])})
+                if self._is_next(identity, message.get("sequence")):
+                    self._take(identity, message | {"payload": b"".join(frames[1:])})
+
+    def _resume(self, identity: bytes) -> None:
+        """Repeat all messages to a link that has connected, again or for the first time, and let it repeat its own.
+
+        It ignores those that it has.
+        """
+        exchange = self._exchanges.get(identity, _Exchange())
+        for body in exchange.sent:
+            self._socket.send_multipart([identity, body])
+        self._confirm(identity, exchange.received, connected=True)
+
+    def _confirm(self, identity: bytes, received: int, *, connected: bool) -> None:
+        body = json.dumps({"type": "received", "sequence": received, "connected": connected}).encode()
+        self._socket.send_multipart([identity, body])
+
+    def _is_next(self, identity: bytes, sequence: int | None) -> bool:
+        """Tell whether to take a message; otherwise we have it, or its link will repeat it after an earlier one."""
+        if sequence is None:
+            return True
+        if identity.startswith(b"\0"):  # ZeroMQ has renamed the rest of a connection that a new one replaced
+            return False
+        exchange = self._exchanges.setdefault(identity, _Exchange())
+        if sequence != exchange.received + 1:
+            return False
+        exchange.received = sequence
+        if sequence % _CONFIRM_EVERY == 0:
+            self._confirm(identity, sequence, connected=False)
+        return True
 
     def _take(self, identity: bytes, message: Message) -> None:
         if message["type"] == "alive":  # arrives on a separate connection, see Heartbeat
@@ -205,7 +251,7 @@ class HubServer:
         with self._lock:
             decisions = self._state.handle(message, time.monotonic())
         if message["type"] == "hello" and any(decision.message["type"] == "refuse" for decision in decisions):
-            self._socket.send_multipart([identity, json.dumps(decisions[0].message).encode()])
+            self._post(identity, decisions[0].message)
         else:
             self._send(decisions)
 
@@ -242,7 +288,12 @@ class HubServer:
     def _send(self, decisions: list[Send]) -> None:
         for decision in decisions:
             _log.debug("hub -> rank %d: %s", decision.rank, decision.message)
-            self._socket.send_multipart([self._identities[decision.rank], json.dumps(decision.message).encode()])
+            self._post(self._identities[decision.rank], decision.message)
+
+    def _post(self, identity: bytes, message: Message) -> None:
+        exchange = self._exchanges.setdefault(identity, _Exchange())
+        exchange.sent.append(json.dumps({**message, "sequence": len(exchange.sent) + 1}).encode())
+        self._socket.send_multipart([identity, exchange.sent[-1]])
 
 
 class Hub(HubServer):

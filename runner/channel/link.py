@@ -1,11 +1,18 @@
-"""A task's connection to the hub: an authenticated ZeroMQ DEALER, with messages no larger than the hub accepts."""
+"""A task's connection to the hub: an authenticated ZeroMQ DEALER, with messages no larger than the hub accepts.
+
+Messages that decide something have a sequence number in both directions. If the connection breaks and ZeroMQ makes
+another, each end repeats what the other may not have received, and ignores what it has received before. Output and
+records, which decide nothing, have no number and may be lost with a connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +100,14 @@ MAX_MESSAGE = 4 << 20
 """Maximum size of a message to a hub, in bytes. Otherwise anybody could announce any size, which libzmq allocates."""
 _MAX_TEXT = 64 << 10
 _PART = 1 << 20
-_PATIENCE = 5.0
-"""Seconds without an answer from the hub after which a link gives up sending it a value."""
+_TRY_MS = 2000
+_MOST_TRIES = 15
+"""How often a link without heartbeats tries to send, for ``_TRY_MS`` each time. While this process is suspended, no try
+passes."""
+_KEEPALIVE_SECONDS = 30
+"""Seconds without traffic after which TCP sends something, so that no firewall on the way forgets a connection."""
+_DEAD_MS = 60_000
+"""Milliseconds without TCP's confirmation after which the kernel ends a connection, and ZeroMQ makes another."""
 
 
 class Link:
@@ -114,11 +127,18 @@ class Link:
         self._host = host
         self._address, self.url = address, address.url
         self._heartbeat: Heartbeat | None = None
+        self._sequence = 0  # of the last message that was numbered here
+        self._received = 0  # the sequence number of the last message received
+        self._unsent: deque[tuple[int, list[bytes | memoryview]]] = deque()
+        self._sent: deque[tuple[int, list[bytes | memoryview]]] = deque()  # the hub may not have them yet
         self._context = zmq.Context()
         self.socket = self._new_socket()
+        # By this ID the hub knows a new connection as this link's. Nobody else can guess it and take this link's place.
+        # ZeroMQ generates IDs that begin with a zero byte.
+        self.socket.routing_id = b"link" + secrets.token_bytes(16)
+        self.socket.probe_router = True  # the hub answers each new connection, see receive()
         self.socket.linger = 2000
-        self.socket.sndtimeo = 2000
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.sndtimeo = _TRY_MS
         self.socket.connect(self.url)
 
     def _new_socket(self) -> zmq.Socket[bytes]:
@@ -128,18 +148,21 @@ class Link:
         socket.curve_secretkey = self._address.client_secret
         socket.ipv6 = ":" in self._address.host
         socket.immediate = True
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = _KEEPALIVE_SECONDS
+        socket.tcp_maxrt = _DEAD_MS
         return socket
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds until both ends have authenticated.
+        """Wait at most ``timeout`` seconds until both ends have authenticated, and the hub has answered.
 
         Returns:
-            False if they did not in time; then nothing has reached, or will ever reach, the hub.
+            False if that did not happen in time; then nothing has reached, or will ever reach, the hub.
         """
-        connected = bool(self._monitor.poll(int(timeout * 1000)))
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        return connected
+        if not self.socket.poll(int(timeout * 1000)):
+            return False
+        self.receive()
+        return True
 
     def hello(self, attempt: int, **fields: Any) -> None:
         """Announce this task, Spark's attempt ``attempt``, to the hub."""
@@ -155,9 +178,28 @@ class Link:
         return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
-        """Send one message, which is lost if the hub is gone."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(self._encoded(type_, fields))
+        """Send one message. If the hub is slow, wait as long as it answers heartbeats; without those, half a minute."""
+        self._number(type_, fields)
+        self._push()
+
+    def _number(self, type_: str, fields: dict[str, Any], *payload: memoryview) -> None:
+        self._sequence += 1
+        body = self._encoded(type_, {**fields, "sequence": self._sequence})
+        self._unsent.append((self._sequence, [body, *payload]))
+
+    def _push(self) -> bool:
+        """Send in order what has not been sent, and return whether that was possible before the hub fell silent."""
+        tries = 0
+        while self._unsent:
+            try:
+                self.socket.send_multipart(self._unsent[0][1])
+            except zmq.Again:
+                tries += 1
+                if self.hub_silence() >= self.patience or (self._heartbeat is None and tries >= _MOST_TRIES):
+                    return False
+            else:
+                self._sent.append(self._unsent.popleft())
+        return True
 
     def try_send(self, type_: str, **fields: Any) -> bool:
         """Send one message and return True, or return False if the hub is too slow for it now."""
@@ -173,14 +215,10 @@ class Link:
         Returns:
             Whether the hub has the value; False if it no longer answers, or tells this task to stop.
         """
-        parts = range(0, max(len(value), 1), _PART)
+        parts, data = range(0, max(len(value), 1), _PART), memoryview(value)
         for number, start in enumerate(parts):
-            body = self._encoded("value", {**fields, "part": number, "parts": len(parts)})
-            while self.hub_silence() < _PATIENCE:
-                with contextlib.suppress(zmq.Again):
-                    self.socket.send_multipart([body, value[start : start + _PART]])
-                    break
-            else:
+            self._number("value", {**fields, "part": number, "parts": len(parts)}, data[start : start + _PART])
+            if not self._push():
                 return False
         while self.hub_silence() < self.patience:
             message = self.wait(HEARTBEAT_SECONDS)
@@ -198,20 +236,34 @@ class Link:
 
     def receive(self) -> Message | None:
         """Return one message, or None if none has arrived."""
-        try:
-            message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        return message
+        while True:
+            try:
+                message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            sequence = message.pop("sequence", None)
+            if message["type"] == "received":
+                self._hub_has(sequence, connected=message["connected"])
+            elif sequence in (None, self._received + 1):  # otherwise it is a repetition, or the hub will repeat it
+                self._received = sequence or self._received
+                return message
+
+    def _hub_has(self, sequence: int, *, connected: bool) -> None:
+        """Forget the messages that the hub has, and if a connection is new, repeat the others, which may be lost."""
+        while self._sent and self._sent[0][0] <= sequence:
+            self._sent.popleft()
+        if connected:
+            self._unsent.extendleft(reversed(self._sent))
+            self._sent.clear()
+            self._push()
 
     def wait(self, timeout: float) -> Message | None:
-        """Wait at most ``timeout`` seconds for one message."""
+        """Wait at most ``timeout`` seconds for one message. Return None if none arrives, perhaps earlier."""
         return self.receive() if self.socket.poll(int(timeout * 1000)) else None
 
     def close(self, *, discard: bool = False) -> None:
         """Close the connection. Unless ``discard``, send queued messages first, for 2 s at most."""
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._monitor.close(0)
         self.socket.close(0 if discard else None)
         self._context.term()

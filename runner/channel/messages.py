@@ -49,6 +49,8 @@ def decode(body: bytes, kinds: Kinds, senders: range) -> Message:
     for name, type_ in expected.items():
         if not isinstance(message.get(name), type_):
             raise ValueError(f"{name}={message.get(name)!r:.100}: expected {type_}, in a message {kind!r} of {rank}")
+    if not isinstance(message.get("sequence"), int | None):
+        raise ValueError(f"sequence={message['sequence']!r:.100}: expected a number, in a message {kind!r} of {rank}")
     if (store := message.get("store")) is not None and not (
         isinstance(store, list) and len(store) == 2 and isinstance(store[0], str) and isinstance(store[1], int)
     ):

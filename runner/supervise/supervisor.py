@@ -83,6 +83,11 @@ class _Supervision:
             self._mpi_deadline = min(self._start_deadline, time.monotonic() + _MPI_SECONDS)
         self._deadline: float | None = self._mpi_deadline  # for being ready, and then for joining the world
 
+    @property
+    def _ended(self) -> bool:
+        """Whether the rank has an outcome or has failed. Waiting for stacks may change this, as it handles events."""
+        return self._outcome is not None or self._failure is not None
+
     def run(self) -> PickledOutcome:
         """Watch until this rank and all others have their outcomes."""
         job = self._job
@@ -99,7 +104,7 @@ class _Supervision:
         while not self._leaving:
             self._step(self._seconds_to_next_action())
             self._check_deadlines()
-            if self._rank.exitcode is not None and self._outcome is None and self._failure is None:
+            if self._rank.exitcode is not None and not self._ended:
                 self._judge_exit()
             if self._link.hub_silence() > self._link.patience:
                 self._cut_off()
@@ -117,7 +122,7 @@ class _Supervision:
         if self._deadline is not None and now >= self._deadline and self._failure is None:
             self._start_took_too_long()
         self._rank.look(now)
-        if self._suspect.is_due(now) and self._outcome is None and self._failure is None:
+        if self._suspect.is_due(now) and not self._ended:
             assert self._suspect.error is not None
             self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
 
@@ -148,8 +153,8 @@ class _Supervision:
     def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "proxy":
-                assert self._mpi is not None
-                self._mpi.start_proxy(message["arguments"])
+                if self._mpi is not None:  # otherwise it could not start here, which the hub has been told
+                    self._mpi.start_proxy(message["arguments"])
             case "go":
                 self._deadline = time.monotonic() + self._job.start_timeout
                 variables = None if self._mpi is None else self._mpi.variables
@@ -197,14 +202,16 @@ class _Supervision:
         self._deadline = None
         waits_for_mpi = self._mpi is not None and self._mpi.variables is None
         error = start_took_too_long(self._job.start_timeout, _MPI_SECONDS if waits_for_mpi else None)
-        self._fail_now(FailureKind.SETUP, error, self._take_stacks())
+        stacks = self._take_stacks()
+        if not self._ended:
+            self._fail_now(FailureKind.SETUP, error, stacks)
 
     def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
-        if self._outcome is not None or self._failure is not None:
+        stacks = self._take_stacks() if reason == "timeout" and not self._ended else ""
+        if self._ended:
             return
         if reason == "timeout":
-            stacks = self._take_stacks()
             limit = "" if self._job.timeout is None else f"{self._job.timeout:g} s"
             self._fail(FailureKind.TIMEOUT, f"still running after timeout={limit}", stacks)
         elif lost is not None:
@@ -215,7 +222,7 @@ class _Supervision:
     def _cut_off(self) -> None:
         self._leaving = True
         # A driver that is only suspended still takes the outcome. A hub in another rank's task is gone with that rank.
-        if self._link.hub_at is None and (self._outcome is not None or self._failure is not None):
+        if self._link.hub_at is None and self._ended:
             return
         where = "the driver" if self._link.hub_at is None else f"{self._link.hub_at}, which has the hub of this run,"
         known = "" if self._failure is None else f"; before, it failed: {self._failure.error}"
@@ -231,7 +238,7 @@ class _Supervision:
     def _judge_exit(self) -> None:
         """Decide how a process failed that ended without an outcome."""
         self._rank.drain()  # its last output, or even an outcome, may still be unread
-        if self._outcome is not None or self._failure is not None:
+        if self._ended:
             return
         assert self._rank.exitcode is not None
         kind, error = exit_failure(self._rank.exitcode)

@@ -32,7 +32,14 @@ from tests.strangers import GREETING
 Launcher = Callable[..., list[Any]]
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-MALFORMED = (b"", b"\xff", b"[]", b"{}", b'{"type": "surprise", "rank": 0}', b'{"type": "ended", "rank": 0}')
+MALFORMED = (
+    b"\xff",
+    b"[]",
+    b"{}",
+    b'{"type": "surprise", "rank": 0}',
+    b'{"type": "ended", "rank": 0}',
+    b'{"type": "alive", "rank": 0, "sequence": "1"}',
+)
 
 
 @pytest.fixture(scope="module", params=["run_local", "run_elastic_local", "run", "run_elastic"])
@@ -150,6 +157,7 @@ FIELDS: dict[str, list[Any]] = {
     "loss": ["failed", "lost", "odd", None, 3],
     "vitals": [{}, {"rank": 0, "size": 10**9, "generation": 0, "clock": 0.0}, [], None],
     "stream": ["out", "odd"],
+    "sequence": [1, 2, -1, 10**30, "1", None],
 }
 ANY = [0, 1, -1, 10**30, 0.5, True, False, None, "", "x" * 1000, [], [[]], {}, {"a": 1}]
 NAMES = [

@@ -25,6 +25,8 @@ from spark_hvd.runner.channel.address import Address
 from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.config import PRELOAD
 from spark_hvd.runner.supervise import processes
+from spark_hvd.runner.supervise.mpi import launcher, mpich
+from spark_hvd.runner.supervise.mpi.blame import Blame
 from spark_hvd.runner.supervise.mpi.launcher import MpiLauncher, MpiPlan
 from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
 from spark_hvd.world.layout import WorldLayout
@@ -201,6 +203,21 @@ def test_supervisors_of_a_host_share_a_directory_that_goes_with_them(places: lis
     first.close(0)
     second.close(0)
     assert list(places[0].iterdir()) == []
+
+
+def test_a_proxy_that_the_system_does_not_start_is_named(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = WorldLayout.from_hosts(["h"] * 2)
+    plan = MpiPlan(layout, "mpich", "token", Address("127.0.0.1", None), None)
+    monkeypatch.setattr(mpich, "host_command", lambda arguments, interface: ["proxy"])
+    monkeypatch.setattr(launcher, "guarded", lambda command: ["/no/such/program", *command])
+    link: Any = SimpleNamespace()
+    failed: list[tuple[str, Blame]] = []
+    started = MpiLauncher(plan, layout.ranks[1], link, lambda *why: failed.append(why))
+    started.start_proxy([])
+    started.close(0)
+    ((error, blame),) = failed
+    assert error.startswith("MPI's proxy cannot be started on host h: [Errno 2]")
+    assert blame is Blame.CAUSE
 
 
 def test_a_directory_that_is_not_ours_alone_is_passed_over(places: list[Path], tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ class SimulatedLink:
         return len(others) < len(told)
 
     def receive(self) -> dict[str, Any] | None:
-        message: dict[str, Any] | None = json.loads(self.inbox.popleft()) if self.inbox else None
+        if not self.inbox:
+            return None
+        message: dict[str, Any] = json.loads(self.inbox.popleft())
+        message.pop("sequence")
         return message
 
     def hub_silence(self) -> float:

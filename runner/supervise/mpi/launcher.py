@@ -118,7 +118,7 @@ class MpiLauncher:
 
     Raises:
         MpiMissingError: The programs of MPI are not installed here.
-        OSError: There is no place to listen for the shims.
+        OSError: There is no place to listen for the shims, or mpiexec cannot be started.
     """
 
     def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, Blame], None]) -> None:
@@ -144,7 +144,7 @@ class MpiLauncher:
             if me.rank == 0:
                 command = plan.manager.manager_command(plan.layout, plan.address, plan.ports)
                 self._start("mpiexec", command, self._on_launch_line)
-        except MpiMissingError:
+        except (MpiMissingError, OSError):
             self.close(1)
             raise
 
@@ -156,6 +156,8 @@ class MpiLauncher:
             self._start("MPI's proxy", command, lambda _: None)
         except MpiMissingError as error:
             self._on_failed(str(error), Blame.CAUSE)
+        except OSError as error:
+            self._on_failed(f"MPI's proxy cannot be started on host {self._me.host}: {error}", Blame.CAUSE)
 
     def send_fds(self, rank: socket.socket) -> None:
         """Send the rank its connection to the process manager; the variables must have been sent before."""
