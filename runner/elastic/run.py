@@ -105,7 +105,8 @@ def run_elastic(
         ClusterError: The application cannot run this (speculation, too few slots, a driver that executors cannot
             reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
-        TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
+        TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`, or fn calls no elastic
+            function and has returned on fewer ranks than the run began with.
         ResetLimitError: More failures than `reset_limit`.
         StateLostError: All ranks with the state were lost at once.
         RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they could not reach

@@ -158,6 +158,21 @@ def test_fn_that_never_calls_an_elastic_function() -> None:
     assert "call collectives inside the function that is decorated with hvd.elastic.run" in first[2]
 
 
+def test_an_exception_of_one_rank_if_fn_never_calls_an_elastic_function(tmp_path: Path) -> None:
+    def fn() -> None:
+        try:
+            (tmp_path / "one").mkdir()
+        except FileExistsError:
+            raise ValueError("bad") from None
+
+    with pytest.raises(
+        RankFailedError, match="fn, which calls no elastic function, has returned on 1 rank of 2"
+    ) as caught:
+        run_elastic_local(fn, min_num_proc=1, timeout=60)
+    assert str(caught.value.__cause__) == "bad"
+    assert [failed.error for failed in caught.value.failures] == ["ValueError: bad"] * 2
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.7], ids=["after the others call it", "before"])
 def test_fn_that_returns_on_one_rank_only(pause: float) -> None:
     def fn() -> int:

@@ -175,6 +175,18 @@ FOUND = {
             Fault(12.319, "notice", 10),
         ),
     ),
+    "fn without an elastic function ended well without a lost rank's value": Plan(
+        3054,
+        Limits(
+            num_proc=3, min_num_proc=3, max_num_proc=3, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2, 1),
+        starts=(0.0, 8.89296058597043, 0.0),
+        preparing=(0.1, 12.0),
+        latency=0.005,
+        elastic=False,
+        faults=(Fault(12.178402879216446, "lose host", 11),),
+    ),
     "an agent that had been given up said goodbye, and was lost a second time": Plan(
         5002752,
         Limits(
