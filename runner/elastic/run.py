@@ -167,8 +167,7 @@ def run_elastic(
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
         known = [each for each in reports if isinstance(each, AgentReport)]
-        known.append(AgentReport(values=tuple(hub.values.items())))
-        return monitor.result(elastic_results(verdict, known, monitor.hang, partial(job.where, 0)))
+        return monitor.result(elastic_results(hub, known, monitor.hang, partial(job.where, 0)))
 
 
 def attend_elastic(

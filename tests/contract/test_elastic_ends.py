@@ -28,6 +28,7 @@ from spark_hvd.runner import (
     run_local,
 )
 from spark_hvd.runner.config import Reporting
+from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.testing import FaultPlan
 from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
@@ -182,8 +183,11 @@ def test_fn_that_returns_on_one_rank_only(pause: float) -> None:
         time.sleep(pause)
         return len(count(FaultPlan()))
 
-    with pytest.raises(RankFailedError, match=r"rank \(number 1\) on host 127.0.0.1 returned from fn without having"):
+    with pytest.raises(
+        RankFailedError, match=r"\(number 1\) on host 127.0.0.1 returned from fn without having"
+    ) as caught:
         run_elastic_local(fn, timeout=30)
+    assert (caught.value.rank, caught.value.host, caught.value.first.kind) == (1, "127.0.0.1", FailureKind.RESULT)
 
 
 def test_a_rank_that_fails_while_it_prepares_is_replaced(tmp_path: Path) -> None:

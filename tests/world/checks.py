@@ -6,12 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.outcome.errors import (
+    RankFailedError,
     RunError,
     RunTimeoutError,
     StartTimeoutError,
     StateLostError,
     TooFewRanksError,
 )
+from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.world.vitals import Vitals
 from tests.world.plan import Fault
 
@@ -197,6 +199,10 @@ class Checks:
             assert world.driver.membership.verdict is not None
             return
         assert isinstance(error, RunError), repr(error)
+        if isinstance(error, RankFailedError):
+            assert error.failures, f"no rank is named: {text}"
+            raised = "fn raised an exception on every rank" in text
+            assert not raised or error.first.kind is FailureKind.EXCEPTION, f"the exception is missing: {text}"
         assert "the hub of this run failed" not in text, text
         if _NEWCOMER in text:  # new ranks begin with the first one
             assert plan.again

@@ -372,7 +372,7 @@ class Members(Kept):
         elif self._apart_since is None:
             self._apart_since = now
         elif now - self._apart_since >= self.limits.elastic_timeout:
-            self._ends(ev.End.FAILED, "the ranks could not meet", last.culprit)
+            self._ends(ev.End.FAILED, "the ranks could not meet", [last.culprit, last.members[0]][last.culprit is None])
             return True
         return False
 

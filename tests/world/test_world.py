@@ -187,6 +187,23 @@ FOUND = {
         elastic=False,
         faults=(Fault(12.178402879216446, "lose host", 11),),
     ),
+    "the exception of all ranks went with Spark's job, which waited for a lost host": Plan(
+        2922,
+        Limits(
+            num_proc=2, min_num_proc=1, max_num_proc=3, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2, 2),
+        starts=(0.0, 0.5, 0.5),
+        rows=17,
+        batch_size=2,
+        epochs=1,
+        commit_every=3,
+        step_seconds=2.0,
+        latency=0.3,
+        names=1,
+        grain=0.25,
+        faults=(Fault(2.3379749556451683, "lose host", 6), Fault(2.8371318835851396, "all raise", 3)),
+    ),
     "an agent that had been given up said goodbye, and was lost a second time": Plan(
         5002752,
         Limits(

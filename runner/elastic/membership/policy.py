@@ -138,7 +138,8 @@ class FailurePolicy:
         elif self._apart_since is None:
             self._apart_since = now
         elif now - self._apart_since >= self.limits.elastic_timeout:
-            return Verdict(End.FAILED, texts.NEVER_MET.format(limits=self.limits, last=last.over or ""), last.culprit)
+            culprit = last.members[0] if last.culprit is None else last.culprit
+            return Verdict(End.FAILED, texts.NEVER_MET.format(limits=self.limits, last=last.over or ""), culprit)
         return None
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:
