@@ -7,6 +7,7 @@ driver says so.
 
 from __future__ import annotations
 
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -44,11 +45,9 @@ class AgentReport:
 
     Attributes:
         values: Workers whose fn has returned, each with its pickled value.
-        failures: Workers that have failed.
     """
 
     values: tuple[tuple[int, PickledOutcome], ...] = ()
-    failures: tuple[tuple[int, Failed], ...] = ()
 
 
 class GivenUpError(RuntimeError):
@@ -89,6 +88,7 @@ class Agent:
         self._values: list[tuple[int, PickledOutcome]] = []
         self._failures: list[tuple[int, Failed]] = []
         self._ended = False
+        self._report = "failures"  # for the hub; Spark gets nothing of an agent that ends by itself
         self._given_up: str | None = None
         self._notice: str | None = None
         self._leave_by: float | None = None
@@ -109,12 +109,14 @@ class Agent:
         finally:
             if self._worker is not None:
                 self._discard()
+            if self._ended:
+                self._hand_over()
             self._link.send("gone", why=why)
         if self._given_up is not None:
             raise GivenUpError(self._given_up)
         # The report is pickled, which a memoryview cannot be.
         values = [(number, replace(packed, data=bytes(packed.data))) for number, packed in self._values]
-        return AgentReport(tuple(values), tuple(self._failures))
+        return AgentReport(tuple(values))
 
     def notice(self, signum: int, frame: FrameType | None = None) -> None:
         """Handle a signal that announces the end of this machine."""
@@ -153,7 +155,7 @@ class Agent:
                     self._worker.rank.send(message)
             case "end":
                 self._ended = True
-                self._hand_over(everything=message.get("report", False))
+                self._report = message["report"]
                 if message["again"]:
                     self._given_up = "the driver continues without this task, which Spark should start elsewhere"
             case kind:
@@ -163,13 +165,15 @@ class Agent:
                         worker.place = RankInfo(**message["place"])
                     worker.rank.send(message)
 
-    def _hand_over(self, *, everything: bool) -> None:
-        """Send the hub the values that are too large for Spark; with ``everything``, all of them."""
+    def _hand_over(self) -> None:
+        """Send the hub what it wants, and the values that are too large for Spark."""
         for number, packed in self._values.copy():
-            if not everything and (self._value_limit is None or len(packed.data) <= self._value_limit):
+            if self._report != "values" and (self._value_limit is None or len(packed.data) <= self._value_limit):
                 continue
-            if self._link.hand_over(packed.data, worker=number, place=packed.rank):
+            if self._link.hand_over(packed.data, worker=number, place=packed.rank, ok=True):
                 self._values.remove((number, packed))
+        for number, failed in self._failures if self._report == "failures" else ():
+            self._link.hand_over(pickle.dumps(failed), worker=number, place=failed.rank, ok=False)
 
     def _mine(self, message: Message) -> _Worker | None:
         """Return the worker that a message is for, unless it has ended in the meantime."""

@@ -15,8 +15,10 @@ from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.channel.liveness import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership import events as ev
+from spark_hvd.runner.elastic.membership.records import Stage
 from spark_hvd.runner.elastic.membership.state import Membership
-from spark_hvd.runner.outcome.rows import PickledOutcome
+from spark_hvd.runner.elastic.membership.texts import brief
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, PickledOutcome
 from spark_hvd.world.ports import PortRange
 
 _SUSPECT_AFTER = 4.0
@@ -42,10 +44,10 @@ class ElasticState(HubLogic):
         "hello": {"attempt": int, "host": str, "task": int},
         "alive": {},
         **{name: _json_fields(kind) for name, kind in _EVENTS.items()},
-        "value": {"worker": int, "place": int, "part": int, "parts": int},
+        "value": {"worker": int, "place": int, "ok": bool, "part": int, "parts": int},
         "gone": {"why": str},
     }
-    FAREWELL: ClassVar[Message] = {"type": "end", "again": False}
+    FAREWELL: ClassVar[Message] = {"type": "end", "again": False, "report": ""}
 
     def __init__(self, limits: ev.Limits) -> None:
         self.membership = Membership(limits)
@@ -60,8 +62,8 @@ class ElasticState(HubLogic):
         self._given_up: set[int] = set()
         self._tasks: dict[int, int] = {}  # by agent
         self._parts: dict[int, list[bytes]] = {}
-        self.values: dict[int, PickledOutcome] = {}
-        """Values, by worker, that agents have handed over to the hub."""
+        self.outcomes: dict[int, PickledOutcome] = {}
+        """Values and failures, by worker, that agents have handed over to the hub."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
         agent, kind = message["rank"], message["type"]
@@ -81,7 +83,9 @@ class ElasticState(HubLogic):
             return [Send(agent, {"type": "kept"})] if self._keep(message) else []
         if agent not in self.membership.roster.agents:
             # An agent that was given up and comes back is too late: the run has continued without it.
-            return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
+            return (
+                [Send(agent, {"type": "end", "again": True, "report": "failures"})] if agent in self._given_up else []
+            )
         return [] if kind == "alive" else self._apply(_event(message), now)
 
     def record_heartbeat(self, rank: int, now: float) -> None:
@@ -132,21 +136,40 @@ class ElasticState(HubLogic):
     def handed_over(self) -> bool:
         """Whether the run has succeeded and all its values are here, so that nobody needs to wait for Spark's job."""
         verdict = self.membership.verdict
-        return verdict is not None and verdict.end is ev.End.DONE and self.values.keys() >= set(verdict.ranks)
+        return verdict is not None and verdict.end is ev.End.DONE and self.outcomes.keys() >= set(verdict.ranks)
 
     @property
     def _job_will_hang(self) -> bool:
         """Whether a task has no agent left to end: Spark may wait minutes for its host, or for another slot."""
         return {self._tasks[agent] for agent in self._present} != set(self._tasks.values())
 
+    @property
+    def _wanted(self) -> str:
+        """What an agent that ends should hand over to the hub, besides values that are too large for Spark."""
+        verdict = self.membership.verdict
+        if verdict is None or verdict.end is not ev.End.DONE:
+            return "failures"
+        return "values" if self._job_will_hang else ""
+
     def _keep(self, message: Message) -> bool:
-        """Keep a part of a value, and return whether the value is complete."""
+        """Keep a part of an outcome, and return whether the outcome is complete."""
         worker, parts = message["worker"], self._parts.setdefault(message["worker"], [])
         parts.append(message["payload"])
         if len(parts) < message["parts"]:
             return False
-        self.values[worker] = PickledOutcome(message["place"], True, b"".join(self._parts.pop(worker)))
+        self.outcomes[worker] = PickledOutcome(message["place"], message["ok"], b"".join(self._parts.pop(worker)))
         return True
+
+    @property
+    def culprit(self) -> Failed | None:
+        """A failure made of the verdict, for a worker that ended the run and has none: it had returned, or was lost."""
+        verdict, roster = self.membership.verdict, self.membership.roster
+        if verdict is None or verdict.culprit is None:
+            return None
+        worker = roster.workers[verdict.culprit]
+        rank = self.labels[worker.agent] if worker.rank is None else worker.rank
+        kind = FailureKind.RESULT if worker.stage is Stage.RETURNED else FailureKind.LOST
+        return Failed(rank, worker.host, kind, brief(verdict.text))
 
     def _apply(self, event: ev.Event, now: float) -> list[Send]:
         return self._act(self.membership.handle(event, self._clock.at(now)))
@@ -160,8 +183,8 @@ class ElasticState(HubLogic):
                 case ev.StartWorker(agent, _, place) | ev.Assign(agent, _, _, place):
                     self.labels[agent] = place.rank
                     sends.append(Send(agent, _message(decision)))
-                case ev.EndAgent(agent) if self._job_will_hang:
-                    sends.append(Send(agent, {**_message(decision), "report": True}))
+                case ev.EndAgent(agent):
+                    sends.append(Send(agent, {**_message(decision), "report": self._wanted}))
                 case _:
                     sends.append(Send(decision.agent, _message(decision)))
         return sends
@@ -219,10 +242,16 @@ class ElasticHub(HubServer):
             return self._state.handed_over
 
     @property
-    def values(self) -> dict[int, PickledOutcome]:
-        """The values that agents have handed over, by worker."""
+    def culprit(self) -> Failed | None:
+        """See :attr:`ElasticState.culprit`."""
         with self._lock:
-            return dict(self._state.values)
+            return self._state.culprit
+
+    @property
+    def outcomes(self) -> dict[int, PickledOutcome]:
+        """The values and failures that agents have handed over, by worker."""
+        with self._lock:
+            return dict(self._state.outcomes)
 
     def take_notes(self) -> list[str]:
         """Return the texts to log, and forget them."""

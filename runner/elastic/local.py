@@ -88,7 +88,5 @@ def run_elastic_local(
         spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)
         agent = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
         job = ThreadJob(lambda number: agent(number=number, task=number), config.limits.max_num_proc)
-        verdict = attend_elastic(job, hub, config, monitor)
-        reports = job.results()
-        assert verdict is not None
-        return monitor.result(elastic_results(verdict, reports, monitor.hang))
+        attend_elastic(job, hub, config, monitor)
+        return monitor.result(elastic_results(hub, job.results(), monitor.hang))

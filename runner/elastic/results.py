@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.membership.events import End, Verdict
@@ -22,6 +22,9 @@ from spark_hvd.runner.outcome.report import Where, failure_report
 from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
+if TYPE_CHECKING:
+    from spark_hvd.runner.elastic.hub import ElasticHub
+
 _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
     End.TOO_FEW: TooFewRanksError,
     End.RESET_LIMIT: ResetLimitError,
@@ -31,7 +34,7 @@ _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
 
 
 def elastic_results(
-    verdict: Verdict,
+    hub: ElasticHub,
     reports: Sequence[AgentReport],
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
@@ -39,8 +42,8 @@ def elastic_results(
     """Unpack the values that the ranks of the last generation returned.
 
     Args:
-        verdict: How the run ended.
-        reports: The failures and values of each agent's workers.
+        hub: The run's hub, which knows how it ended, and has the failures.
+        reports: The values of each agent's workers, as far as the hub does not have them.
         hang: The last verdict on a hang, for the error.
         where: Says where to look for details; called only if the run failed.
 
@@ -53,12 +56,15 @@ def elastic_results(
         StartTimeoutError: The run never began.
         RunError: A value is missing, or cannot be unpickled here.
     """
+    verdict, kept = hub.verdict, hub.outcomes
+    assert verdict is not None
     if verdict.end is End.NOT_STARTED:
         raise StartTimeoutError(verdict.text)
-    failures = dict(item for each in reports for item in each.failures)  # by worker
     if verdict.end is not End.DONE:
-        raise _error(verdict, failures, hang, None if where is None else where())
-    values = dict(item for each in reports for item in each.values)
+        opened = {worker: packed.open() for worker, packed in kept.items() if not packed.ok}
+        failures = {worker: failed for worker, failed in opened.items() if isinstance(failed, Failed)}
+        raise _error(verdict, failures, hub.culprit, hang, None if where is None else where())
+    values = {**kept, **dict(item for each in reports for item in each.values)}
     missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
     if missing:
         raise RunError(
@@ -69,13 +75,17 @@ def elastic_results(
 
 
 def _error(
-    verdict: Verdict, failures: dict[int, Failed], hang: HangVerdict | None, where: Where | None
+    verdict: Verdict,
+    failures: dict[int, Failed],
+    culprit: Failed | None,
+    hang: HangVerdict | None,
+    where: Where | None,
 ) -> ElasticError | RankFailedError:
     error_class = _ERRORS[verdict.end]
     first = None if verdict.culprit is None else failures.get(verdict.culprit)
-    if first is None:
-        return error_class(verdict.text, tuple(failures.values()), hang)
     others = [failed for worker, failed in sorted(failures.items()) if worker != verdict.culprit]
+    if first is None:
+        return error_class(verdict.text, tuple(others if culprit is None else [culprit, *others]), hang)
     size = max(failed.rank for failed in failures.values()) + 1
     text = failure_report([first, *others], size, (), hang, where)
     cause, _, rest = text.partition("\n")

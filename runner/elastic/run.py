@@ -105,7 +105,8 @@ def run_elastic(
         ClusterError: The application cannot run this (speculation, too few slots, a driver that executors cannot
             reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
-        TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
+        TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`, or fn calls no elastic
+            function and has returned on fewer ranks than the run began with.
         ResetLimitError: More failures than `reset_limit`.
         StateLostError: All ranks with the state were lost at once.
         RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they could not reach
@@ -166,8 +167,7 @@ def run_elastic(
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
         known = [each for each in reports if isinstance(each, AgentReport)]
-        known.append(AgentReport(values=tuple(hub.values.items())))
-        return monitor.result(elastic_results(verdict, known, monitor.hang, partial(job.where, 0)))
+        return monitor.result(elastic_results(hub, known, monitor.hang, partial(job.where, 0)))
 
 
 def attend_elastic(

@@ -24,8 +24,8 @@ class FailureKind(str, Enum):
     SIGNAL = "signal"  # a signal killed the process: SIGKILL, SIGSEGV ...
     TIMEOUT = "timeout"  # it was still running after the run's timeout
     STOPPED = "stopped"  # we stopped it, because another rank failed or the run was interrupted
-    LOST = "lost"  # we stopped it, because another task or the hub had fallen silent
-    RESULT = "result"  # fn returned a value that cannot be pickled
+    LOST = "lost"  # we stopped it, because another task or the hub had fallen silent; in elastic runs also: it is gone
+    RESULT = "result"  # fn returned a value that cannot be pickled or is lost, or returned while others wait for it
     SETUP = "setup"  # the rank could not be started
     MPI = "mpi"  # MPI's process manager ended before it
 

@@ -28,6 +28,7 @@ from spark_hvd.runner import (
     run_local,
 )
 from spark_hvd.runner.config import Reporting
+from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.testing import FaultPlan
 from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
@@ -158,6 +159,21 @@ def test_fn_that_never_calls_an_elastic_function() -> None:
     assert "call collectives inside the function that is decorated with hvd.elastic.run" in first[2]
 
 
+def test_an_exception_of_one_rank_if_fn_never_calls_an_elastic_function(tmp_path: Path) -> None:
+    def fn() -> None:
+        try:
+            (tmp_path / "one").mkdir()
+        except FileExistsError:
+            raise ValueError("bad") from None
+
+    with pytest.raises(
+        RankFailedError, match="fn, which calls no elastic function, has returned on 1 rank of 2"
+    ) as caught:
+        run_elastic_local(fn, min_num_proc=1, timeout=60)
+    assert str(caught.value.__cause__) == "bad"
+    assert [failed.error for failed in caught.value.failures] == ["ValueError: bad"] * 2
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.7], ids=["after the others call it", "before"])
 def test_fn_that_returns_on_one_rank_only(pause: float) -> None:
     def fn() -> int:
@@ -167,8 +183,11 @@ def test_fn_that_returns_on_one_rank_only(pause: float) -> None:
         time.sleep(pause)
         return len(count(FaultPlan()))
 
-    with pytest.raises(RankFailedError, match=r"rank \(number 1\) on host 127.0.0.1 returned from fn without having"):
+    with pytest.raises(
+        RankFailedError, match=r"\(number 1\) on host 127.0.0.1 returned from fn without having"
+    ) as caught:
         run_elastic_local(fn, timeout=30)
+    assert (caught.value.rank, caught.value.host, caught.value.first.kind) == (1, "127.0.0.1", FailureKind.RESULT)
 
 
 def test_a_rank_that_fails_while_it_prepares_is_replaced(tmp_path: Path) -> None:

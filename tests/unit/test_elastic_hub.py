@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spark_hvd.runner import RunTimeoutError
+from spark_hvd.runner import RankFailedError, RunTimeoutError
 from spark_hvd.runner.channel.liveness import SILENT_AFTER
 from spark_hvd.runner.channel.state import Send
+from spark_hvd.runner.cli import exit_code_of
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState
 from spark_hvd.runner.elastic.membership.events import End, Limits, Verdict
+from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.launch.monitor import make_monitor
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
 
 LIMITS = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
 
@@ -40,6 +45,11 @@ class Hub:
                 sent += self.say(agent, "alive")
             sent += self._keep(self.state.tick(self.now))
         return sent
+
+    def results(self) -> list[Any]:
+        verdict, outcomes, culprit = self.state.membership.verdict, self.state.outcomes, self.state.culprit
+        server: Any = SimpleNamespace(verdict=verdict, outcomes=outcomes, culprit=culprit)
+        return elastic_results(server, [])
 
     def _keep(self, sends: list[Send]) -> list[tuple[int, dict[str, Any]]]:
         return [(send.rank, json.loads(json.dumps(send.message))) for send in sends]
@@ -123,7 +133,9 @@ def test_a_task_that_comes_when_all_is_over_is_let_go() -> None:
         hub.say(agent, "ended", worker=worker, loss=None, error="", raised=False)
     assert hub.state.membership.verdict is not None
     assert hub.state.membership.verdict.end is End.DONE
-    assert hub.say(12, "hello", host="c", task=2, attempt=12) == [(12, {"type": "end", "agent": 12, "again": False})]
+    assert hub.say(12, "hello", host="c", task=2, attempt=12) == [
+        (12, {"type": "end", "agent": 12, "again": False, "report": ""})
+    ]
 
 
 def test_all_are_gone_when_each_has_said_so() -> None:
@@ -158,9 +170,9 @@ def returned(hub: Hub, *agents: int) -> list[tuple[int, dict[str, Any]]]:
 def test_values_come_by_spark_where_its_job_ends() -> None:
     hub = two()
     sent = returned(hub, 10, 11)
-    assert [(agent, message["type"], "report" in message) for agent, message in sent] == [
-        (10, "end", False),
-        (11, "end", False),
+    assert [(agent, message["type"], message["report"]) for agent, message in sent] == [
+        (10, "end", ""),
+        (11, "end", ""),
     ]
     assert not hub.state.handed_over
 
@@ -171,13 +183,14 @@ def test_values_come_by_the_hub_where_a_task_is_on_a_host_that_is_cut_off() -> N
     hub.say(11, "entered", worker=1)
     hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
     hub.say(11, "joined", worker=1, generation=1)
-    assert [(agent, message["type"], message["report"]) for agent, message in returned(hub, 11)] == [(11, "end", True)]
+    sent = returned(hub, 11)
+    assert [(agent, message["type"], message["report"]) for agent, message in sent] == [(11, "end", "values")]
     for part, data in enumerate((b"a", b"b")):
         assert not hub.state.handed_over
-        message = {"type": "value", "rank": 11, "worker": 1, "place": 0, "part": part, "parts": 2, "payload": data}
-        hub.state.handle(message, hub.now)
+        message = {"worker": 1, "place": 0, "ok": True, "part": part, "parts": 2, "payload": data}
+        hub.state.handle({"type": "value", "rank": 11, **message}, hub.now)
     assert hub.state.handed_over
-    assert hub.state.values[1].data == b"ab"
+    assert hub.state.outcomes[1].data == b"ab"
 
 
 def test_values_come_by_the_hub_where_a_task_has_left_by_notice_and_not_come_again() -> None:
@@ -190,7 +203,43 @@ def test_values_come_by_the_hub_where_a_task_has_left_by_notice_and_not_come_aga
     hub.say(10, "gone", why="the executor of this task will leave")
     hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
     hub.say(11, "joined", worker=1, generation=1)
-    assert [(agent, message.get("report")) for agent, message in returned(hub, 11)] == [(11, True)]
+    assert [(agent, message.get("report")) for agent, message in returned(hub, 11)] == [(11, "values")]
+
+
+def test_failures_come_by_the_hub_where_a_task_is_on_a_host_that_is_cut_off() -> None:
+    hub = two()
+    hub.wait(SILENT_AFTER + 1, 11)
+    hub.say(11, "entered", worker=1)
+    hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
+    hub.say(11, "joined", worker=1, generation=1)
+    sent = hub.say(11, "ended", worker=1, loss="failed", error="ValueError: bad", raised=True)
+    assert [(agent, message["type"], message["report"]) for agent, message in sent] == [(11, "end", "failures")]
+    failed = Failed(0, "b", FailureKind.EXCEPTION, "ValueError: bad", "Traceback: in fn")
+    message = {"worker": 1, "place": 0, "ok": False, "part": 0, "parts": 1, "payload": pickle.dumps(failed)}
+    hub.state.handle({"type": "value", "rank": 11, **message}, hub.now)
+    with pytest.raises(RankFailedError, match="Traceback: in fn") as caught:
+        hub.results()
+    assert caught.value.failures == (failed,)
+
+
+def test_an_error_names_a_rank_that_has_no_failure_of_its_own() -> None:
+    hub = Hub()
+    hub.say(10, "hello", host="a", task=0, attempt=10)
+    hub.say(11, "hello", host="b", task=1, attempt=11)
+    hub.say(10, "entered", worker=0)
+    hub.say(11, "ended", worker=1, loss=None, error="", raised=False)
+    with pytest.raises(RankFailedError, match=r"a new rank \(number 1\) on host b returned from fn without") as caught:
+        hub.results()
+    assert (caught.value.rank, caught.value.host, caught.value.first.kind) == (1, "b", FailureKind.RESULT)
+    assert exit_code_of(caught.value) == 1
+    hub = two()
+    for agent, worker in ((10, 0), (11, 1)):
+        hub.say(agent, "finished", worker=worker, generation=0)
+    hub.say(10, "ended", worker=0, loss=None, error="", raised=False)
+    hub.say(10, "gone", why="it was interrupted")
+    with pytest.raises(RankFailedError, match="its value is lost") as caught:
+        hub.results()
+    assert (caught.value.rank, caught.value.host) == (0, "a")
 
 
 def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,78 @@ def test_a_function_without_an_elastic_one_simply_returns() -> None:
     assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (0, 1))
 
 
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_rank_lost_before_a_function_without_an_elastic_one_returns_is_waited_for(least: int) -> None:
+    model = Model(replace(TWO, min_num_proc=least))
+    model.up(0)
+    model.up(1)
+    model.tell(AgentLost(0, "gone"))
+    model.tell(Ended(1))
+    model.act(model.membership.tick(model.now + 500.0))
+    assert model.membership.verdict is None
+    model.up(2, task=0)
+    model.act(model.membership.tick(model.now + 5000.0))
+    assert model.membership.verdict is None, "it may take its time"
+    model.now += 5000.0
+    model.tell(AgentLost(2, "gone, too"))
+    assert model.membership.verdict is None
+    model.up(3, task=0)
+    model.tell(Ended(3))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (1, 3))
+
+
+def test_a_lost_rank_that_is_never_replaced_ends_a_function_without_an_elastic_one() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    model.tell(AgentLost(0, "gone"))
+    model.tell(Ended(1))
+    model.act(model.membership.tick(model.now + TWO.elastic_timeout))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.culprit) == (End.TOO_FEW, 0)
+    assert "has returned on 1 rank of 2" in model.membership.verdict.text
+    assert "for elastic_timeout=600 s" in model.membership.verdict.text
+
+
+def test_an_exception_that_repeats_on_one_rank_ends_a_function_without_an_elastic_one() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    for worker in (0, 2):
+        model.fail_process(model.processes[worker], raised=True, error="ValueError: bad")
+    assert model.membership.verdict is None
+    model.tell(Ended(1))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.culprit) == (End.FAILED, 2)
+    assert "has returned on 1 rank of 2" in model.membership.verdict.text
+    assert "host0; last: a new rank (number 2) on host host0: ValueError: bad" in model.membership.verdict.text
+
+
+def test_a_rank_that_came_late_is_not_needed_if_fn_has_no_elastic_function() -> None:
+    model = Model(Limits(num_proc=1, min_num_proc=1, max_num_proc=2))
+    model.up(0)
+    model.act(model.membership.tick(model.now))
+    model.act(model.membership.tick(model.now + 1.0))
+    model.up(1)
+    model.tell(Ended(0))
+    assert model.membership.verdict is None
+    model.tell(AgentLost(1, "gone"))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (0,))
+
+
+def test_values_of_fewer_ranks_are_enough_if_fewer_began() -> None:
+    model = Model(Limits(num_proc=3, min_num_proc=1, max_num_proc=3, start_timeout=10.0))
+    model.up(0)
+    model.up(1)
+    model.act(model.membership.tick(model.now + 10.0))
+    for number in (0, 1):
+        model.tell(Ended(number))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (0, 1))
+
+
 def test_a_function_that_returns_early_on_one_rank_is_an_error() -> None:
     model = Model(TWO)
     model.up(0)

@@ -6,12 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.outcome.errors import (
+    RankFailedError,
     RunError,
     RunTimeoutError,
     StartTimeoutError,
     StateLostError,
     TooFewRanksError,
 )
+from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.world.vitals import Vitals
 from tests.world.plan import Fault
 
@@ -131,6 +133,13 @@ class Checks:
             stay = [number for number in before.members if number in present.members and workers[number].commits >= 0]
             assert stay == [number for number in present.members if number in stay], "survivors change their order"
 
+    @property
+    def _least(self) -> int:
+        """The number of ranks without which a run cannot succeed: all of the first, if none takes over from another."""
+        plan = self._world.plan
+        first = [process.spec.me.size for process in self._world.processes if process.spec.stream == 0]
+        return plan.limits.min_num_proc if plan.elastic or not first else first[0]
+
     # ---- at the end -----------------------------------------------------------------------------------------------
 
     def at_end(self) -> None:
@@ -155,6 +164,7 @@ class Checks:
         assert values
         if not self._world.plan.elastic:
             assert values == [None] * len(values)
+            assert len(values) >= self._least, "a rank was lost, and its value is missing"
             return
         assert min(self._printed, self._vitals) >= len(values), "what ranks tell is not shown"
         assert all(value == values[0] for value in values), "values differ between ranks"
@@ -189,6 +199,10 @@ class Checks:
             assert world.driver.membership.verdict is not None
             return
         assert isinstance(error, RunError), repr(error)
+        if isinstance(error, RankFailedError):
+            assert error.failures, f"no rank is named: {text}"
+            raised = "fn raised an exception on every rank" in text
+            assert not raised or error.first.kind is FailureKind.EXCEPTION, f"the exception is missing: {text}"
         assert "the hub of this run failed" not in text, text
         if _NEWCOMER in text:  # new ranks begin with the first one
             assert plan.again
@@ -213,7 +227,7 @@ class Checks:
         gone = {host.name for host in world.hosts.values() if host.leaving} | world.network.down
         slots = sum(host.slots for host in world.hosts.values() if host.name not in gone)
         alone = any(len({process.host for process in seats.values()}) == 1 for seats in self._worlds.values())
-        fatal = plan.limits.reset_limit == 0 or slots < plan.limits.min_num_proc or (alone and self._harmful)
+        fatal = plan.limits.reset_limit == 0 or slots < self._least or (alone and self._harmful)
         over = self._harmful and ("after the elastic function had returned" in text or "had returned from fn" in text)
         late = (
             isinstance(error, StartTimeoutError | TooFewRanksError) and "lose host" in kinds

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, labelled
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import _watch_spark, attend_elastic
@@ -135,8 +134,7 @@ class Driver:
         try:
             verdict = attend_elastic(job, hub, config, monitor, _watch_spark(job, hub))
             assert verdict is not None, "the job ended before the run"
-            reports = [*job.reports(), AgentReport(values=tuple(hub.values.items()))]
-            self.values = elastic_results(verdict, reports)
+            self.values = elastic_results(hub, job.reports())
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
         self.ended_at = self._clock.now

@@ -25,7 +25,8 @@ class Members(Kept):
         self.resets = self.futile = 0
         self.commits = -1
         self._out: list[Told] = []
-        self._begun = self._some_behind = False
+        self._first_ones = 0
+        self._some_behind = False
         self._first_look: float | None = None
         self._enough_since: float | None = None
         self._short_since: float | None = None
@@ -84,6 +85,7 @@ class Members(Kept):
         if worker.state == "returned":
             self._ends(ev.End.FAILED, "value is lost", worker.number)
         elif worker.state != "gone":
+            self._short_since = None if self.world is None else self._short_since
             self._lose(worker, now)
 
     def _agentleaving(self, event: ev.AgentLeaving, now: float) -> None:
@@ -165,9 +167,6 @@ class Members(Kept):
                 self._look_for_early_ends()
         elif world is not None or any(other.state == "waiting" for other in self.workers):
             self._ends(ev.End.FAILED, "without having called its elastic function to the end", worker.number)
-        elif not any(map(self._alive, self.workers)):
-            returned = tuple(other.number for other in self.workers if other.state == "returned")
-            self._ends(ev.End.DONE, "", None, returned)
 
     # ---- what follows -----------------------------------------------------------------------------------------------
 
@@ -258,9 +257,10 @@ class Members(Kept):
             del self.agents[agent.number]
             self._out.append(ev.EndAgent(agent.number, again=True))
         idle = [agent for agent in self.agents.values() if self._may_start(agent, now)]
-        if not self._begun and not self._begins(len(idle), now):
-            return
-        self._begun = True
+        if self._first_ones == 0:
+            if not self._begins(len(idle), now):
+                return
+            self._first_ones = len(idle)
         if not idle:
             return
         hosts = [agent.host for agent in self.agents.values()]
@@ -300,11 +300,15 @@ class Members(Kept):
 
     def _make_world(self, now: float) -> None:
         last, limits = self.world, self.limits
-        if self.verdict is not None or not self._begun:
+        if self.verdict is not None or self._first_ones == 0:
             return
         if last is not None and not (last.over or last.finished):
             return
         if any(member.state in ("member", "finished") for member in self._members()):
+            return
+        returned = tuple(worker.number for worker in self.workers if worker.state == "returned")
+        if last is None and len(returned) >= self._first_ones and not any(map(self._alive, self.workers)):
+            self._ends(ev.End.DONE, "", None, returned)
             return
         waiting = self._by_seniority([worker for worker in self.workers if worker.state == "waiting"])
         if last is not None and last.failed and limits.reset_limit is not None and self.resets > limits.reset_limit:
@@ -338,8 +342,7 @@ class Members(Kept):
         number = 0 if last is None else last.number + 1
         if last is not None:
             self._out.append(f"generation {number}: {len(chosen)} rank")
-        deadline = now + limits.rejoin_timeout
-        self.world = World(number, [worker.number for worker in chosen], self.commits, deadline)
+        self.world = World(number, [worker.number for worker in chosen], self.commits, now + limits.rejoin_timeout)
         for worker, place in zip(chosen, WorldLayout.of_ranks([each.host for each in chosen]).ranks, strict=True):
             worker.state, worker.rank = "member", place.rank
             self._out.append(ev.Assign(worker.agent, worker.number, number, place))
@@ -347,10 +350,12 @@ class Members(Kept):
     def _too_few(self, now: float) -> None:
         limits = self.limits
         self._short_since = now if self._short_since is None else self._short_since
-        staffed = {worker.agent for worker in self.workers if self._alive(worker)}
+        returned = any(worker.state == "returned" for worker in self.workers)
+        least = self._first_ones if returned else limits.min_num_proc  # values, if fn has no elastic function
+        staffed = {worker.agent for worker in self.workers if worker.state != "gone"}
         excluded = [host for host, past in self._exclusions.items() if past[-1][1] == float("inf")]
         useless = [each for each in self.agents.values() if each.host in excluded and each.number not in staffed]
-        if len(self.agents) >= limits.max_num_proc and len(self.agents) - len(useless) < limits.min_num_proc:
+        if len(self.agents) >= limits.max_num_proc and len(self.agents) - len(useless) < least:
             self._ends(ev.End.FAILED, "hosts get no new ranks", self._last_lost)
         elif now - self._short_since >= limits.elastic_timeout:
             self._ends(ev.End.TOO_FEW, f"elastic_timeout={limits.elastic_timeout:g} s", self._last_lost)
@@ -367,7 +372,7 @@ class Members(Kept):
         elif self._apart_since is None:
             self._apart_since = now
         elif now - self._apart_since >= self.limits.elastic_timeout:
-            self._ends(ev.End.FAILED, "the ranks could not meet", last.culprit)
+            self._ends(ev.End.FAILED, "the ranks could not meet", [last.culprit, last.members[0]][last.culprit is None])
             return True
         return False
 

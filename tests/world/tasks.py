@@ -396,5 +396,6 @@ class Spark:
         ]
 
     def reports(self) -> list[AgentReport]:
-        """Return what finished attempts have reported."""
-        return [attempt.report for attempt in self._reports if attempt.report is not None]
+        """Return what attempts have reported: nothing before all tasks have ended."""
+        reports = [attempt.report for attempt in self._reports if attempt.report is not None]
+        return reports if len(self._finished) == len(self.world.plan.starts) else []

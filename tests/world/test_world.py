@@ -175,6 +175,35 @@ FOUND = {
             Fault(12.319, "notice", 10),
         ),
     ),
+    "fn without an elastic function ended well without a lost rank's value": Plan(
+        3054,
+        Limits(
+            num_proc=3, min_num_proc=3, max_num_proc=3, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2, 1),
+        starts=(0.0, 8.89296058597043, 0.0),
+        preparing=(0.1, 12.0),
+        latency=0.005,
+        elastic=False,
+        faults=(Fault(12.178402879216446, "lose host", 11),),
+    ),
+    "the exception of all ranks went with Spark's job, which waited for a lost host": Plan(
+        2922,
+        Limits(
+            num_proc=2, min_num_proc=1, max_num_proc=3, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        hosts=(2, 2, 2),
+        starts=(0.0, 0.5, 0.5),
+        rows=17,
+        batch_size=2,
+        epochs=1,
+        commit_every=3,
+        step_seconds=2.0,
+        latency=0.3,
+        names=1,
+        grain=0.25,
+        faults=(Fault(2.3379749556451683, "lose host", 6), Fault(2.8371318835851396, "all raise", 3)),
+    ),
     "an agent that had been given up said goodbye, and was lost a second time": Plan(
         5002752,
         Limits(

@@ -85,23 +85,31 @@ class FailurePolicy:
         """Note that there are enough workers for a generation."""
         self._short_since = None
 
-    def too_few(self, available: int, roster: Roster, now: float) -> Verdict | None:
-        """Decide what follows if only ``available`` workers can take part, fewer than a generation needs."""
-        limits = self.limits
+    def too_few(self, available: int, first: int, roster: Roster, now: float) -> Verdict | None:
+        """Decide what follows if only ``available`` workers can take part, fewer than a generation needs.
+
+        If fn has returned on some, it has no elastic function. Then all ``first`` workers have to return.
+        """
+        limits, returned = self.limits, len(roster.returned())
         if self._short_since is None:
             self._short_since = now
         unschedulable = roster.unschedulable()
         agents = len(roster.agents)
-        if agents >= limits.max_num_proc and agents - len(unschedulable) < limits.min_num_proc:
-            hosts = ", ".join(sorted({agent.host for agent in unschedulable}))
-            text = texts.ALL_EXCLUDED.format(
-                ranks=count(available, "rank"), limits=limits, hosts=hosts, last=self._error
-            )
-            return Verdict(End.FAILED, text, self._culprit)
-        if now - self._short_since >= limits.elastic_timeout:
-            text = texts.TOO_FEW.format(ranks=count(available, "rank"), limits=limits, last=self._error)
-            return Verdict(End.TOO_FEW, text, self._culprit)
-        return None
+        if agents >= limits.max_num_proc and agents - len(unschedulable) < (first if returned else limits.min_num_proc):
+            end, template = End.FAILED, texts.ALL_EXCLUDED
+        elif now - self._short_since >= limits.elastic_timeout:
+            end, template = End.TOO_FEW, texts.NOT_REPLACED if returned else texts.TOO_FEW
+        else:
+            return None
+        left = texts.RETURNED_ON if returned else texts.LEFT
+        text = template.format(
+            left=left.format(ranks=count(returned or available, "rank"), first=first, limits=limits),
+            ranks=count(available, "rank"),
+            hosts=", ".join(sorted({agent.host for agent in unschedulable})),
+            limits=limits,
+            last=self._error,
+        )
+        return Verdict(end, text, self._culprit)
 
     def too_many_resets(self, last: GenerationRecord) -> Verdict | None:
         """Decide whether the failure of generation ``last`` was one too many."""
@@ -130,7 +138,8 @@ class FailurePolicy:
         elif self._apart_since is None:
             self._apart_since = now
         elif now - self._apart_since >= self.limits.elastic_timeout:
-            return Verdict(End.FAILED, texts.NEVER_MET.format(limits=self.limits, last=last.over or ""), last.culprit)
+            culprit = last.members[0] if last.culprit is None else last.culprit
+            return Verdict(End.FAILED, texts.NEVER_MET.format(limits=self.limits, last=last.over or ""), culprit)
         return None
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:

@@ -127,13 +127,17 @@ class Roster:
             self.agents[worker.agent].failures = 0
 
     def unschedulable(self) -> list[AgentRecord]:
-        """Return the agents that have no worker and will never get one."""
-        staffed = {worker.agent for worker in self.alive()}
+        """Return the agents that have no worker, nor its value, and will never get one."""
+        staffed = {worker.agent for worker in self.workers.values() if worker.stage is not Stage.GONE}
         return [a for a in self.agents.values() if self._exclusion.for_ever(a.host) and a.number not in staffed]
 
     def alive(self) -> list[Worker]:
         """Return the workers that may still take part."""
         return [worker for worker in self.workers.values() if worker.alive]
+
+    def returned(self) -> list[int]:
+        """Return the numbers of the workers whose fn has returned, in order."""
+        return [worker.number for worker in self.workers.values() if worker.stage is Stage.RETURNED]
 
     def waiting(self) -> list[Worker]:
         """Return the workers that ask for a generation, in order of seniority."""

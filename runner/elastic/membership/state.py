@@ -42,7 +42,8 @@ class Membership:
         self.verdict: ev.Verdict | None = None
         self._out: list[ev.Decision] = []
         self._start_policy = StartPolicy(limits)
-        self._begun = self._some_behind = False
+        self._first_workers = 0  # how many the run began with; 0 before it has
+        self._some_behind = False
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
         """Handle one event. Events of workers and generations that are over change nothing."""
@@ -112,6 +113,8 @@ class Membership:
         if worker.stage is Stage.RETURNED:
             self._end(ev.End.FAILED, texts.VALUE_LOST.format(name=self.roster.name(worker), why=why), worker.number)
         elif worker.stage is not Stage.GONE:
+            if self.generation is None:
+                self.policy.enough()  # the time for a new worker begins again: this one may have worked for hours
             self._lose(worker, ev.Loss.LOST, why, now)
 
     def _agent_leaving(self, event: ev.AgentLeaving, now: float) -> None:
@@ -131,7 +134,7 @@ class Membership:
             del self.roster.agents[agent.number]
             self._out.append(ev.EndAgent(agent.number, again=True))
         idle = self.roster.idle(now)
-        if not self._begun:
+        if self._first_workers == 0:
             start = self._start_policy.decide(len(idle), now)
             if start is Start.NEVER:
                 self._end(
@@ -141,7 +144,7 @@ class Membership:
                 return
             if start is Start.GO_WITH_FEWER:
                 self._note(f"{len(idle)} ranks instead of num_proc={self.limits.num_proc}: no more tasks have started")
-            self._begun = True
+            self._first_workers = len(idle)
         if not idle:
             return
         placed = zip(self.roster.places_of(idle), idle, strict=True)
@@ -224,13 +227,8 @@ class Membership:
         generation = self.generation
         worker.stage = Stage.RETURNED
         if generation is None or worker.number not in generation.members or not generation.finished:
-            others = [each for each in self.roster.workers.values() if each.alive]
-            if generation is not None or any(each.stage is Stage.WAITING for each in others):
+            if generation is not None or self.roster.waiting():
                 self._end(ev.End.FAILED, texts.RETURNED_EARLY.format(name=self.roster.name(worker)), worker.number)
-            elif not others:  # fn has no elastic function
-                workers = self.roster.workers
-                ended = sorted(number for number in workers if workers[number].stage is Stage.RETURNED)
-                self._end(ev.End.DONE, ranks=tuple(ended))
         elif all(self.roster.workers[number].stage is Stage.RETURNED for number in generation.members):
             self._end(ev.End.DONE, ranks=generation.members)
         else:
@@ -306,9 +304,12 @@ class Membership:
     def _form(self, now: float) -> None:
         """Form the next generation if the last one is over and there are enough workers."""
         last = self.generation
-        if self.verdict is not None or not self._begun:
+        if self.verdict is not None or self._first_workers == 0:
             return
         if last is not None and ((last.over is None and not last.finished) or self.roster.missing(last)):
+            return
+        if last is None and not self.roster.alive() and len(returned := self.roster.returned()) >= self._first_workers:
+            self._end(ev.End.DONE, ranks=tuple(returned))  # fn has no elastic function: none takes over from another
             return
         waiting = self.roster.waiting()
         if last is not None and last.failed and self._ends(self.policy.too_many_resets(last)):
@@ -319,7 +320,7 @@ class Membership:
         if last is None and len(candidates) < self.limits.num_proc and self.roster.preparing():
             return
         if len(candidates) < self.limits.min_num_proc:
-            self._ends(self.policy.too_few(len(candidates), self.roster, now))
+            self._ends(self.policy.too_few(len(candidates), self._first_workers, self.roster, now))
             return
         self.policy.enough()
         if last is not None and self._ends(self.policy.futile(last, self.roster, now)):

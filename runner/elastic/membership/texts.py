@@ -11,9 +11,15 @@ TOO_FEW = (
     "have arrived. Give the application more executors, or pass a smaller min_num_proc=; last: {last}"
 )
 ALL_EXCLUDED = (
-    "{ranks} left, min_num_proc={limits.min_num_proc}, and hosts get no new ranks after {limits.host_failure_limit} "
-    "failures without a commit: {hosts}; last: {last}"
+    "{left}, and hosts get no new ranks after {limits.host_failure_limit} failures without a commit: {hosts}; last: "
+    "{last}"
 )
+LEFT = "{ranks} left, min_num_proc={limits.min_num_proc}"
+NOT_REPLACED = (
+    "{left}, and no new rank has returned in place of a lost one for elastic_timeout={limits.elastic_timeout:g} s. "
+    "Give the application more executors; last: {last}"
+)
+RETURNED_ON = "fn, which calls no elastic function, has returned on {ranks} of {first}"
 EXCLUDED = (
     "host {host} gets no new ranks {how_long}: {limits.host_failure_limit} of its ranks have failed without a commit "
     "in between"
