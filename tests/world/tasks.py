@@ -83,11 +83,8 @@ class SimulatedLink:
         return len(others) < len(told)
 
     def receive(self) -> dict[str, Any] | None:
-        if not self.inbox:
-            return None
-        message: dict[str, Any] = json.loads(self.inbox.popleft())
-        message.pop("sequence")
-        return message
+        message = json.loads(self.inbox.popleft()) if self.inbox else None
+        return None if message is None else {name: message[name] for name in message if name != "sequence"}
 
     def hub_silence(self) -> float:
         return self._liveness.expired(0.0, self.attempt.world.clock.now).get(0, 0.0)
