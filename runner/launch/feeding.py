@@ -147,10 +147,12 @@ class Feeding:
         self._directory.end()
         try:
             if self._job is not None:
-                self._job.wait(_GRACE)
-                if self._job.running:
-                    self._job.cancel()
-                    self._job.wait(_KILL)
+                try:
+                    self._job.wait(_GRACE)
+                finally:  # also after another Ctrl-C
+                    if self._job.running:
+                        self._job.cancel()
+                        self._job.wait(_KILL)
         finally:
             self._directory.close()
 

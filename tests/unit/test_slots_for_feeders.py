@@ -82,13 +82,14 @@ def test_fewer_feeders_that_would_do_are_named(feeder_slots: int, advice: str, m
         allocate_slots(SESSION, config, RunData(maps=MAPS), 3, RANKS)
 
 
-def test_the_directory_is_closed_where_the_wait_for_feeders_is_broken_off() -> None:
+def test_the_job_is_cancelled_and_the_directory_closed_where_the_wait_for_feeders_is_broken_off() -> None:
     def wait(seconds: float) -> None:
         raise KeyboardInterrupt
 
     done: list[str] = []
     directory = SimpleNamespace(end=lambda: done.append("end"), close=lambda: done.append("close"))
-    broken: Any = SimpleNamespace(_directory=directory, _job=SimpleNamespace(wait=wait))
+    job = SimpleNamespace(wait=wait, running=True, cancel=lambda: done.append("cancel"))
+    broken: Any = SimpleNamespace(_directory=directory, _job=job)
     with pytest.raises(KeyboardInterrupt):
         Feeding.close(broken)
-    assert done == ["end", "close"]
+    assert done == ["end", "cancel", "close"]
