@@ -170,10 +170,9 @@ class NeuralClassifier(SavedParams, Estimator[M]):
         return model
 
 
-def derived_before(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what earlier fits of the run have derived from their data, from its checkpoint; empty if there is none."""
+def derived_before(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what earlier fits of the run have derived from their data, from its checkpoint; None if there is none."""
     if settings["run_id"] is None or settings["store"] is None:
-        return {}
+        return None
     checkpoints = Checkpoints(settings["store"], settings["run_id"])
-    derived: Mapping[str, Any] = checkpoints.load().get("derived", {}) if checkpoints.exists() else {}
-    return derived
+    return checkpoints.load().get("derived", {}) if checkpoints.exists() else None

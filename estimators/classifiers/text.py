@@ -20,6 +20,7 @@ from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
+from spark_hvd.store.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -122,7 +123,7 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
 
     def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
         given, tokenizer = settings["model"], settings["tokenizer"]
-        derived = {}
+        derived: dict[str, Any] = {}
         is_path = isinstance(given, str | os.PathLike)
         if tokenizer is not None or is_path:
             tokenizer = as_tokenizer(given if tokenizer is None else tokenizer)
@@ -131,11 +132,17 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
                 "tokenizer is missing: this model needs the tokenizer it was trained with. Pass that one, or pass a "
                 "config as model, for which a new tokenizer is trained"
             )
-        elif (trained := derived_before(settings).get("tokenizer")) is not None:
+        elif (before := derived_before(settings)) is not None:
             # A new one would number tokens differently, even for the same texts.
             from tokenizers import Tokenizer
 
-            tokenizer, derived = as_tokenizer(Tokenizer.from_str(trained)), {"tokenizer": trained}
+            if "tokenizer" not in before:
+                raise CheckpointError(
+                    f"run_id={settings['run_id']!r} has a checkpoint, but not with a tokenizer that fit trained: pass "
+                    "the tokenizer= with which the run was started, or another run_id"
+                )
+            derived = {"tokenizer": before["tokenizer"]}
+            tokenizer = as_tokenizer(Tokenizer.from_str(before["tokenizer"]))
         else:
             tokenizer = trained_tokenizer(_texts(dataset, settings["text_col"]), settings["vocab_size"])
             derived = {"tokenizer": tokenizer.backend_tokenizer.to_str()}

@@ -44,7 +44,7 @@ _CONFIRM_EVERY = 100
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _LinkState:
     """The messages exchanged with one link, over however many connections."""
 
     received: int = 0  # the sequence number of the last one
@@ -77,7 +77,7 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
-        self._exchanges: dict[bytes, _Exchange] = {}  # by identity
+        self._links: dict[bytes, _LinkState] = {}  # by identity
         self.failure: RuntimeError | None = None
         """The error that ended this hub's work, which the driver's loop raises; None if there is none."""
         self._observes = True
@@ -215,10 +215,10 @@ class HubServer:
 
         It ignores those that it has.
         """
-        exchange = self._exchanges.get(identity, _Exchange())
-        for body in exchange.sent:
+        link = self._links.get(identity, _LinkState())
+        for body in link.sent:
             self._socket.send_multipart([identity, body])
-        self._confirm(identity, exchange.received, connected=True)
+        self._confirm(identity, link.received, connected=True)
 
     def _confirm(self, identity: bytes, received: int, *, connected: bool) -> None:
         body = json.dumps({"type": "received", "sequence": received, "connected": connected}).encode()
@@ -230,10 +230,10 @@ class HubServer:
             return True
         if identity.startswith(b"\0"):  # ZeroMQ has renamed the rest of a connection that a new one replaced
             return False
-        exchange = self._exchanges.setdefault(identity, _Exchange())
-        if sequence != exchange.received + 1:
+        link = self._links.setdefault(identity, _LinkState())
+        if sequence != link.received + 1:
             return False
-        exchange.received = sequence
+        link.received = sequence
         if sequence % _CONFIRM_EVERY == 0:
             self._confirm(identity, sequence, connected=False)
         return True
@@ -291,9 +291,9 @@ class HubServer:
             self._post(self._identities[decision.rank], decision.message)
 
     def _post(self, identity: bytes, message: Message) -> None:
-        exchange = self._exchanges.setdefault(identity, _Exchange())
-        exchange.sent.append(json.dumps({**message, "sequence": len(exchange.sent) + 1}).encode())
-        self._socket.send_multipart([identity, exchange.sent[-1]])
+        link = self._links.setdefault(identity, _LinkState())
+        link.sent.append(json.dumps({**message, "sequence": len(link.sent) + 1}).encode())
+        self._socket.send_multipart([identity, link.sent[-1]])
 
 
 class Hub(HubServer):

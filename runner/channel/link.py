@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -127,6 +128,7 @@ class Link:
         self._host = host
         self._address, self.url = address, address.url
         self._heartbeat: Heartbeat | None = None
+        self._gave_up = False
         self._sequence = 0  # of the last message that was numbered here
         self._received = 0  # the sequence number of the last message received
         self._unsent: deque[tuple[int, list[bytes | memoryview]]] = deque()
@@ -174,7 +176,12 @@ class Link:
             self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
 
     def hub_silence(self) -> float:
-        """Return the seconds since the hub last answered this task's heartbeats; 0 if it sends none."""
+        """Return the seconds since the hub last answered this task's heartbeats; 0 if it sends none.
+
+        Infinite once a message could not be sent, because nobody would try again.
+        """
+        if self._gave_up:
+            return math.inf
         return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
@@ -196,6 +203,7 @@ class Link:
             except zmq.Again:
                 tries += 1
                 if self.hub_silence() >= self.patience or (self._heartbeat is None and tries >= _MOST_TRIES):
+                    self._gave_up = True
                     return False
             else:
                 self._sent.append(self._unsent.popleft())

@@ -170,8 +170,9 @@ class Agent:
         for number, packed in self._values.copy():
             if self._report != "values" and (self._value_limit is None or len(packed.data) <= self._value_limit):
                 continue
-            if self._link.hand_over(packed.data, worker=number, place=packed.rank, ok=True):
-                self._values.remove((number, packed))
+            if not self._link.hand_over(packed.data, worker=number, place=packed.rank, ok=True):
+                return  # a confirmation that comes late must not count for the next one
+            self._values.remove((number, packed))
         for number, failed in self._failures if self._report == "failures" else ():
             self._link.hand_over(pickle.dumps(failed), worker=number, place=failed.rank, ok=False)
 

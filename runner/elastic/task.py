@@ -115,7 +115,8 @@ def run_agent(
         return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot, stream=worker)
 
     while True:
-        fork_server(config.env, anchor)  # imports torch while we connect to the driver
+        # It imports torch while we connect to the driver, and stays open between workers because we refer to it.
+        _server = fork_server(config.env, anchor)
         try:
             with closing(Link(common.hub, number, host)) as link:
                 if not link.wait_connected(_CONNECT_WAIT):

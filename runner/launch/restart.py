@@ -24,9 +24,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _ANSWER = 3.0
 """Seconds that an executor gets to answer."""
-_MISSED_AFTER = 180.0
-"""Seconds after which Spark has noticed an executor that does not answer: each minute, it looks for those that have
-been silent for two (spark.network.timeout)."""
 
 
 def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
@@ -99,7 +96,7 @@ def tasks_again(
     Raises:
         NotEnoughSlotsError: There is room for fewer ranks than ``min_num_proc``. Its cause is ``loss``.
     """
-    deadline = time.monotonic() + config.start_timeout
+    begun = time.monotonic()
     each, wanted = config.procs_per_task, allocation.tasks
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
@@ -112,19 +109,21 @@ def tasks_again(
             slots = slots_left(allocation.feeders, task_slots(session, allocation.resources) or 0, slots)
         if slots >= wanted and not silent:
             return wanted
-        # If none answers, a firewall may protect all of them.
-        longer = _MISSED_AFTER if silent and silent < executors else 0.0
-        if on_spark.is_local(session) or time.monotonic() > deadline + longer:
+        # If none answers, a firewall may protect all.
+        longer = on_spark.loses_executors_after(session) if silent and silent < executors else 0.0
+        waited = time.monotonic() - begun
+        if on_spark.is_local(session) or waited > config.start_timeout + longer:
             break
         check_stop()
         time.sleep(0.2)
     if slots >= least:
         ranks = min(slots, wanted) * each
-        _log.warning("continuing with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
+        _log.warning("continuing with %d of %d ranks: no more slots after %.0f s", ranks, wanted * each, waited)
         return min(slots, wanted)
     beside, fewer = (f" besides feeders={allocation.feeders}", " ranks or feeders") if allocation.feeders else ("", "")
     raise NotEnoughSlotsError(
-        f"{slots * each} of {wanted * each} ranks find a slot{beside} {config.start_timeout:g} s (start_timeout) after "
-        f"a loss, but at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer{fewer}, "
-        f"give executors more time to come back, or find out why they do not. The loss: {str(loss).splitlines()[0]}"
+        f"{slots * each} of {wanted * each} ranks find a slot{beside} {waited:.0f} s after a loss "
+        f"(start_timeout={config.start_timeout:g}), but at least {least * each} are needed "
+        f"(min_num_proc={config.min_num_proc}). Allow fewer{fewer}, give executors more time to come back, or find out "
+        f"why they do not. The loss: {str(loss).splitlines()[0]}"
     ) from loss

@@ -96,13 +96,15 @@ def cancel_jobs(spark: SparkSession, tag: str, ended: Callable[[float], bool]) -
     Spark ignores a request while it has no such job: when it still plans a query, or between two jobs of one.
     ``ended`` waits at most the given number of seconds, and tells whether they have.
     """
-    try:
-        cancel = spark.interruptTag if is_connect(spark) else spark.sparkContext.cancelJobsWithTag
-        cancel(tag)
-        while not ended(_CANCEL_EVERY):
-            cancel(tag)
-    except Exception as error:
-        _log.warning("could not cancel the Spark job of this run: %s", error)
+    level = logging.WARNING
+    while True:
+        try:
+            (spark.interruptTag if is_connect(spark) else spark.sparkContext.cancelJobsWithTag)(tag)
+        except Exception as error:
+            _log.log(level, "could not cancel the Spark job of this run: %s", error)
+            level = logging.DEBUG
+        if ended(_CANCEL_EVERY):
+            return
 
 
 class TaskJob:

@@ -113,6 +113,11 @@ def heap_and_result_limit(spark: SparkSession) -> tuple[int, int]:
     return heap, int(java_context(spark).conf().getSizeAsBytes("spark.driver.maxResultSize", "1g"))
 
 
+def network_timeout(spark: SparkSession) -> float:
+    """Return ``spark.network.timeout`` in seconds."""
+    return float(java_context(spark).conf().getTimeAsSeconds("spark.network.timeout", "120s"))
+
+
 def task_slots(spark: SparkSession, profile: ResourceProfile | None) -> int:
     """Return how many tasks of a profile can run at once, busy slots included; None is the default profile."""
     context: Any = java_context(spark)

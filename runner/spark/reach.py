@@ -22,7 +22,8 @@ _FIRST_LOOK = 4.0
 harm, because its executor answers."""
 _LOOK_EVERY = 10.0
 _ANSWER = 3.0
-"""Seconds that a host gets to answer; TCP retries after one second."""
+"""Seconds that a host gets to answer, twice, so that a run survives a network that is down for five; TCP retries after
+one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Reach:
     def missing(self, started: Iterable[int]) -> str | None:
         """Name the ranks that cannot have come up because their hosts do not answer; None if none are known.
 
-        A call checks the hosts at most every ten seconds, and otherwise returns at once. It blocks for three seconds if
+        A call checks the hosts at most every ten seconds, and otherwise returns at once. It blocks for six seconds if
         a host does not answer. If no host answers, a firewall may protect all of them, and the result is None.
         """
         if time.monotonic() < self._look_at:
@@ -93,14 +94,14 @@ class Reach:
         if placement is None or not hosts:
             return None
         targets = set(placement.executors.values())
-        silent = unanswered(targets, _ANSWER)
+        silent = unanswered(unanswered(targets, _ANSWER), _ANSWER)
         answering = {host for host, _ in targets - silent}
         gone = {host for host, _ in silent} - answering
         absent = [rank for rank in sorted(set(hosts) - set(started)) if hosts[rank] in gone]
         if not absent or not answering:
             return None
         names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in absent)
-        return f"{names} (Spark has started the task, but the executor did not answer within {_ANSWER:g} s)"
+        return f"{names} (Spark has started the task, but the executor did not answer within {2 * _ANSWER:g} s)"
 
     def absent(self, started: Iterable[int]) -> str:
         """Name the ranks that have not come up, with their hosts; empty if Spark does not know the hosts."""

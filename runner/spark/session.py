@@ -133,6 +133,11 @@ def max_result_bytes(spark: SparkSession) -> int | None:
     return min(heap // 5, limit or heap)
 
 
+def loses_executors_after(spark: SparkSession) -> float:
+    """Return the seconds after which Spark has noticed an executor that does not answer."""
+    return spark_private.network_timeout(spark) + 60  # it looks once a minute
+
+
 def temporary_directory(spark: SparkSession) -> tempfile.TemporaryDirectory[str]:
     """Make a directory for the run. If this process is killed, it goes with Spark's own temporary files."""
     return tempfile.TemporaryDirectory(prefix="spark_hvd-", dir=spark_private.temporary_folder(spark))

@@ -31,7 +31,7 @@ from spark_hvd.runner.config import PRELOAD
 
 _log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # stacks are complete once nothing has been written for this many seconds
-_MAX_IDLE = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
+_KEPT = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 _READ_AT_LOAD = re.compile(
     # threads, allocators, the dynamic loader, Python, locale; then what frameworks read when they are imported
@@ -228,7 +228,7 @@ class Interpreter:
 
 
 _servers: WeakValueDictionary[frozenset[tuple[str, str | None]], ForkServer] = WeakValueDictionary()
-_latest: deque[ForkServer] = deque(maxlen=_MAX_IDLE)  # keeps the last ones for the next runs
+_latest: deque[ForkServer] = deque(maxlen=_KEPT)  # keeps the last ones for the next runs
 _servers_lock = threading.Lock()  # held until a server has started, so that two runs share one
 _started: list[subprocess.Popen[bytes]] = []
 

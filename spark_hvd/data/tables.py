@@ -23,10 +23,10 @@ import pyarrow as pa
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError, TableError
 from spark_hvd.data.schemas.table import ID, REQUIRED, TableSchema, names_mark, table_field
-from spark_hvd.data.stream_log import committed
 from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import complete, join, protocol_of
+from spark_hvd.store.stream_log import committed
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import selectors
 import socket
@@ -229,7 +230,7 @@ def test_every_message_arrives_once_and_in_order_whenever_connections_break(stat
         relay.reset()
         wait_until(lambda: arrived(300))
         assert relay.connections > 8
-        wait_until(lambda: static._exchanges[static._identities[0]].received == 301)
+        wait_until(lambda: static._links[static._identities[0]].received == 301)
     finally:
         link.close()
         relay.close()
@@ -282,4 +283,5 @@ def test_a_link_without_heartbeats_gives_up_a_hub_that_has_gone(static: Hub) -> 
     static.close()
     link.socket.sndtimeo = 10
     link.send("gone")
+    assert link.hub_silence() == math.inf, "its supervisor would wait for an answer for ever"
     link.close()

@@ -57,6 +57,7 @@ def test_the_application(spark: SparkSession) -> None:
     heap, limit = spark_private.heap_and_result_limit(spark)
     assert heap > 1 << 26
     assert limit == 1 << 30
+    assert spark_private.network_timeout(spark) == 120
     assert Path(spark_private.temporary_folder(spark)).is_dir()
     assert spark_private.task_slots(spark, None) == 2
     assert spark_private.count_executors(spark) == 0

@@ -145,6 +145,10 @@ def test_a_run_comes_back_with_its_tokenizer_and_its_classes(texts: DataFrame, t
     further = classifier(epochs=2, **once).fit(texts)
     assert further.getTokenizer().get_vocab() == first.getTokenizer().get_vocab()
     assert len(further.getHistory()) == 2
+    passed = {"tokenizer": first.getTokenizer(), "store": str(tmp_path), "run_id": "passed"}
+    classifier(epochs=1, **passed).fit(texts)
+    with pytest.raises(CheckpointError, match=r"run_id='passed' has a checkpoint, but not with a tokenizer .*pass the"):
+        classifier(epochs=2, **{**passed, "tokenizer": None}).fit(texts)
     others = texts.withColumn("kind", F.replace("kind", F.lit("wind"), F.lit("air")))
     with pytest.raises(CheckpointError, match=r"for other classes: \['fruit', 'tree', 'wind'\] then, \['air', 'fruit'"):
         classifier(epochs=3, **once).fit(others)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.launch.attend import Grace, attend
+from spark_hvd.runner.spark.job import cancel_jobs
 
 
 class InterruptedTwice:
@@ -33,3 +34,16 @@ def test_the_second_ctrl_c_cancels_the_job_too() -> None:
     with pytest.raises(KeyboardInterrupt):
         attend(job, hub, monitor, Grace(4.0, 1.0))
     assert not job.running
+
+
+def test_a_request_to_cancel_that_fails_is_repeated() -> None:
+    asked: list[str] = []
+
+    def cancel(tag: str) -> None:
+        asked.append(tag)
+        if len(asked) == 1:
+            raise ConnectionResetError("for a moment")
+
+    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(cancelJobsWithTag=cancel))
+    cancel_jobs(session, "run", lambda seconds: len(asked) == 3)
+    assert asked == ["run"] * 3

@@ -47,6 +47,7 @@ def test_weights_of_an_epoch_with_nan_are_not_kept(monkeypatch: pytest.MonkeyPat
     job: Any = object.__new__(train.Job)
     job.__dict__.update(
         spec=SimpleNamespace(
+            derived={},
             checkpoint_every=None,
             seed=1,
             epochs=9,

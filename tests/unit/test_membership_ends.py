@@ -235,6 +235,23 @@ def test_a_lost_rank_that_is_never_replaced_ends_a_function_without_an_elastic_o
     assert "for elastic_timeout=600 s" in model.membership.verdict.text
 
 
+@pytest.mark.parametrize("raised", [True, False])
+def test_the_time_for_a_new_rank_begins_when_the_last_one_has_gone(raised: bool) -> None:
+    model = Model(replace(TWO, host_failure_limit=9))
+    model.up(0)
+    model.up(1)
+    model.tell(Ended(1))
+    model.tell(AgentLost(0, "gone"))
+    model.up(2, task=0)
+    model.now += 10 * TWO.elastic_timeout  # in which it has worked
+    if raised:
+        model.fail_process(model.processes[2], raised=True, error="ValueError: bad")
+    else:
+        model.tell(AgentLost(2, "gone"))
+    model.act(model.membership.tick(model.now + 1))
+    assert model.membership.verdict is None
+
+
 def test_an_exception_that_repeats_on_one_rank_ends_a_function_without_an_elastic_one() -> None:
     model = Model(TWO)
     model.up(0)

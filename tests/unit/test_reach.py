@@ -67,6 +67,17 @@ def test_nothing_is_named_before_all_tasks_are_placed() -> None:
     assert Placement(TASKS, {}).on_executor("1", 4) is None
 
 
+def test_a_host_that_answers_the_second_time_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ("127.0.0.1", 1), ("127.0.0.2", 1)
+    answers = [{other}, set(), {other}, {other}]
+    monkeypatch.setattr(looks, "unanswered", lambda targets, timeout: answers.pop(0))
+    there = Placement({0: ("1", "127.0.0.1"), 1: ("2", "127.0.0.2")}, {"1": one, "2": other})
+    reach = Reach(2, lambda: there, _look_at=0.0)
+    assert reach.missing({0}) is None
+    reach._look_at = 0.0
+    assert (reach.missing({0}) or "").startswith("rank 1 on 127.0.0.2 ")
+
+
 def test_missing_ranks_on_hosts_that_do_not_answer_are_named(
     answering: tuple[str, int], silent: tuple[str, int]
 ) -> None:

@@ -69,6 +69,7 @@ def test_no_rank_starts_on_a_host_that_spark_has_not_missed_yet(
     monkeypatch.setattr(restart, "task_slots", lambda *_: 2 if now < notices else 1)
     monkeypatch.setattr(restart.on_spark, "is_local", lambda _: False)
     monkeypatch.setattr(restart.on_spark, "executor_addresses", lambda _: two)
+    monkeypatch.setattr(restart.on_spark, "loses_executors_after", lambda _: 180.0)
     config = RunConfig(num_proc=2, max_restarts=1, min_num_proc=1, start_timeout=60)
     assert restart.tasks_again(SESSION, config, RANKS, SlotAllocation(2), ExecutorLostError("lost")) == ranks
     assert waited <= now < waited + 10

@@ -23,7 +23,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import ParquetSource, ReadOptions, parquet_source
-from spark_hvd.store import Store
+from spark_hvd.store import Store, StoreError
 
 ROWS = pa.table({"x": [1, 2, 3, 4], "name": ["a", "b", "c", "d"], "day": ["1", "1", "2", None]})
 
@@ -305,9 +305,9 @@ def test_files_that_a_stream_has_not_committed_do_not_count(tmp_path: Path) -> N
     assert [Path(file).name for file in meta.files] == ["part-1.parquet", "part-3.parquet"]
     assert names_of(meta) == ["x", "day"]
     (tmp_path / "_spark_metadata" / "3").unlink()
-    with pytest.raises(DataError, match=r"_spark_metadata/3 is missing: expected every batch"):
+    with pytest.raises(StoreError, match=r"_spark_metadata/3 is missing: expected every batch"):
         meta_of(tmp_path)
     log_of(tmp_path, "3")
     (tmp_path / "day=c%2F" / "part-3.parquet").unlink()
-    with pytest.raises(DataError, match=r"names 1 files that are not there, such as .*/day=c%2F/part-3.parquet"):
+    with pytest.raises(StoreError, match=r"names 1 files that are not there, such as .*/day=c%2F/part-3.parquet"):
         meta_of(tmp_path)

@@ -61,7 +61,7 @@ class Driver:
         state.membership = Watched(world.plan.limits, world.clock.random)
         hub._state, hub._lock = state, threading.Lock()
         hub._listener = labelled(self._heard, state.labels)
-        hub._questions, hub._closing, hub._identities, hub._exchanges = deque(), threading.Event(), {}, {}
+        hub._questions, hub._closing, hub._identities, hub._links = deque(), threading.Event(), {}, {}
         hub.failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]
         hub._zap = SimpleNamespace(handle_requests=lambda: None)  # type: ignore[assignment]

@@ -113,8 +113,6 @@ class Membership:
         if worker.stage is Stage.RETURNED:
             self._end(ev.End.FAILED, texts.VALUE_LOST.format(name=self.roster.name(worker), why=why), worker.number)
         elif worker.stage is not Stage.GONE:
-            if self.generation is None:
-                self.policy.enough()  # the time for a new worker begins again: this one may have worked for hours
             self._lose(worker, ev.Loss.LOST, why, now)
 
     def _agent_leaving(self, event: ev.AgentLeaving, now: float) -> None:
@@ -252,6 +250,8 @@ class Membership:
         self._note(f"{name}: {error}")
         if loss is ev.Loss.FAILED:
             self._count_failure(worker, now)
+        if generation is None:
+            self.policy.enough()  # the time for a new worker begins again: this one may have worked for hours
         if generation is None or worker.number not in generation.members:
             return
         if generation.finished:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from urllib.parse import unquote, urlsplit
 
-from spark_hvd.data.readers.errors import DataError
-from spark_hvd.store import Store
+from spark_hvd.store.errors import StoreError
+from spark_hvd.store.files import Store
 from spark_hvd.store.paths import join
 
 _LOG = "_spark_metadata"
@@ -25,8 +25,7 @@ def committed(store: Store, path: str, names: Mapping[str, int]) -> Mapping[str,
     Without a log, all count. Values are kept.
 
     Raises:
-        DataError: A part of the log is missing, or a file that it names.
-        StoreError: The log cannot be read.
+        StoreError: The log cannot be read, or a part of it is missing, or a file that it names.
     """
     batches = {
         int(match[1]): name for name in names if (match := re.fullmatch(rf"/{_LOG}/(\d+)(?:\.compact)?", name))
@@ -37,7 +36,7 @@ def committed(store: Store, path: str, names: Mapping[str, int]) -> Mapping[str,
     logged: dict[str, str] = {}
     for number in range(first, max(batches) + 1):
         if number not in batches:
-            raise DataError(f"{join(path, _LOG, str(number))} is missing: expected every batch of the stream's log")
+            raise StoreError(f"{join(path, _LOG, str(number))} is missing: expected every batch of the stream's log")
         _, *entries = store.read_bytes(path + batches[number]).decode().splitlines()
         for entry in map(json.loads, entries):
             name = unquote(urlsplit(entry["path"]).path)
@@ -47,7 +46,7 @@ def committed(store: Store, path: str, names: Mapping[str, int]) -> Mapping[str,
                 logged[posixpath.basename(name)] = name
     found = {name: value for name, value in names.items() if logged.get(posixpath.basename(name), "").endswith(name)}
     if missing := logged.keys() - set(map(posixpath.basename, found)):
-        raise DataError(
+        raise StoreError(
             f"{path} was written by a stream, whose log ({_LOG}) names {len(missing)} files that are not there, such "
             f"as {logged[min(missing)]}. Expected the files of all batches. Next: restore them, or write the rows again"
         )
