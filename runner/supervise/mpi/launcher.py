@@ -231,7 +231,7 @@ class MpiLauncher:
 
 
 class _Program:
-    """This runs mpiexec or a proxy."""
+    """Runs mpiexec or a proxy."""
 
     def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
         self._process = subprocess.Popen(
