@@ -37,8 +37,8 @@ def committed(store: Store, path: str, names: Mapping[str, int]) -> Mapping[str,
     for number in range(first, max(batches) + 1):
         if number not in batches:
             raise StoreError(
-                f"{join(path, _LOG, str(number))} is missing: expected every batch of the stream's log. Next: restore it, "
-                "or write the rows again"
+                f"{join(path, _LOG, str(number))} is missing: expected every batch of the stream's log. Next: "
+                "restore it, or write the rows again"
             )
         _, *entries = store.read_bytes(path + batches[number]).decode().splitlines()
         for entry in map(json.loads, entries):
