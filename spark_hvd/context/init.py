@@ -24,7 +24,7 @@ from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets
 from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
-from spark_hvd.transport.groups import Groups
+from spark_hvd.transport.groups import Groups, free_groups_last
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.start import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
@@ -371,4 +371,5 @@ def stop_timeline() -> None:
         here.engine.timeline.stop()
 
 
+free_groups_last()
 mpi_backend.register()

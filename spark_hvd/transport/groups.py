@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from spark_hvd.transport.connections import Address, Connections, Forkable, listening, since, sockets
 from spark_hvd.transport.torch_private import PrefixStore, Store, gloo_devices, process_group
@@ -138,3 +140,39 @@ class Groups:
         """Destroy all groups of the world."""
         for process_set_id in {*self._made, *self._slices, *self._pipes}:
             self.destroy(process_set_id)
+
+
+_KEPT = "_spark_hvd_group"
+
+
+class _LastReference:
+    """A reference to a process group, which is not copied or pickled with its model."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def __reduce__(self) -> tuple[type[_LastReference], tuple[()]]:
+        return _LastReference, ()
+
+
+def free_groups_last() -> None:
+    """Let each DistributedDataParallel made from now on free its process group after its reducer. Idempotent.
+
+    The C++ reducer has a reference to the group. If it is the last one, Gloo's destructor waits for its threads while
+    the training thread holds the GIL. In torch 2.13, such a thread needs the GIL to free the last gradient's
+    all-reduce, and both may wait forever (https://github.com/pytorch/pytorch/issues/56297). A function that makes a
+    model, trains it, and ends with ``destroy_process_group()`` does all that this takes. A reference of Python's does
+    no harm: torch releases the GIL before it frees a group for Python.
+    """
+    make: Any = DistributedDataParallel.__init__
+    if hasattr(make, _KEPT):
+        return
+
+    @functools.wraps(make)
+    def make_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        # An object's attributes are freed in the order in which they were set, and the reducer is one of them.
+        self.__dict__[_KEPT] = _LastReference(self.process_group)
+
+    setattr(make_and_keep, _KEPT, None)
+    DistributedDataParallel.__init__ = make_and_keep  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 
@@ -87,3 +88,28 @@ def test_sharded_parameters_are_refused(world: Ranks) -> None:
             hvd.broadcast_parameters(net.state_dict())
 
     world.run(fn)
+
+
+def test_a_model_may_outlive_its_process_group(world: Ranks) -> None:
+    """Without our change, the ranks block, because the switch interval lets Gloo's threads wait for the GIL."""
+
+    def fn() -> int:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train() -> None:
+            group = dist.new_group()
+            net = DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
+            net(torch.ones(2, 4)).sum().backward()
+            dist.destroy_process_group(group)
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(10)
+        try:
+            for _ in range(40):
+                train()
+        finally:
+            sys.setswitchinterval(before)
+        return len(pickle.dumps(DistributedDataParallel(torch.nn.Linear(4, 1))))
+
+    assert min(world.run(fn)) > 0

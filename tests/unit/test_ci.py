@@ -13,7 +13,10 @@ RUN = Path(__file__).resolve().parents[2] / ".ci" / "run"
 MAKE = """#!/bin/sh
 echo "$@" >>asked
 case "$*" in
-*"$(cat failing)"*) exit 2 ;;
+*"$(cat failing)"*)
+    echo "E   AssertionError: 3 ranks"
+    exit 2
+    ;;
 esac
 echo "24 passed in 216.68s"
 """
@@ -30,5 +33,8 @@ def test_what_fails(failing: str, tmp_path: Path) -> None:
     assert (done.returncode == 0) == (failing == "nothing"), done.stdout + done.stderr
     asked = (tmp_path / "asked").read_text()
     assert all(target in asked for target in ("slow-alone", "all-together", "ahead lint", "--smoke")), asked
+    last = done.stdout.splitlines()[-1]
+    if failing in ("slow-alone", "all-together", "lint"):  # which have logs
+        assert last == "E   AssertionError: 3 ranks"
     if failing == "nothing":
         assert done.stdout.endswith("24 passed in 216.68s\n")

@@ -44,5 +44,5 @@ def typed(folder: Path, *arguments: str, timeout: float) -> str:
     }
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{done.stdout[-10_000:]}"
     return done.stdout

@@ -7,6 +7,7 @@ error, and, if a mistake shakes the session, what a job returned afterwards. A p
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import io
 import json
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.walk.mistakes import DATA, MISTAKES
+
+_SECONDS = 240
+"""How long a mistake or a page may take. Then the program ends, and its last words are what it waited for."""
 
 
 def tried(name: str, call: Callable[[], object]) -> dict[str, Any]:
@@ -49,6 +53,8 @@ def main() -> None:
     folder, chosen = Path(sys.argv[1]), sys.argv[2:]
     common: dict[str, Any] = {"__name__": "__main__"}
     for name in chosen:
+        print(f"{name}:", file=sys.stderr)
+        faulthandler.dump_traceback_later(_SECONDS, exit=True)
         if name not in MISTAKES:
             page = functools.partial(runpy.run_path, name, run_name="__main__")
             print(json.dumps(tried(Path(name).stem, page)), flush=True)
