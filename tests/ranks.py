@@ -79,7 +79,7 @@ class Ranks:
         """
         self.size = size
         self._timeout = timeout
-        listener = socket.create_server(("127.0.0.1", 0 if join else _quiet_port()))
+        listener = socket.create_server(("127.0.0.1", 0 if join else quiet_port()))
         port = listener.getsockname()[1]
         if not join:
             listener.close()
@@ -250,7 +250,7 @@ def _close_all(call: tuple[Any, ...]) -> None:
             each.close()
 
 
-def _quiet_port() -> int:
+def quiet_port() -> int:
     # Rank 0 binds it seconds later, so it must lie below the range from which the kernel serves everyone else.
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -6,6 +6,7 @@ A file holds the rows of one chunk, sorted by bucket and id, so that the rows of
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,11 +92,14 @@ class SpoolWriter:
             os.rename(self._folder / f"{_COUNTS}.new", self._folder / _COUNTS)
 
     def fail(self, error: BaseException) -> None:
-        """Delete the rows, and leave the error for the ranks that wait for them."""
-        for path in self._folder.iterdir():
-            path.unlink()
-        (self._folder / f"{_FAILED}.new").write_text(f"{type(error).__name__}: {error}")
-        os.rename(self._folder / f"{_FAILED}.new", self._folder / _FAILED)
+        """Delete the rows, and leave the error for the ranks that wait for them, or no folder if the disk is full."""
+        try:
+            for path in self._folder.iterdir():
+                path.unlink()
+            (self._folder / f"{_FAILED}.new").write_text(f"{type(error).__name__}: {error}")
+            os.rename(self._folder / f"{_FAILED}.new", self._folder / _FAILED)
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _flush(self) -> None:
         table = pa.Table.from_batches(self._batches).combine_chunks()
@@ -298,7 +302,10 @@ class SpoolSource:
             if (folder / _FAILED).exists():
                 raise DataError((folder / _FAILED).read_text())
             if not folder.exists():
-                raise DataError(f"{folder}: the rows that the Spark task kept here were deleted: the task has ended")
+                raise DataError(
+                    f"{folder}: the rows that the Spark task kept here were deleted: the task has ended, or its disk "
+                    "takes no file"
+                )
             time.sleep(0.01)
         return Spool(self.folder)
 

@@ -88,7 +88,7 @@ class AsyncDataLoaderMixin:
                         return
                 if not self._put(_EpochEnd()):
                     return
-        except Exception as error:
+        except BaseException as error:  # such as sys.exit(): the program would wait for the next batch for ever
             self._put(_EpochEnd(error))
 
     def _put(self, batch: Any) -> bool:

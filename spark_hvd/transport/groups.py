@@ -146,7 +146,7 @@ _KEPT = "_spark_hvd_group"
 
 
 class _LastReference:
-    """A reference to a process group, which is not copied or pickled with its model."""
+    """A reference to a process group, which is not copied or pickled with its model: a copy gets its own."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -156,7 +156,7 @@ class _LastReference:
 
 
 def free_groups_last() -> None:
-    """Let each DistributedDataParallel made from now on free its process group after its reducer. Idempotent.
+    """Let each DistributedDataParallel made or copied from now on free its process group after its reducer. Idempotent.
 
     The C++ reducer has a reference to the group. If it is the last one, Gloo's destructor waits for its threads while
     the training thread holds the GIL. In torch 2.13, such a thread needs the GIL to free the last gradient's
@@ -164,15 +164,19 @@ def free_groups_last() -> None:
     model, trains it, and ends with ``destroy_process_group()`` does all that this takes. A reference of Python's does
     no harm: torch releases the GIL before it frees a group for Python.
     """
-    make: Any = DistributedDataParallel.__init__
-    if hasattr(make, _KEPT):
-        return
+    for name in ("__init__", "__setstate__"):
+        method = getattr(DistributedDataParallel, name)
+        if not hasattr(method, _KEPT):
+            setattr(DistributedDataParallel, name, _keeping(method))
 
-    @functools.wraps(make)
-    def make_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+
+def _keeping(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
         # An object's attributes are freed in the order in which they were set, and the reducer is one of them.
+        self.__dict__.pop(_KEPT, None)
         self.__dict__[_KEPT] = _LastReference(self.process_group)
 
-    setattr(make_and_keep, _KEPT, None)
-    DistributedDataParallel.__init__ = make_and_keep  # type: ignore[method-assign]
+    setattr(keeping, _KEPT, None)
+    return keeping

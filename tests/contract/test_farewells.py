@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
+from spark_hvd.engine import channel
 from spark_hvd.engine.channel import CoordinatorSockets, MemberSockets
 from spark_hvd.engine.curve import Keys
 from spark_hvd.runner.channel.hub import Hub
@@ -55,7 +56,8 @@ def all_leave_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_every_context_ends() -> None:
+def test_every_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "CLOSE_GRACE_SECONDS", 20.0)
     for _ in range(300):  # ten of them fail if the coordinator does not wait for members to leave
         all_leave_at_once()
 

@@ -175,8 +175,10 @@ def defects_reach_who_waits() -> None:
     def defect(*_: Any) -> bool:
         raise RuntimeError("a defect")
 
+    called = threading.Event()
     PROGRESS.later(0.0, defect)
-    time.sleep(0.1)
+    PROGRESS.later(0.0, called.set)
+    assert called.wait(60)
     hvd.barrier()
     assert within_seconds(future_of(torch.ones(3)))[0].tolist() == [2.0] * 3
 

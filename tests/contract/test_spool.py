@@ -189,4 +189,9 @@ def test_a_rank_hears_why_its_rows_do_not_come(tmp_path: Path) -> None:
     SpoolWriter(str(tmp_path / "rows"), SCHEMA).fail(ValueError("of the task's"))
     with pytest.raises(DataError, match="ValueError: of the task's"):
         source.open()
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(Path, "write_text", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        SpoolWriter(str(tmp_path / "others"), SCHEMA).fail(ValueError("of the task's"))
+    with pytest.raises(DataError, match="disk takes no file"):
+        SpoolSource(str(tmp_path / "others"), 0, 2).open()
     assert list(SpoolSource("", 1, 2).buckets) == list(range(BUCKETS // 2, BUCKETS))

@@ -195,6 +195,11 @@ def test_loaders() -> None:
             yield 1
             raise OSError("the disk is gone")
 
+    class Exits(Ahead):
+        def _iterate(self) -> Any:
+            yield 1
+            sys.exit("no more")
+
     assert [*Numbers()] == [*Ahead(async_loader_queue_size=0)] == [0, 2, 4]
     loader = Ahead(async_loader_queue_size=2)
     assert [[*loader] for _ in range(3)] == [[0, 2, 4]] * 3
@@ -203,6 +208,8 @@ def test_loaders() -> None:
     loader.close_async_loader()
     with pytest.raises(OSError, match="the disk is gone"):
         [*Broken()]
+    with pytest.raises(SystemExit, match="no more"):
+        [*Exits()]
 
 
 @pytest.mark.night

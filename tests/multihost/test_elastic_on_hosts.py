@@ -101,4 +101,4 @@ def test_a_run_ends_with_its_last_rank_also_while_a_host_is_cut_off(cluster: Clu
     print(f"returned {now - ended:.2f} s after the rank")
     assert result.size == 1
     assert len(data) == 5 << 20
-    assert now - ended < 5, "seconds; two on a machine that is not busy"
+    assert now - ended < 12, "seconds; two on a machine that is not busy, and more than 15 if it waits for the host"

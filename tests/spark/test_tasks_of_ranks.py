@@ -13,6 +13,7 @@ import pytest
 
 from spark_hvd.runner import Network, RankFailedError, run
 from spark_hvd.runner.outcome.rows import FailureKind
+from tests.ranks import quiet_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,8 +68,8 @@ def test_a_failing_rank_stops_those_of_its_own_task(spark: SparkSession) -> None
 
 
 def test_interfaces_and_ports(spark: SparkSession) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that nothing else takes meanwhile
-        low = min(taken.getsockname()[1], 65_500)
+    with socket.create_server(("127.0.0.1", quiet_port())) as taken:  # Gloo's own ports are above these
+        low = taken.getsockname()[1]
         ports = f"{low}-{low + 30}"
         found = run(place, num_proc=2, spark=spark, network=Network(interfaces=["127.0.0.0/8"], ports=ports))
     assert {each["gloo"] for each in found} == {"lo"}

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -353,10 +352,8 @@ print(len(store.list(store.url)), store.read_bytes(store.join("child3")))
 @pytest.mark.slow  # by day: a forked child in tests/contract/test_stores.py
 def test_s3_works_in_forks_and_in_the_process_that_forked(s3: dict[str, Any]) -> None:
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
-    start = time.monotonic()
     out = subprocess.run([sys.executable, "-c", FORK], input=pickle.dumps(store), capture_output=True, timeout=250)
     assert out.stdout.decode().splitlines() == ["[0, 0, 0, 0]", "5 b'1'"], out.stderr.decode()
-    assert time.monotonic() - start < 30
 
 
 def test_a_bucket_that_forbids_says_so_on_every_call(forbidden: Store) -> None:
