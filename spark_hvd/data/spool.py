@@ -304,7 +304,7 @@ class SpoolSource:
             if not folder.exists():
                 raise DataError(
                     f"{folder}: the rows that the Spark task kept here were deleted: the task has ended, or its disk "
-                    "takes no file"
+                    "takes no file. Next: see the executor's log, and whether its local disk is full"
                 )
             time.sleep(0.01)
         return Spool(self.folder)

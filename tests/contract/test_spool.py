@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def test_a_rank_hears_why_its_rows_do_not_come(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ValueError: of the task's"):
         source.open()
     with pytest.MonkeyPatch.context() as full:
-        full.setattr(Path, "write_text", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        full.setattr(Path, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         SpoolWriter(str(tmp_path / "others"), SCHEMA).fail(ValueError("of the task's"))
     with pytest.raises(DataError, match="disk takes no file"):
         SpoolSource(str(tmp_path / "others"), 0, 2).open()
