@@ -8,8 +8,8 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
